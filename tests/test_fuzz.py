@@ -32,6 +32,8 @@ from pydantic import TypeAdapter
 from safetensors.torch import save_file
 
 from tests.conftest import ROOT
+from tests.orchestrator.data import test_published_preferences as published
+from troupe.orchestrator.data.examples import load_examples
 from troupe.orchestrator.data.prompts import PromptSource, load_pool
 from troupe.orchestrator.errors import DataError, TroupeError, UsageError
 from troupe.orchestrator.insight.samples import SampleQuery, count_samples, select_samples
@@ -246,6 +248,23 @@ def test_data_of_another_shape(tmp_path: Path) -> None:
         for value in mutations.of_json(rows, 800):
             path.write_bytes(_json_lines(value if isinstance(value, list) else [value]))
             refuses(lambda: load_pool(source), DataError)
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns"),
+    [
+        (published.SHP, f"{published.OF_SHP}, margin: [score_A, score_B]"),
+        (published.KAGGLE, "answers: [response_a, response_b], scores: [winner_model_a, winner_model_b]"),
+        (published.NECTAR, "answers: answers.answer, ranks: answers.rank"),
+        ([{"chosen": published.hh("good"), "rejected": published.hh("bad")}], "prompt: null"),
+    ],
+)
+def test_preferences_of_another_shape(rows: list[dict[str, Any]], columns: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    spec = published.spec(path, "reward_model", columns)
+    for value in Mutations().of_json(rows, 400):
+        path.write_bytes(_json_lines(value if isinstance(value, list) else [value]))
+        refuses(lambda: load_examples(spec), DataError)
 
 
 def test_folders_of_datasets(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from itertools import takewhile
 from typing import Any
@@ -16,8 +17,25 @@ _SHAREGPT = {"human": "user", "gpt": "assistant", "observation": "tool"}
 """Names that ShareGPT and its relatives have for speakers, besides the usual ones."""
 
 
+_SPOKEN = (re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):"), re.compile(r"(?:\A\s*|\n?)### (Human|Assistant):"))
+"""What begins a turn in a text with a whole conversation: in HH-RLHF, and in sets from OpenAssistant."""
+
+
 class BadRow(ValueError):
     """A row that cannot be used; the message gives the reason."""
+
+
+class SkippedRow(Exception):
+    """A row that the spec leaves out; the message names the kind of such rows."""
+
+
+class WrongForm(BadRow):
+    """A row with a value that the spec's reading of a column excludes: no row of the source can be trusted."""
+
+    def __init__(self, field: str, reason: str) -> None:
+        super().__init__(reason)
+        self.field = field
+        """The field of the source's section that names the column."""
 
 
 def require_whole(text: str, name: str) -> None:
@@ -28,17 +46,40 @@ def require_whole(text: str, name: str) -> None:
         raise BadRow(f"{name} has half a surrogate pair, which no tokenizer takes") from None
 
 
-def chat_messages(prompt: Any, source: PromptText, *, plain: bool = False) -> list[Message]:
+def spoken_turns(value: Any) -> Any:
+    """The messages of a text that has all turns of a conversation, or the value if it is no such text.
+
+    `\\n\\nHuman: 2+2?\\n\\nAssistant: 4` has two. An empty turn at the end, which a response fills, is no message.
+    """
+    if not isinstance(value, str):
+        return value
+    for marker in _SPOKEN:
+        before, *parts = marker.split(value)
+        speakers, contents = parts[::2], [text.strip() for text in parts[1::2]]
+        if before or speakers[:1] != ["Human"] or "Assistant" not in speakers:
+            continue
+        if not contents[-1]:
+            del speakers[-1], contents[-1]
+        roles = ("user" if speaker == "Human" else "assistant" for speaker in speakers)
+        return [{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)]
+    return value
+
+
+def chat_messages(prompt: Any, source: PromptText, system: Any = None, *, plain: bool = False) -> list[Message]:
     """The chat messages of a prompt given as text or as a list of messages.
 
     Args:
         prompt: The prompt, as the data have it.
         source: How a row's text becomes a prompt.
+        system: The row's own system message; null or empty if it has none.
         plain: Without a chat template (`model.chat_template: none`): the prompt must be text.
 
     Raises:
         BadRow: The prompt cannot be used.
     """
+    prompt = prompt if plain else spoken_turns(prompt)
+    if system is not None and not isinstance(system, str):
+        raise BadRow("the system message is not text")
     if isinstance(prompt, str):
         said = [{"role": "user", "content": prompt}]
     elif isinstance(prompt, list) and prompt:
@@ -56,8 +97,10 @@ def chat_messages(prompt: Any, source: PromptText, *, plain: bool = False) -> li
         raise BadRow(f"the prompt has {length} characters, more than max_chars {source.max_chars}")
     # str.replace, not str.format: the row's text and the template may contain braces
     said[-1] = {"role": last["role"], "content": source.template.replace("{prompt}", last["content"])}
-    if source.system and said[0]["role"] != "system":
-        said.insert(0, {"role": "system", "content": source.system})
+    system = source.system if system is None or not system.strip() else system
+    if system and said[0]["role"] != "system":
+        require_template(plain)
+        said.insert(0, {"role": "system", "content": system})
     return said
 
 
@@ -95,6 +138,7 @@ def split_conversation(value: Any, *, last: bool) -> tuple[list[Message], list[M
     Raises:
         BadRow: It is no conversation.
     """
+    value = spoken_turns(value)
     if not isinstance(value, list) or not value:
         raise BadRow("the conversation is not a list of messages")
     said = read_messages(value)

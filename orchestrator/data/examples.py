@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from itertools import chain, islice
 from typing import Any
 
 import pyarrow as pa
@@ -14,6 +17,8 @@ from troupe.orchestrator.algorithms.offline import DataFormat
 from troupe.orchestrator.data.conversations import (
     BadRow,
     Message,
+    SkippedRow,
+    WrongForm,
     characters,
     chat_messages,
     is_whole,
@@ -22,12 +27,17 @@ from troupe.orchestrator.data.conversations import (
     response_turns,
     split_answers,
     split_conversation,
+    spoken_turns,
 )
 from troupe.orchestrator.data.pools import Pool, Repeats, collect, of_sources, prompts_of
+from troupe.orchestrator.data.preferences import doubts
 from troupe.orchestrator.data.readers import RawValues, read_table
 from troupe.orchestrator.spec.offline import OfflineSpec, columns, data_format
-from troupe.orchestrator.spec.sources import ExampleSource
+from troupe.orchestrator.spec.sources import NEGATIVE, ExampleSource, Preferred
 from troupe.workers.contract.offline_messages import EXAMPLE_TEXTS
+
+_LOOKED_AT = 1000
+"""Rows whose unread columns are compared with the order of the answers."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +48,12 @@ class _Form:
     """Only the last turn of a conversation is a response."""
     plain: bool
     """There is no chat template: everything is text."""
+    preferred: Preferred | None = None
+    """Which of two answers is better."""
+    signed_margin: bool = False
+    """The margin is the number whose sign says which answer is better."""
+    min_margin: float = 0.0
+    """Pairs with a smaller margin are left out."""
 
 
 @dataclass(frozen=True)
@@ -71,21 +87,11 @@ def load_pool(spec: OfflineSpec, source: ExampleSource, label: str, without: Poo
         DataError: The source cannot be read, a row is bad with `stop`, or no row is left.
     """
     taken = prompts_of(without)
-    format_ = data_format(spec, source)
+    format_ = data_format(spec.row.formats, source)
     fields = columns(format_, source)
-    form = _Form(source.loss_on == "last", spec.model.plain)
-
-    def read(raw: RawValues) -> dict[str, Any]:
-        example = _READERS[format_]({name: raw.values[column] for name, column in fields.items()}, form)
-        messages = _json(chat_messages(example.prompt, source, plain=form.plain))
-        responses = [_json(turns) for turns in example.responses]
-        _check_texts([messages, *responses], example, source.max_chars)
-        labels = {"scores": example.scores, "margin": example.margin, "desirable": example.desirable}
-        return {"messages": messages, "responses": responses, **labels, "origin": raw.origin, "source": None}
-
     found = collect(
         read_table(source, fields, label),
-        read,
+        example_reader(source, format_, plain=spec.model.plain),
         label,
         spec.failures.on_bad_row,
         lambda row: row["messages"] in taken,
@@ -94,7 +100,30 @@ def load_pool(spec: OfflineSpec, source: ExampleSource, label: str, without: Poo
     unread = ("origin", "source")
     contents = (json.dumps({name: value for name, value in row.items() if name not in unread}) for row in found.rows)
     table = pa.Table.from_pylist(found.rows, schema=EXAMPLE_TEXTS)
-    return found.pool(table, map(str.encode, contents))
+    pool = found.pool(table, map(str.encode, contents))
+    if "chosen" not in fields:
+        return pool
+    looked_at = islice(read_table(source, None, label), _LOOKED_AT)
+    rows = [row.values for row in looked_at if not row.error]
+    return replace(pool, doubts=tuple(doubts(source.chosen, source.rejected, rows)))
+
+
+def example_reader(source: ExampleSource, format_: DataFormat, *, plain: bool) -> Callable[[RawValues], dict[str, Any]]:
+    """Reads a row of a source in this format as EXAMPLE_TEXTS has it; raises BadRow and SkippedRow."""
+    fields = columns(format_, source)
+    signed = source.preferred is not None and source.preferred.signed and source.margin == source.preferred.column
+    form = _Form(source.loss_on == "last", plain, source.preferred, signed, source.min_margin)
+
+    def read(raw: RawValues) -> dict[str, Any]:
+        values = _gathered({name: raw.values[column] for name, column in fields.items()})
+        example = _READERS[format_](values, form)
+        messages = _json(chat_messages(example.prompt, source, values.get("system_column"), plain=form.plain))
+        responses = [_json(turns) for turns in example.responses]
+        _check_texts([messages, *responses], example, source.max_chars)
+        labels = {"scores": example.scores, "margin": example.margin, "desirable": example.desirable}
+        return {"messages": messages, "responses": responses, **labels, "origin": raw.origin, "source": None}
+
+    return read
 
 
 def _demonstration(values: Mapping[str, Any], form: _Form) -> _Example:
@@ -102,45 +131,128 @@ def _demonstration(values: Mapping[str, Any], form: _Form) -> _Example:
     return _Example(prompt, [turns])
 
 
+def _gathered(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values with those of several columns (`scores.0`, `scores.1`) as one list (`scores`)."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        field_, _, number = name.partition(".")
+        if number.isdigit():
+            found.setdefault(field_, []).append(value)
+        else:
+            found[name] = value
+    return found
+
+
 def _pair(values: Mapping[str, Any], form: _Form) -> _Example:
-    names = ("chosen answer", "rejected answer")
-    prompt, turns = _answers(values, (values["chosen"], values["rejected"]), names, form)
-    if turns[0] == turns[1]:
-        raise BadRow("the chosen and the rejected answer are the same")
-    return _Example(prompt, turns, margin=_number(values["margin"], "margin") if "margin" in values else 0.0)
+    """The better and the worse answer; of several, the best and the worst."""
+    if "chosen" in values:
+        names = ("chosen answer", "rejected answer")
+        prompt, turns = _answers(values, (values["chosen"], values["rejected"]), names, form)
+        if turns[0] == turns[1]:
+            raise BadRow("the chosen and the rejected answer are the same")
+        best_first, strength = [0, 1], 0.0
+    else:
+        prompt, turns, scores, best_first = _in_order(values, form)
+        strength = scores[best_first[0]] - scores[best_first[-1]] if scores else 0.0
+        turns = [turns[best_first[0]], turns[best_first[-1]]]
+    margin = _margin(values["margin"], best_first, form) if "margin" in values else 0.0
+    if (margin if "margin" in values else strength) < form.min_margin:
+        raise SkippedRow(f"pairs with a margin below {form.min_margin:g}")
+    return _Example(prompt, turns, margin=margin)
+
+
+def _margin(value: Any, best_first: Sequence[int], form: _Form) -> float:
+    """How much better the better answer is. Raises BadRow, WrongForm."""
+    if isinstance(value, list):  # of the answers, in their order in the data
+        numbers = [_number(score, f"score {place} of the margin") for place, score in enumerate(value)]
+        margin = numbers[best_first[0]] - numbers[best_first[-1]]
+    else:
+        margin = _number(value, "margin")
+    if form.signed_margin:
+        return abs(margin)
+    if margin < 0:
+        why = f"the margin is {margin:g}: it says that the answer that is read as the better one is the worse one"
+        raise WrongForm("margin", why)
+    return margin
 
 
 def _ranked(values: Mapping[str, Any], form: _Form) -> _Example:
+    prompt, turns, scores, best_first = _in_order(values, form)
+    return _Example(prompt, [turns[place] for place in best_first], [scores[place] for place in best_first if scores])
+
+
+def _in_order(values: Mapping[str, Any], form: _Form) -> tuple[Any, list[list[Message]], list[float], Sequence[int]]:
+    """Prompt and answers, their scores (empty if the order in the data is theirs), and their places, best first."""
     answers = values["answers"]
     if not isinstance(answers, list) or len(answers) < 2:
         raise BadRow("the answers are not a list of two or more texts")
     prompt, turns = _answers(values, answers, [f"answer {number}" for number in range(len(answers))], form)
     if len(set(map(_json, turns))) < len(turns):
         raise BadRow("two answers are the same")
-    if "scores" not in values:
-        return _Example(prompt, turns)
-    given = values["scores"]
-    if not isinstance(given, list) or len(given) != len(turns):
-        raise BadRow(f"the scores are not a list of {len(turns)} numbers, one per answer")
-    scores = [_number(score, f"score {number}") for number, score in enumerate(given)]
-    if len(set(scores)) < 2:
-        raise BadRow("every answer has the same score: there is nothing to rank")
-    order = sorted(range(len(scores)), key=lambda place: (-scores[place], place))
-    return _Example(prompt, [turns[place] for place in order], [scores[place] for place in order])
+    scores = _scores(values, form, len(turns))
+    if scores and len(set(scores)) < 2:
+        raise SkippedRow("ties")
+    places = range(len(turns))
+    return prompt, turns, scores, sorted(places, key=lambda place: -scores[place]) if scores else places
+
+
+def _scores(values: Mapping[str, Any], form: _Form, count: int) -> list[float]:
+    """A number for each answer, the best one's the highest; empty if the answers are in order. Raises BadRow."""
+    if form.preferred is not None:
+        if count != 2:
+            raise BadRow(f"{count} answers; preferred says which of two is better")
+        strength = _strength(values["preferred.column"], form.preferred)
+        return [max(strength, 0.0), max(-strength, 0.0)]
+    for name, sign in (("scores", 1.0), ("ranks", -1.0)):
+        if name in values:
+            given = values[name]
+            if not isinstance(given, list) or len(given) != count:
+                raise BadRow(f"the {name} are not a list of {count} numbers, one per answer")
+            return [sign * _number(score, f"{name[:-1]} {number}") for number, score in enumerate(given)]
+    return []
+
+
+def _strength(value: Any, preferred: Preferred) -> float:
+    """How much better the first answer is; below 0: the second one is. Raises BadRow, WrongForm."""
+    if _is_missing(value):
+        raise BadRow(f"{preferred.column} is empty")
+    if preferred.signed:
+        return _number(value, preferred.column) * (-1.0 if preferred.first == NEGATIVE else 1.0)
+    given = _word(value)
+    for meaning, strength in ((preferred.first, 1.0), (preferred.second, -1.0), (preferred.ties, 0.0)):
+        if given in map(_word, meaning if isinstance(meaning, tuple) else (meaning,)):
+            return strength
+    raise WrongForm("preferred", f"{preferred.column} is {value!r:.60}, which is none of first, second and ties")
+
+
+def _is_missing(value: Any) -> bool:
+    """Whether a value is null, empty, or NaN, as which pandas writes a missing one."""
+    return value is None or value == "" or value != value
+
+
+def _word(value: Any) -> str:
+    """A value in the form in which CSV has it too: 1, 1.0 and "1" are equal, and so are true and "True"."""
+    return re.sub(r"(?<=\d)\.0+$", "", str(value).strip().lower())
+
+
+_LABELS: Mapping[str, bool] = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
 
 def _labelled(values: Mapping[str, Any], form: _Form) -> _Example:
     label = values["label"]
-    if not isinstance(label, bool) and label not in (0, 1):
-        raise BadRow(f"the label is neither true nor false: {label!r:.60}")
+    if _is_missing(label):
+        raise BadRow("the label is empty")
+    desirable = _LABELS.get(_word(label))
+    if desirable is None:
+        raise WrongForm("label", f"the label is neither true nor false, 1 nor 0, yes nor no: {label!r:.60}")
     prompt, turns = _response(values, form)
-    return _Example(prompt, [turns], desirable=bool(label))
+    return _Example(prompt, [turns], desirable=desirable)
 
 
 def _response(values: Mapping[str, Any], form: _Form) -> tuple[Any, list[Message]]:
     """Prompt and response, each in a separate column or both in one."""
     if "messages" not in values:
-        return values["prompt"], response_turns(values["response"], "response", plain=form.plain)
+        return values["prompt"], _turns(values["response"], "response", values["prompt"], form)
     require_template(form.plain)
     return split_conversation(values["messages"], last=form.last)
 
@@ -149,11 +261,36 @@ def _answers(
     values: Mapping[str, Any], answers: Sequence[Any], names: Sequence[str], form: _Form
 ) -> tuple[Any, list[list[Message]]]:
     """Prompt and responses; the prompt of whole conversations is their common beginning."""
+    answers = answers if form.plain else [*map(spoken_turns, _in_turns(values.get("prompt"), answers))]
     if "prompt" not in values or any(map(is_whole, answers)):
         require_template(form.plain)
         return split_answers(answers, names)
     pairs = zip(answers, names, strict=True)
-    return values["prompt"], [response_turns(answer, name, plain=form.plain) for answer, name in pairs]
+    return values["prompt"], [_turns(answer, name, values["prompt"], form) for answer, name in pairs]
+
+
+def _in_turns(prompt: Any, answers: Sequence[Any]) -> Sequence[Any]:
+    """Whole conversations of prompts and answers with one text for each turn, as JSON; others as they are."""
+    texts = [prompt, *answers]
+    if not all(isinstance(text, str) and text.lstrip().startswith("[") for text in texts):
+        return answers
+    try:
+        asked, *replies = map(json.loads, texts)
+    except (ValueError, RecursionError):
+        return answers
+    if not all(isinstance(text, str) for text in chain(asked, *replies)):
+        return answers
+    if any(len(one) != len(asked) for one in replies):
+        raise BadRow("prompt and answers have different numbers of turns")
+    whole = (chain.from_iterable(zip(asked, one, strict=True)) for one in replies)
+    roles = ("user", "assistant") * len(asked)
+    return [[{"role": role, "content": text} for role, text in zip(roles, one, strict=True)] for one in whole]
+
+
+def _turns(value: Any, what: str, prompt: Any, form: _Form) -> list[Message]:
+    """The turns of a response. Behind `Assistant:` at the end of a prompt, the space is none of its text."""
+    spoken = isinstance(value, str) and not form.plain and spoken_turns(prompt) is not prompt
+    return response_turns(value.strip() if spoken else value, what, plain=form.plain)
 
 
 _READERS: Mapping[DataFormat, Callable[[Mapping[str, Any], _Form], _Example]] = {
@@ -169,6 +306,10 @@ def _json(messages: Sequence[Message]) -> str:
 
 
 def _number(value: Any, what: str) -> float:
+    """The number, which CSV has as text. Raises BadRow."""
+    if isinstance(value, str):
+        with suppress(ValueError):
+            value = float(value)
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise BadRow(f"the {what} is not a finite number: {value!r:.60}")
     return float(value)

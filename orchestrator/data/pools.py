@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -12,7 +13,7 @@ from typing import Generic, Literal, Protocol, TypeVar
 
 import pyarrow as pa
 
-from troupe.orchestrator.data.conversations import BadRow
+from troupe.orchestrator.data.conversations import BadRow, SkippedRow, WrongForm
 from troupe.orchestrator.data.readers import RawRow, RawValues
 from troupe.orchestrator.errors import DataError
 
@@ -45,6 +46,10 @@ class Pool:
     """Rows that repeat an earlier one."""
     deduped: int = 0
     """Further rows of that kind, left out."""
+    skipped: Mapping[str, int] = field(default_factory=dict)
+    """Rows that the spec leaves out, by their kind."""
+    doubts: tuple[str, ...] = ()
+    """What columns that nobody reads say against the spec's reading."""
     alike: int = 0
     """Rows with another pool's question in another form: with another system message or template."""
     parts: Mapping[str, Pool] = field(default_factory=dict)
@@ -66,13 +71,16 @@ class Collected(Generic[RowT]):
     left_out: int = 0
     repeated: int = 0
     deduped: int = 0
+    skipped: Counter[str] = field(default_factory=Counter)
+    wrong: list[tuple[str, str]] = field(default_factory=list)
+    """Field and reason of each row in another form than the spec's."""
 
     def pool(self, table: pa.Table, contents: Iterable[bytes]) -> Pool:
         """The pool of these rows, as a table; `contents` is what the digest covers."""
         digest = hashlib.blake2b(digest_size=16)
         for content in contents:
             digest.update(len(content).to_bytes(8, "little") + content)
-        counts = (self.left_out, self.repeated, self.deduped)
+        counts = (self.left_out, self.repeated, self.deduped, dict(self.skipped))
         return Pool(table, digest.hexdigest(), self.bad_rows, tuple(self.problems), *counts)
 
 
@@ -111,7 +119,8 @@ def collect(
         repeats: Finds repeated rows, or None not to count them.
 
     Raises:
-        DataError: The source cannot be read, a row is bad with `stop`, or no row is left.
+        DataError: The source cannot be read, a row has another form than the spec's, a row is bad with `stop`, or no
+            row is left.
     """
     found = Collected[RowT]()
     for raw in source:
@@ -119,8 +128,13 @@ def collect(
             if raw.error:
                 raise BadRow(raw.error)
             row = read(raw)
+        except SkippedRow as kind:
+            found.skipped[str(kind)] += 1
+            continue
         except BadRow as bad:
             problem = f"{raw.origin}: {bad}"
+            if isinstance(bad, WrongForm):
+                found.wrong.append((bad.field, problem))
             if on_bad_row == "stop":
                 raise DataError(problem) from None
             found.bad_rows += 1
@@ -136,6 +150,9 @@ def collect(
             continue
         found.repeated += repeated
         found.rows.append(row)
+    if found.wrong:
+        field_, problem = found.wrong[0]
+        raise DataError(f"{label}.{field_}: does not fit {len(found.wrong)} rows; the first: {problem}")
     if not found.rows:
         raise DataError(f"{label}: {_why_empty(found)}")
     return found
@@ -149,6 +166,8 @@ def prompts_of(pool: Pool | None) -> frozenset[str]:
 def _why_empty(found: Collected[RowT]) -> str:
     if found.left_out:
         return "every prompt is also in the training data (data.held_out)"
+    if found.skipped:
+        return f"every row is left out: {', '.join(f'{count} {kind}' for kind, count in found.skipped.items())}"
     if found.bad_rows:
         return f"no row can be used ({found.bad_rows} bad; the first: {found.problems[0]})"
     return "there are no rows"
@@ -187,6 +206,7 @@ def of_sources(
         left_out=sum(pool.left_out for pool in pools),
         repeated=sum(pool.repeated for pool in pools),
         deduped=sum(pool.deduped for pool in pools),
+        skipped=sum((Counter(pool.skipped) for pool in pools), Counter()),
         parts=parts,
     )
 

@@ -169,7 +169,7 @@ class _Row:
 
 def _row(raw: RawRow, source: DataSource, plain: bool) -> _Row:
     """A row as the pool holds it. Raises BadRow."""
-    messages = json.dumps(chat_messages(raw.prompt, source, plain=plain), ensure_ascii=False)
+    messages = json.dumps(chat_messages(raw.prompt, source, raw.system, plain=plain), ensure_ascii=False)
     answers = _answers(raw.answer)
     answer, longest = answers[0], max(map(len, answers))
     if longest > source.max_chars:

@@ -13,6 +13,7 @@ import importlib
 import json
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
@@ -37,8 +38,8 @@ if TYPE_CHECKING:
 
 MAX_LINE_BYTES = 16 << 20
 Tree = Mapping[str, Any]
-"""Columns of a row or of a file by name; a struct is a nested tree; None if it is unknown whether it is a struct or a
-value."""
+"""Columns of a row or of a file by name; a struct is a nested tree, a list of structs a list of one; None if it is
+unknown whether it is a struct or a value."""
 
 _SHOWN = 20
 _SYNONYMS = {"response": "completion", "prompt": "messages", "messages": "conversations"}
@@ -56,6 +57,7 @@ class RawRow:
     error: str = ""
     """Why the row could not be read; empty if it could."""
     candidates: Any = None
+    system: Any = None
 
 
 @dataclass(frozen=True)
@@ -116,15 +118,16 @@ def read_table(source: TableSource | Columns, fields: Fields, label: str) -> Ite
 def _prompt_rows(source: Prompts, label: str) -> Iterator[RawRow]:
     fields = {"prompt": source.prompt} | ({"answer": source.answer} if source.answer is not None else {})
     fields |= {f"metadata.{index}": name for index, name in enumerate(source.metadata)}
-    fields |= {"candidates": source.candidates} if source.candidates is not None else {}
+    own = {"candidates": source.candidates, "system_column": source.system_column}
+    fields |= {name: column for name, column in own.items() if column is not None}
     for row in read_table(source, fields, label):
         if row.error:
             yield RawRow(row.origin, error=row.error)
             continue
         answer = "" if source.answer is None else row.values[source.answer]
         metadata = {name: row.values[name] for name in source.metadata}
-        candidates = None if source.candidates is None else row.values[source.candidates]
-        yield RawRow(row.origin, row.values[source.prompt], answer, metadata, candidates=candidates)
+        candidates, system = (None if column is None else row.values[column] for column in own.values())
+        yield RawRow(row.origin, row.values[source.prompt], answer, metadata, candidates=candidates, system=system)
 
 
 def _row(fields: Fields, origin: str, row: Tree) -> RawValues:
@@ -266,9 +269,11 @@ def _parquet(path: Path, fields: Fields, label: str) -> Iterator[RawValues]:
     number = 0
     try:
         with pq.ParquetFile(path) as file:
-            require_columns(fields, label, path.name, arrow_columns(file.schema_arrow))
-            # A dotted name reads one field of a struct, and also a column of this very name.
-            columns = None if fields is None else list(set(fields.values()))
+            there = arrow_columns(file.schema_arrow)
+            require_columns(fields, label, path.name, there)
+            # A dotted name reads one field of a struct, and also a column of this very name; a list is read whole.
+            lists = [name for name, inner in there.items() if isinstance(inner, list) and _reads(fields, name)]
+            columns = None if fields is None else list({*fields.values(), *lists})
             for batch in file.iter_batches(batch_size=1024, columns=columns):
                 for values in batch.to_pylist():
                     number += 1
@@ -309,8 +314,8 @@ def _reads(fields: Fields, column: str) -> bool:
 def find_column(row: Tree, name: str) -> Any:
     """Value of a column of a row.
 
-    A column of exactly this name comes first. Otherwise a dot leads into a struct; a struct that is null has null
-    values.
+    A column of exactly this name comes first. Otherwise a dot leads into a struct, or into each struct of a list; a
+    struct that is null has null values.
 
     Raises:
         KeyError: The row has no such column.
@@ -322,13 +327,23 @@ def find_column(row: Tree, name: str) -> Any:
         outer, inner = name[:end], name[end + 1 :]
         if outer in row and row[outer] is None:
             return None
-        if isinstance(struct := row.get(outer), Mapping):
-            try:
-                return find_column(struct, inner)
-            except KeyError:
-                pass
+        found = row.get(outer)
+        with suppress(KeyError):
+            if isinstance(found, Mapping):
+                return find_column(found, inner)
+            if isinstance(found, list) and all(isinstance(item, Mapping) for item in found):
+                return [find_column(item, inner) for item in found]
         end = name.rfind(".", 0, end)
     raise KeyError(name)
+
+
+def has_column(row: Tree, name: str) -> bool:
+    """Whether a row has a column of this name, which may lead into a struct."""
+    try:
+        find_column(row, name)
+    except KeyError:
+        return False
+    return True
 
 
 def require_columns(fields: Mapping[str, str] | None, label: str, where: str, there: Tree) -> None:
@@ -341,10 +356,8 @@ def require_columns(fields: Mapping[str, str] | None, label: str, where: str, th
         there: Its columns.
     """
     for name, column in (fields or {}).items():
-        try:
-            find_column(there, column)
-        except KeyError:
-            raise DataError(_missing(f"{label}.{name}", column, where, there)) from None
+        if not has_column(there, column):
+            raise DataError(_missing(f"{label}.{name}", column, where, there))
 
 
 def _missing(field: str, column: str, where: str, there: Tree) -> str:
@@ -372,8 +385,14 @@ def arrow_columns(schema: pa.Schema | pa.StructType) -> Tree:
     """The columns of an Arrow table."""
     import pyarrow as pa
 
+    def below(kind: pa.DataType) -> Any:
+        if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+            inner = below(kind.value_type)
+            return [inner] if inner else ""
+        return arrow_columns(kind) if pa.types.is_struct(kind) else ""
+
     columns = [schema.field(index) for index in range(len(schema.names))]
-    return {field.name: arrow_columns(field.type) if pa.types.is_struct(field.type) else "" for field in columns}
+    return {field.name: below(field.type) for field in columns}
 
 
 _FORMATS: Mapping[str, Callable[[Path, Fields, str], Iterator[RawValues]]] = {

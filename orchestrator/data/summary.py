@@ -109,6 +109,8 @@ def _parts(pool: Pool) -> list[str]:
         parts.append(f"{pool.repeated} repeat an earlier one (dedupe: true leaves them out)")
     if pool.deduped:
         parts.append(f"{pool.deduped} that repeat an earlier one left out (dedupe)")
+    parts += [f"{count} {kind} left out" for kind, count in pool.skipped.items()]
+    parts += [f"warning: {doubt}" for doubt in pool.doubts]
     if pool.bad_rows:
         more = "; ..." if pool.bad_rows > _SHOWN else ""
         parts.append(f"{pool.bad_rows} bad rows skipped: {'; '.join(pool.problems[:_SHOWN])}{more}")

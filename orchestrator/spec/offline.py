@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated
 
 from pydantic import Discriminator, Field, Tag
@@ -136,27 +137,30 @@ class OfflineSpec(RunSpec, frozen=True):
         return self.roles.policy.device
 
 
-def data_format(spec: OfflineSpec, source: ExampleSource) -> DataFormat:
-    """Format of a source's rows under the spec's algorithm."""
-    formats = spec.row.formats
-    return "ranked" if "ranked" in formats and source.answers is not None else formats[0]
+def data_format(formats: Sequence[DataFormat], source: ExampleSource) -> DataFormat:
+    """Format of a source's rows, of those an algorithm takes: two answers in separate columns are a pair."""
+    answers = source.answers
+    ranked = answers is not None and source.preferred is None and (isinstance(answers, str) or len(answers) > 2)
+    return "ranked" if ranked and "ranked" in formats else formats[0]
 
 
 def columns(format_: DataFormat, source: ExampleSource) -> dict[str, str]:
-    """Column of each field that rows of this format have."""
-    response: dict[str, str | None] = {"prompt": source.prompt, "response": source.response}
-    if source.messages is not None:
-        response = {"messages": source.messages}
-    named: dict[DataFormat, dict[str, str | None]] = {
-        "demonstrations": response,
-        "pairs": {
-            "prompt": source.prompt,
-            "chosen": source.chosen,
-            "rejected": source.rejected,
-            "margin": source.margin,
-        },
-        "ranked": {"prompt": source.prompt, "answers": source.answers or "answers", "scores": source.scores},
-        "labelled": response | {"label": source.label},
-    }
-    fields = named[format_]
-    return {name: column for name, column in fields.items() if column is not None}
+    """Column of each field that rows of this format have; those of a field with several are `FIELD.0`, `FIELD.1`."""
+    named: dict[str, str | tuple[str, ...] | None] = {"prompt": source.prompt, "system_column": source.system_column}
+    if format_ in ("demonstrations", "labelled"):
+        if source.messages is not None:
+            named = {"messages": source.messages, "system_column": source.system_column}
+        else:
+            named["response"] = source.response
+        named["label"] = source.label if format_ == "labelled" else None
+    elif format_ == "pairs" and source.answers is None:
+        named |= {"chosen": source.chosen, "rejected": source.rejected, "margin": source.margin}
+    else:
+        named |= {"answers": source.answers or "answers", "scores": source.scores, "ranks": source.ranks}
+        named["preferred.column"] = None if source.preferred is None else source.preferred.column
+        named["margin"] = source.margin if format_ == "pairs" else None
+    found: dict[str, str] = {}
+    for name, column in named.items():
+        several = {f"{name}.{number}": one for number, one in enumerate(column)} if isinstance(column, tuple) else {}
+        found |= several or ({name: column} if isinstance(column, str) else {})
+    return found

@@ -12,6 +12,8 @@ from pydantic import Field, create_model
 from troupe.workers.contract.config import EvalSampling, Frozen, RewardFunctionConfig
 from troupe.workers.contract.consequences import (
     AS_SAMPLED,
+    EVALUATED,
+    EVALUATED_IF_SET,
     OTHER_REWARDS,
     REWARDED,
     SAMPLED,
@@ -139,6 +141,8 @@ class Prompts(PromptRows, Columns):
 
     prompt: str = "prompt"
     """Column with the prompt: text, or a list of messages with `role` and `content`."""
+    system_column: Annotated[str | None, EVALUATED_IF_SET] = None
+    """Column with the system message of each row; a row without one has that of `system`."""
     answer: str | None = "answer"
     """Column with the correct answer, as the reward functions read it, or with a list of answers that are all correct;
     null if there is none."""
@@ -258,12 +262,39 @@ class NamedTexts(SourceName, Texts):
     """One of several tables of texts."""
 
 
+Value = bool | int | float | str
+NEGATIVE, POSITIVE = "negative", "positive"
+"""Values of `preferred` for columns with signed numbers."""
+
+
+class Preferred(Frozen):
+    """The column that says which of two answers is better, and its values. Rows with another value refuse the file."""
+
+    consequences = EVALUATED
+
+    column: str
+    """Name of the column."""
+    first: Value | tuple[Value, ...]
+    """Its value, or values, if the first of `answers` is better. `negative`: numbers below 0."""
+    second: Value | tuple[Value, ...]
+    """Its value, or values, if the second of `answers` is better. `positive`: numbers above 0."""
+    ties: tuple[Value, ...] = ()
+    """Its values if neither is better. Such rows are left out and counted, as are signed numbers that are 0."""
+
+    @property
+    def signed(self) -> bool:
+        """Whether the sign of a number says which answer is better, and its size how much."""
+        return {self.first, self.second} == {NEGATIVE, POSITIVE}
+
+
 class Examples(PromptText, Columns):
     """A table of examples."""
 
     prompt: str | None = "prompt"
     """Column with the prompt: text, or a list of messages with `role` and `content`. null (reward_model, dpo, ipo,
     orpo, rrhf): the answers are whole conversations, and their common beginning is the prompt."""
+    system_column: Annotated[str | None, EVALUATED_IF_SET] = None
+    """Column with the system message of each row; a row without one has that of `system`."""
     response: str = "response"
     """Column with the response (sft, kto): text, or a list of messages that begins and ends with the assistant's."""
     messages: str | None = None
@@ -276,15 +307,25 @@ class Examples(PromptText, Columns):
     """Column with the better answer (reward_model, dpo, ipo, orpo): text, or a list of messages."""
     rejected: str = "rejected"
     """Column with the worse answer (reward_model, dpo, ipo, orpo): text, or a list of messages."""
-    margin: str | None = None
-    """Column with how much better the better answer is (reward_model); null if there is none."""
-    answers: str | None = None
-    """Column with a list of answers, best first (reward_model, dpo) or in any order with `scores` (rrhf: `answers`)."""
-    scores: str | None = None
-    """Column with a list of scores, one per answer (rrhf: `scores`); with it answers are ranked by score, and answers
-    with equal scores are tied."""
+    margin: str | tuple[str, str] | None = None
+    """Column with how much better the better answer is (reward_model), or the two columns with the scores of the
+    answers, whose difference it is; null if there is none. A negative margin refuses the file."""
+    min_margin: Annotated[float, EVALUATED_IF_SET] = Field(default=0.0, ge=0.0)
+    """Leave out pairs whose margin is smaller: by `margin`, or by `scores` or signed `preferred` without it."""
+    answers: str | tuple[str, ...] | None = None
+    """Column with a list of answers, or several columns with one answer each, instead of `chosen` and `rejected`: best
+    first (reward_model, dpo), or in any order with `scores`, `ranks` or `preferred`. A dot leads into a list of
+    structs (`completions.response`). Algorithms on pairs take the best and the worst."""
+    scores: str | tuple[str, ...] | None = None
+    """Column with a list of scores, or a column for each answer: the answer with the highest score is the best, and
+    answers with equal scores are tied."""
+    ranks: Annotated[str | tuple[str, ...] | None, EVALUATED_IF_SET] = None
+    """As `scores`, except that the answer with the lowest rank is the best."""
+    preferred: Annotated[Preferred | None, EVALUATED_IF_SET] = None
+    """Which of two `answers` is better, by the value of a column."""
     label: str = "label"
-    """Column with whether the response is good: true or false, 1 or 0 (kto)."""
+    """Column with whether the response is good: true or false, 1 or 0, yes or no, also as text (kto). Another value
+    refuses the file."""
     dedupe: bool = False
     """Use an example once, however many rows have its prompt and answers: those after the first are left out. False:
     they are used, and counted at the start."""
@@ -334,8 +375,9 @@ else:
 
 
 def form_of(data: Any) -> str:
-    """The form that data are written in. The sources of a map are sections, and no field of a source is one."""
+    """The form that data are written in. The sources of a map are sections; a source has a text as its kind."""
     if isinstance(data, (list, tuple)):
         return LIST
-    is_map = isinstance(data, dict) and any(isinstance(part, dict | Frozen) for part in data.values())
+    is_source = isinstance(data, dict) and isinstance(data.get("kind"), str)
+    is_map = isinstance(data, dict) and not is_source and any(isinstance(p, dict | Frozen) for p in data.values())
     return MAP if is_map else SECTION

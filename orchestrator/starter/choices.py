@@ -119,6 +119,8 @@ class Data:
     """Why nothing is held out; empty if something is."""
     unused: tuple[str, ...] = ()
     """Columns that look like parts of the prompt, and that the spec does not use."""
+    notes: tuple[str, ...] = ()
+    """What the spec reads of the rows, and what it leaves out."""
 
     @property
     def unused_note(self) -> str:

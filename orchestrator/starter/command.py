@@ -157,6 +157,9 @@ def text_of(choices: Choices, output: Path, say: Callable[[str], None] = lambda 
     if data.unused:
         heading.append(data.unused_note)
         say(data.unused_note)
+    for note in data.notes:
+        heading.append(note)
+        say(note)
     if data.without_evaluation:
         heading.append(f"No evaluation: {data.without_evaluation} (data.eval).")
     if adapters:

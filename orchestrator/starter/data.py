@@ -14,10 +14,12 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from troupe.orchestrator.algorithms.offline import OFFLINE_ALGORITHMS, DataFormat
-from troupe.orchestrator.data.readers import TableSource, file_format, read_table
+from troupe.orchestrator.data.preferences import answer_columns, column_names
+from troupe.orchestrator.data.readers import TableSource, file_format, find_column, has_column, read_table
 from troupe.orchestrator.errors import DataError, UsageError
 from troupe.orchestrator.spec.locations import is_name, is_pattern, matching_files
 from troupe.orchestrator.starter.choices import GYM, TASKS, Choices, Data, Earned, needs_answer
+from troupe.orchestrator.starter.examples import what_is_read
 from troupe.workers.isolation.probe import ProbeFailed, ask
 
 _TRIAL = "troupe.workers.rewards.trials:count_earned"
@@ -42,9 +44,12 @@ _COLUMNS: Mapping[str, tuple[str, ...]] = {
     "scores": ("scores", "rewards"),
 }
 """Names to look for a column of the spec, the spec's own first: the names in GSM8K, MATH, verl, TRL and OpenRLHF."""
+_COMPARED_PROMPTS = (*_COLUMNS["prompt"], "history", "question.full_text", "info.post", "context")
+"""Further names of prompts in preferences: SHP, WebGPT, summaries of OpenAI, HelpSteer3."""
+_SYSTEM = ("system", "system_prompt")
 _CONVERSATIONS = ("messages", "conversations")
 """Names of a column with whole conversations."""
-_BESIDE_A_CONVERSATION = ("system", "system_prompt", "tools", "image", "images")
+_BESIDE_A_CONVERSATION = (*_SYSTEM, "tools", "image", "images")
 _BESIDE_A_PROMPT = (
     *("instruction", "question", "problem", "query", "input", "context", "contexts", "passage", "passages"),
     *("document", "documents", "article", "paragraph", "history", "choices", "options", "starter_code"),
@@ -87,8 +92,13 @@ def read_data(choices: Choices) -> Data:
     train, held_out, why = find_tables(choices.data)
     found = _examples(choices, train) if choices.offline else _prompts(choices, train)
     columns = {name: value for name, value in found.section["train"].items() if name not in train.section}
-    found = replace(found, unused=_unused(columns, train))
-    if held_out is not None and (lost := [name for name in columns.values() if name and name not in held_out.rows[0]]):
+    if system := next((name for name in _SYSTEM if any(_is_text(row.get(name)) for row in train.rows)), None):
+        columns |= {"system_column": system}
+    section = {"train": train.section | columns}
+    notes = what_is_read(choices.algorithm, section["train"], train.rows) if choices.offline else ()
+    found = replace(found, section=section, unused=_unused(columns, train), notes=notes)
+    there = {} if held_out is None else held_out.rows[0]
+    if held_out is not None and (lost := [name for name in column_names(columns) if not has_column(there, name)]):
         held_out, why = None, f"the held-out part has no column {lost[0]}"
     if held_out is None:
         return replace(found, without_evaluation=why)
@@ -119,23 +129,42 @@ def _examples(choices: Choices, table: Table) -> Data:
     whole = next((name for name in _CONVERSATIONS if name in table.rows[0]), None)
     if needed == ("prompt", "response") and whole is not None and _found("response", table) is None:
         return Data({"train": table.section | {"messages": whole}}, 0, _tokens(table, whole))
-    if "chosen" in needed and _found("prompt", table) is None:
-        columns: dict[str, str | None] = {"prompt": None, **_named(needed[1:], table, choices.data)}
-        prompt_tokens = 0  # the answers are whole conversations
+    if "chosen" in needed or "answers" in needed:
+        columns = _compared(needed, table, choices.data)
+        answers = column_names({"answers": columns.get("answers", [columns.get(name, name) for name in needed[1:3]])})
     else:
         columns = {**_named(needed, table, choices.data)}
-        prompt_tokens = _tokens(table, columns.get("prompt") or "prompt")
-    if choices.algorithm == "rrhf":  # has no columns by default
-        columns = {name: columns.get(name, name) for name in ("answers", "scores")} | columns
-    longest = max(_tokens(table, columns.get(name) or name) for name in needed[1:])
-    return Data({"train": table.section | columns}, prompt_tokens, longest)
+        answers = [str(columns.get(name, name)) for name in needed[1:]]
+    prompt = columns.get("prompt", "prompt")
+    prompt_tokens = 0 if prompt is None else _tokens(table, prompt)  # without one, the answers are whole conversations
+    return Data({"train": table.section | columns}, prompt_tokens, max(_tokens(table, name) for name in answers))
 
 
-def _unused(columns: Mapping[str, str | None], table: Table) -> tuple[str, ...]:
+def _compared(needed: Sequence[str], table: Table, data: str) -> dict[str, Any]:
+    """The columns of answers to compare, and of their prompt unless the answers have it."""
+    row = table.rows[0]
+    if "chosen" in needed and all(_found(name, table) for name in ("chosen", "rejected")):
+        columns: dict[str, Any] = {**_named(("chosen", "rejected"), table, data)}
+    else:
+        found = answer_columns(row)
+        if found is None and all(isinstance(row.get(name), list) for name in ("completions", "labels")):
+            raise UsageError(f"--data: {data} has a label for each step; process reward models are not supported")
+        columns = found if found is not None else {**_named(needed[1:], table, data)}
+    prompt = next((name for name in _COMPARED_PROMPTS if name in row and name not in column_names(columns)), None)
+    return columns if prompt == "prompt" else {"prompt": prompt, **columns}
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value.strip())
+
+
+def _unused(columns: Mapping[str, Any], table: Table) -> tuple[str, ...]:
     """Columns that look like parts of the prompt, have values, and are none of the spec's `columns`."""
     prompt = None if "messages" in columns else columns.get("prompt", "prompt")
     whole = prompt is None or isinstance(table.rows[0].get(prompt), list)
-    parts = (name for name in (_BESIDE_A_CONVERSATION if whole else _BESIDE_A_PROMPT) if name not in columns.values())
+    parts = (
+        name for name in (_BESIDE_A_CONVERSATION if whole else _BESIDE_A_PROMPT) if name not in column_names(columns)
+    )
     return tuple(name for name in parts if any(row.get(name) not in (None, "", [], {}) for row in table.rows))
 
 
@@ -157,7 +186,7 @@ def _named(columns: Sequence[str], table: Table, data: str) -> dict[str, str]:
 
 def _tokens(table: Table, column: str) -> int:
     """Room for the longest value, with the chat template: two characters a token, and at least 128."""
-    longest = max(len(str(row.get(column, ""))) for row in table.rows)
+    longest = max(len(str(find_column(row, column))) for row in table.rows if has_column(row, column))
     return min(4096, max(128, 64 * -(-(longest // 2 + 64) // 64)))
 
 

@@ -12,7 +12,7 @@ import io
 import json
 import shutil
 from collections import defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -405,6 +405,36 @@ async def test_two_policy_workers_give_the_same_updates_and_are_repeated(
         assert run.metrics[-2][name] == pytest.approx(dpo.metrics[1][name], rel=1e-3, abs=1e-5), name
     shipped("tiny-dpo", *overrides).write(run.out / RESOLVED_SPEC)
     assert equal_steps(await asyncio.to_thread(replayed, run.out, 2)) == [2]
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize(
+    ("name", "columns", "row"),
+    [
+        (
+            "tiny-dpo",
+            "prompt: history, answers: [human_ref_A, human_ref_B], preferred: {column: labels, first: 1, second: 0}",
+            lambda n: {"history": f"{n}?", "human_ref_A": f"a {n}", "human_ref_B": f"b {n}", "labels": n % 2},
+        ),
+        (
+            "tiny-reward-model",
+            "answers: [response_1, response_2], margin: preference_strength, "
+            "preferred: {column: preference_strength, first: negative, second: positive}",
+            lambda n: {"prompt": f"{n}?", "response_1": "a", "response_2": "b", "preference_strength": n - 4},
+        ),
+        ("tiny-kto", "response: completion", lambda n: {"prompt": f"{n}?", "completion": "a", "label": f"{n % 2 > 0}"}),
+    ],
+)
+async def test_a_step_on_the_layout_of_a_published_set(
+    name: str, columns: str, row: Callable[[int], dict[str, Any]], shared: SharedWorkers
+) -> None:
+    """SHP, HelpSteer2, and labels as text."""
+    path = shared.folder / f"{name}.jsonl"
+    path.write_text("".join(json.dumps(row(number)) + "\n" for number in range(8)))
+    data = f"data={{max_length: 64, train: {{kind: jsonl, path: {path}, {columns}}}}}"
+    short = ("schedule.steps=1", "schedule.examples_per_step=4", "evaluation=null", "checkpoint.every_steps=0")
+    (line,) = (await shared.train(name, data, *short, folder=f"published-{name}")).metrics
+    assert line["examples"] == 4 and line[f"{shipped(name).trains}/grad_norm"] > 0
 
 
 def accuracy(model: RewardModel) -> float:

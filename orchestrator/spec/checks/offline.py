@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from troupe.orchestrator.errors import Finding
 from troupe.orchestrator.spec.checks.adapters import adapter_problems
@@ -19,9 +19,15 @@ from troupe.orchestrator.spec.checks.shared import (
 )
 from troupe.orchestrator.spec.offline import OfflineSpec, columns, data_format
 from troupe.orchestrator.spec.sections import ReferenceRole
+from troupe.orchestrator.spec.sources import NEGATIVE, POSITIVE, ExampleSource
 from troupe.workers.contract.offline_config import RewardLossConfig
 
-_COLUMNS = ("prompt", "response", "messages", "chosen", "rejected", "margin", "answers", "scores", "label")
+_COLUMNS = (
+    *("prompt", "response", "messages", "chosen", "rejected", "margin", "answers", "scores", "ranks", "preferred"),
+    *("label", "min_margin"),
+)
+_ORDERS = ("scores", "ranks", "preferred")
+"""Fields of which one says which answer is better."""
 
 
 def check_roles(spec: OfflineSpec) -> Iterator[Finding]:
@@ -47,7 +53,7 @@ def check_algorithm(spec: OfflineSpec) -> Iterator[Finding]:
     loss = spec.algorithm.loss_config()
     if isinstance(loss, RewardLossConfig) and loss.level == "token":
         for split, source in spec.data.sources().items():
-            if data_format(spec, source) == "ranked":
+            if data_format(spec.row.formats, source) == "ranked":
                 yield "algorithm.level", f"token compares pairs, but data.{split} has ranked answers"
 
 
@@ -95,9 +101,11 @@ def check_data(spec: OfflineSpec) -> Iterator[Finding]:
     for split, source in spec.data.sources().items():
         if "{prompt}" not in source.template:
             yield f"data.{split}.template", "must contain {prompt}, which stands for the row's text"
-        format_ = data_format(spec, source)
-        read = {*columns(format_, source), *({"answers", "scores"} if format_ == "ranked" else ())}
-        if spec.trains != "reward_model":
+        format_ = data_format(spec.row.formats, source)
+        read = {name.partition(".")[0] for name in columns(format_, source)}
+        read |= {"answers", *_ORDERS} if format_ == "ranked" or "answers" in read else set()
+        read |= {"min_margin"} if format_ == "pairs" else set()
+        if spec.trains != "reward_model" and not source.min_margin:
             read.discard("margin")
         if source.prompt is None:  # the prompt is in the conversations
             read.add("prompt")
@@ -108,8 +116,34 @@ def check_data(spec: OfflineSpec) -> Iterator[Finding]:
         for name in _COLUMNS:
             if name not in read and dict(source)[name] != type(source).model_fields[name].default:
                 yield f"data.{split}.{name}", f"{spec.row.name} on {format_} does not use it; remove it"
-        if spec.row.formats == ("ranked",) and source.scores is None:
+        given = [name for name in _ORDERS if dict(source)[name] is not None]
+        if spec.row.formats == ("ranked",) and not given:
             yield f"data.{split}.scores", f"is required: {spec.row.name} compares answers by their scores"
+        if format_ in ("pairs", "ranked"):
+            yield from ((f"data.{split}.{name}", why) for name, why in _order_problems(source, given))
+
+
+def _order_problems(source: ExampleSource, given: Sequence[str]) -> Iterator[Finding]:
+    """Columns of answers that do not fit those that say which is better (`given`)."""
+    answers, preferred = source.answers, source.preferred
+    if len(given) > 1:
+        yield given[1], f"{given[0]} says already which answer is better; remove one of them"
+    if isinstance(answers, tuple) and len(answers) < 2:
+        yield "answers", "needs two or more columns, or one column with a list as a text"
+    for name in ("scores", "ranks"):
+        several = dict(source)[name]
+        if isinstance(several, tuple) and (not isinstance(answers, tuple) or len(answers) != len(several)):
+            yield name, "must name one column for each column of answers, in their order"
+    if preferred is not None:
+        if isinstance(answers, tuple) and len(answers) != 2:
+            yield "preferred", f"says which of two answers is better; answers names {len(answers)} columns"
+        if not preferred.signed and {NEGATIVE, POSITIVE} & {preferred.first, preferred.second}:
+            yield "preferred", f"{NEGATIVE} and {POSITIVE} belong together: one is first, the other second"
+    strength = (
+        source.margin is not None or {"scores", "ranks"} & {*given} or (preferred is not None and preferred.signed)
+    )
+    if source.min_margin and not strength:
+        yield "min_margin", "needs margin, scores or signed preferred, which say how much better an answer is"
 
 
 def check_template(spec: OfflineSpec) -> Iterator[Finding]:

@@ -178,7 +178,7 @@ CPU_CASES = [
         "source_typo",
         (
             "30: data.train.colum: unknown field (fields of data.train: path, limit, kind, system, "
-            "template, max_chars, dedupe, prompt, answer, metadata, candidates)"
+            "template, max_chars, dedupe, prompt, system_column, answer, metadata, candidates)"
         ),
         ("    path: train.jsonl", "    path: train.jsonl\n    colum: x"),
     ),
@@ -186,7 +186,7 @@ CPU_CASES = [
         "wrong_kind_field",
         (
             "30: data.train.recipes: unknown field (fields of data.train: path, limit, kind, system, "
-            "template, max_chars, dedupe, prompt, answer, metadata, candidates)"
+            "template, max_chars, dedupe, prompt, system_column, answer, metadata, candidates)"
         ),
         ("    path: train.jsonl", "    path: train.jsonl\n    recipes: []"),
     ),

@@ -219,10 +219,10 @@ def test_columns_follow_from_the_format() -> None:
     text = DPO.replace("    path", "    margin: m\n    path").replace("name: dpo", "name: reward_model")
     spec = offline(text.replace("  beta: 0.2\n", "").replace("  reference: {colocate_with: policy}\n", ""))
     source: Any = spec.data.train
-    assert data_format(spec, source) == "pairs"
+    assert data_format(spec.row.formats, source) == "pairs"
     assert columns("pairs", source) == {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected", "margin": "m"}
     ranked = source.model_copy(update={"answers": "best_first"})
-    assert data_format(spec, ranked) == "ranked"
+    assert data_format(spec.row.formats, ranked) == "ranked"
     assert columns("ranked", ranked) == {"prompt": "prompt", "answers": "best_first"}
 
 

@@ -299,8 +299,8 @@ MMLU = {"question": "Which?", "choices": ["a", "b"], "answer": "a"}
         (ALPACA | {"input": ""}, "sft", ""),
         (DOLLY, "sft", "context"),
         (MMLU, "grpo", "choices"),
-        (GSM8K | {"tools": None, "system": "Be brief.", "image": "x"}, "grpo", "system, image"),
-        (TRL_CHAT | {"system": "Be brief.", "input": "Hello"}, "sft", "system"),
+        (GSM8K | {"tools": None, "system": "Be brief.", "image": "x"}, "grpo", "image"),
+        (TRL_CHAT | {"system": ["Be brief."], "input": "Hello"}, "sft", "system"),
         (VERL | {"question": "1 + 1?"}, "grpo", ""),
     ],
 )
@@ -312,8 +312,8 @@ def test_a_column_that_looks_like_a_part_of_the_prompt_is_not_left_out_without_a
     choices = chosen(tiny_model, algorithm=algorithm, data=str(tmp_path / "train.parquet"))
     text = text_of(choices, tmp_path / "run.yaml", said.append)
     note = f"Not used: {unused}. Where the prompt needs more, join it into one column."
-    assert said == ([note] if unused else [])
-    assert text.count("Not used:") == text.count(f"\n# {note}\n") == len(said)
+    assert [line for line in said if not line.startswith("Columns that")] == ([note] if unused else [])
+    assert text.count("Not used:") == text.count(f"\n# {note}\n") == bool(unused)
     check(text, tmp_path / "run.yaml", choices)
 
 

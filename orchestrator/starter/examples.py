@@ -1,0 +1,52 @@
+"""Tries the columns that a first spec names on the first rows of examples, with the reader of the run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from troupe.orchestrator.algorithms.offline import OFFLINE_ALGORITHMS
+from troupe.orchestrator.data.examples import example_reader
+from troupe.orchestrator.data.pools import collect
+from troupe.orchestrator.data.preferences import doubts
+from troupe.orchestrator.data.readers import RawValues, find_column, has_column
+from troupe.orchestrator.errors import DataError, UsageError
+from troupe.orchestrator.spec.offline import columns, data_format
+from troupe.orchestrator.spec.sources import Examples, ExampleSource
+
+_SHOWN = 12
+
+
+def what_is_read(algorithm: str, section: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """What a section of the spec reads of the first rows, and what it leaves out, one line for each.
+
+    Raises:
+        UsageError: No row can be used, or a column does not say what it is read as.
+    """
+    source: ExampleSource = TypeAdapter[Examples](ExampleSource).validate_python(section)
+    format_ = data_format(OFFLINE_ALGORITHMS[algorithm].formats, source)
+    fields = columns(format_, source)
+    raw = (_raw(fields, row, number) for number, row in enumerate(rows, start=1))
+    try:
+        found = collect(raw, example_reader(source, format_, plain=False), "data.train", "skip")
+    except DataError as error:
+        raise UsageError(f"--data: {error}") from None
+    left_out = [f"{count} {kind}" for kind, count in found.skipped.items()]
+    left_out += [f"{found.bad_rows} bad rows (the first: {found.problems[0]})"] if found.bad_rows else []
+    notes = [f"Of the first {len(rows)} rows are left out: {', '.join(left_out)}."] if left_out else []
+    notes += [f"Warning: {doubt}." for doubt in doubts(source.chosen, source.rejected, rows) if "chosen" in fields]
+    read = set(fields.values())
+    unread = [name for name in rows[0] if not any(one == name or one.startswith(f"{name}.") for one in read)]
+    if unread:
+        more = ", ..." if len(unread) > _SHOWN else ""
+        notes.append(f"Columns that the spec does not read: {', '.join(unread[:_SHOWN])}{more}.")
+    return tuple(notes)
+
+
+def _raw(fields: Mapping[str, str], row: Mapping[str, Any], number: int) -> RawValues:
+    missing = next((column for column in fields.values() if not has_column(row, column)), None)
+    if missing is not None:
+        return RawValues(f"row {number}", error=f"no column '{missing}'")
+    return RawValues(f"row {number}", {column: find_column(row, column) for column in fields.values()})
