@@ -24,8 +24,8 @@ from safetensors.torch import load_file
 
 from tests.conftest import ROOT
 from tests.processes import command_line
+from tests.real.warm import MARKER_VARIABLE, template
 
-MARKER_VARIABLE = "TROUPE_TEST_RUN"
 GRPO = ROOT / "deploy" / "specs" / "tiny-grpo.yaml"
 PPO = ROOT / "deploy" / "specs" / "tiny-ppo.yaml"
 SAMPLES_PER_STEP = 64
@@ -84,6 +84,8 @@ class Command:
         self.mark = uuid.uuid4().hex
         self._stdout, self._stderr = folder / f"{self.mark}.out", folder / f"{self.mark}.err"
         environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+        if arguments[:3] == troupe_command() and cwd == ROOT and not env:  # another environment may change its imports
+            arguments, env = [sys.executable, "-m", "tests.real.warm", *arguments[3:]], template()
         with self._stdout.open("wb") as stdout, self._stderr.open("wb") as stderr:
             self.process: Started = subprocess.Popen(
                 arguments,
