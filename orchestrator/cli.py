@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import atexit
 import errno
+import gc
 import importlib
 import io
 import logging
@@ -185,6 +187,7 @@ def main() -> NoReturn:
     Exit codes: 0 success, 1 failure at run time, 2 invalid spec or command line (one line per error), 130 stopped by
     SIGINT or SIGTERM after saving.
     """
+    atexit.register(gc.freeze)  # nothing that ends with the process is collected: it takes up to a second
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may lack a character

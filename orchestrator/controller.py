@@ -110,6 +110,8 @@ class RunOutcome:
     """Why the run has ended before its last step, or empty if it has not or was stopped."""
     best: BestState = field(default_factory=BestState)
     """The best evaluations."""
+    interrupted: bool = False
+    """Whether it was asked to stop, so that what its records show is left to `troupe report`."""
 
     def summary(self, out: Path) -> dict[str, str]:
         """The lines shown at the end of a run, by label."""

@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
-from troupe.orchestrator.errors import UsageError
+from troupe.orchestrator.errors import StopRequested, UsageError
 from troupe.orchestrator.runs.prepare import checked, create_models, single
 from troupe.orchestrator.spec import yaml_reader
 from troupe.orchestrator.spec.base import RunSpec
@@ -71,7 +71,8 @@ def run(
 ) -> Outcome:
     """Train, and return when the run ends.
 
-    The run folder has a report at the end, also of a run that fails after its first step.
+    The run folder has a report at the end, also of a run that fails after its first step, but not of one that was asked
+    to stop: `Outcome.report` writes it.
 
     In a notebook the run has its own thread and event loop; interrupting the cell saves and stops, as Ctrl-C does in a
     script. In a program that has started or joined Ray, its cluster is used and left as it was.
@@ -98,9 +99,15 @@ def run(
 
     request, console = RunRequest(planned.spec, planned.out, resume, address), _console(on_step, stream)
     try:
-        return _outside_of_loops(lambda: train(request, console), request)
-    finally:
+        ended = _outside_of_loops(lambda: train(request, console), request)
+    except (KeyboardInterrupt, StopRequested):
+        raise
+    except BaseException:
         _report_at_end(planned.out, console)
+        raise
+    if not ended.interrupted:
+        _report_at_end(planned.out, console)
+    return ended
 
 
 def _report_at_end(folder: Path, console: Console) -> None:
@@ -120,13 +127,15 @@ def train(request: RunRequest, console: Console) -> Outcome:
     console.start(request.spec.name, request.spec.schedule.steps, verdicts)
     try:
         ended = train_run(request, console)
-        console.finish(ended.summary(request.out))
+        console.finish(ended.summary(request.out), hurried=ended.interrupted)
+    except (KeyboardInterrupt, StopRequested):
+        raise
     except BaseException:
         console.fail()
         raise
     finally:
         console.close()
-    return Outcome(request.out, ended.stopped)
+    return Outcome(request.out, ended.stopped, ended.interrupted)
 
 
 def evaluate(
@@ -349,7 +358,9 @@ class Outcome:
 
     folder: Path
     stopped: bool = False
-    """Whether it was asked to stop before its last step."""
+    """Whether it has ended before its last step."""
+    interrupted: bool = False
+    """Whether it was asked to stop; its report is written by `report` then, so that it ends in seconds."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "folder", Path(self.folder))

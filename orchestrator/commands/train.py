@@ -24,12 +24,14 @@ from troupe.orchestrator.commands.options import (
     exit_with,
 )
 from troupe.orchestrator.commands.runs import read_data, ready
+from troupe.orchestrator.errors import StopRequested
 from troupe.orchestrator.signals import STOPPED, exit_on_signals, taken
 from troupe.orchestrator.spec.base import RESOLVED_SPEC
 from troupe.orchestrator.spec.chain import PlannedRun
 from troupe.orchestrator.spec.examples import PREFIX
 
 if TYPE_CHECKING:
+    from troupe.orchestrator.library import Outcome
     from troupe.orchestrator.runs.session import RunRequest
     from troupe.orchestrator.telemetry.console import Console
 
@@ -107,7 +109,8 @@ def evaluate(
 def train(spec: Path, runs: Sequence[PlannedRun], resume: bool, address: str | None) -> None:
     """Train every run of a file that is not complete yet; then print where the results are and what can be done next.
 
-    Also if a run is stopped or fails after its first step: these runs need the report most.
+    Also if a run fails after its first step: these runs need the report most. One that was asked to stop leaves it to
+    `troupe report`: whoever asked may kill the process in some seconds.
     """
     with started_ahead(runs[0].spec, address):
         _train(spec, runs, resume, address)
@@ -120,29 +123,34 @@ def _train(spec: Path, runs: Sequence[PlannedRun], resume: bool, address: str | 
     read_data([planned for planned, request in requests if request is not None][1:])  # the first run reads its own
     consoles = [Console() for _ in requests]
     try:
-        stopped = _train_each(requests, consoles)
-    except BaseException:
+        last = _train_each(requests, consoles)
+    except BaseException as error:
         if any(console.progress().steps for console in consoles):  # otherwise the records are of another command
-            typer.echo(resume_steps(sys.argv[1:], runs, write_run_report(runs)))
+            asked = isinstance(error, KeyboardInterrupt | StopRequested)
+            typer.echo(resume_steps(sys.argv[1:], runs, None if asked else write_run_report(runs)))
         raise
-    report = write_run_report(runs)
-    if stopped:
+    report = None if last is not None and last.interrupted else write_run_report(runs)
+    if last is not None and last.stopped:
         typer.echo(resume_steps(sys.argv[1:], runs, report))
         sys.exit(STOPPED)
     typer.echo(next_steps(spec, runs, report))
 
 
-def _train_each(requests: Sequence[tuple[PlannedRun, RunRequest | None]], consoles: Sequence[Console]) -> bool:
-    """Train one run after the other, each shown on its console; whether one was stopped. Raises TroupeError."""
+def _train_each(
+    requests: Sequence[tuple[PlannedRun, RunRequest | None]], consoles: Sequence[Console]
+) -> Outcome | None:
+    """Train one run after the other, each shown on its console, until one is stopped; the last one's outcome, or None
+    if all were complete. Raises TroupeError."""
     from troupe.orchestrator.library import train as train_run
 
+    last: Outcome | None = None
     for (planned, request), console in zip(requests, consoles, strict=True):
         if request is None:
             steps = planned.spec.schedule.steps
             typer.echo(f"{planned.spec.name}: already complete in {planned.out} (schedule.steps: {steps})")
-        elif train_run(request, console).stopped:
-            return True
-    return False
+        elif (last := train_run(request, console)).stopped:
+            break
+    return last
 
 
 def _supervise(runs: Sequence[PlannedRun]) -> int:
@@ -219,12 +227,14 @@ def resume_steps(arguments: Sequence[str], runs: Sequence[PlannedRun], report: P
     Args:
         arguments: Arguments of the command that was stopped or failed.
         runs: All runs of its file.
-        report: The report that was written, or None if no step was recorded.
+        report: The report that was written, or None if none was.
     """
     begun = [planned for planned in runs if planned.out.is_dir()] or runs
     again = ["troupe", *(argument for argument in arguments if argument != "--resume")]
     resume = ["--resume"] if arguments[:1] == ["run"] else []  # `troupe demo` resumes without being asked
     commands = [(shlex.join([*again, *resume]), "resumes from the newest checkpoint"), *_samples(begun[-1])]
+    if report is None:
+        commands.append((shlex.join(["troupe", "report", *(str(run.out) for run in begun)]), "writes the report"))
     return _lines(f"results so far are in {_results(runs)}", commands, report)
 
 

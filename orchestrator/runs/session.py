@@ -19,7 +19,7 @@ from troupe.orchestrator.cluster.ray_cluster import Cluster
 from troupe.orchestrator.cluster.worker_server import server_of
 from troupe.orchestrator.data.prompt_check import COUNTED, PROMPTS, PromptCheck, check_prompts
 from troupe.orchestrator.data.summary import Pools, RunData, describe, load_data
-from troupe.orchestrator.errors import TroupeError, UsageError, WorkerError
+from troupe.orchestrator.errors import StopRequested, TroupeError, UsageError, WorkerError
 from troupe.orchestrator.hub.resolve import LocalFiles, fetch
 from troupe.orchestrator.launcher import WorkerLauncher
 from troupe.orchestrator.live.scaling import CLOSE_TIMEOUT_S
@@ -48,6 +48,8 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 _SAME_SIGNAL_S = 0.5
+_HURRY_S = 2.0
+"""Timeout for closing the workers of a run that was asked to stop; what holds one up ends with its process."""
 
 
 class StopSwitch:
@@ -172,7 +174,7 @@ async def open_session(
         reporting = nullcontext if observer is None else observer.reporting
         with reporting():
             workers = await unless_stopped(stop, _launch(request.spec, launcher, roles, console, checks))
-        stack.push_async_callback(_close_workers, cluster, console)
+        stack.push_async_callback(_close_workers, cluster, console, stop)
         stack.enter_context(reporting())
         if data is not None and checks is not None:
             data = replace(data, refused=(await unless_stopped(stop, checks)).refused)
@@ -234,9 +236,12 @@ async def _usable(pools: Pools, rendering: Awaitable[PromptCheck], console: Cons
     return found
 
 
-async def _close_workers(cluster: Cluster, console: Console) -> None:
+async def _close_workers(cluster: Cluster, console: Console, stop: asyncio.Event) -> None:
     console.phase("close", 0, 1)
-    await cluster.close(CLOSE_TIMEOUT_S)
+    if not stop.is_set():
+        with suppress(StopRequested):
+            return await unless_stopped(stop, cluster.close(CLOSE_TIMEOUT_S))
+    await cluster.close(_HURRY_S)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 from troupe.orchestrator.controller import RunOutcome
 from troupe.orchestrator.runs.session import RunRequest, open_session
@@ -21,9 +22,8 @@ def train(request: RunRequest, console: Console) -> RunOutcome:
 async def _train(request: RunRequest, console: Console) -> RunOutcome:
     async with open_session(request, console, trains=True) as session:
         if request.spec.rollouts is None:
-            from troupe.orchestrator.runs.offline import train_offline
-
-            return await train_offline(session)
-        from troupe.orchestrator.runs.rollouts import train_on_rollouts
-
-        return await train_on_rollouts(session)
+            from troupe.orchestrator.runs.offline import train_offline as train_in
+        else:
+            from troupe.orchestrator.runs.rollouts import train_on_rollouts as train_in
+        ended = await train_in(session)
+    return replace(ended, interrupted=session.stop.is_set())

@@ -169,11 +169,12 @@ class Console:
             with suppress(*UNWRITABLE):
                 self._terminal.print(Text(text))
 
-    def finish(self, summary: Mapping[str, object]) -> None:
-        """Close the live display and print a summary of the run: these lines, the line of its steps, and the
-        verdicts."""
+    def finish(self, summary: Mapping[str, object], *, hurried: bool = False) -> None:
+        """Close the live display and print a summary of the run: these lines, the line of its steps, and the verdicts,
+        unless the run must end in seconds (`hurried`)."""
         self.close()
-        verdicts = self._verdicts.at_end(complete=True) if self._verdicts is not None else EndLines([], [])
+        judge = None if hurried else self._verdicts
+        verdicts = EndLines([], []) if judge is None else judge.at_end(complete=True)
         summarized = {
             "learning": self._summary.learns(),
             "time": ", ".join(filter(None, [duration(time.monotonic() - self._started), self._summary.bound()])),

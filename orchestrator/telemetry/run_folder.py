@@ -90,11 +90,11 @@ class RunFolder:
             UsageError: There are no samples of the step.
             DataError: The file cannot be read.
         """
-        files = self.sample_files()
-        if step not in files:
-            raise UsageError(f"{self.path / TRAJECTORIES}: no samples of step {step}{_range(files)}")
+        file = self.path / TRAJECTORIES / f"step-{step:06d}.parquet"
+        if not file.is_file():
+            raise UsageError(f"{file.parent}: no samples of step {step}{_range(self.sample_files())}")
         schema = SAMPLES if columns is None else pa.schema([SAMPLES.field(name) for name in columns])
-        return conform(_read(files[step], schema.names), schema, step=step)
+        return conform(_read(file, schema.names), schema, step=step)
 
     def timeline(self, step: int | None = None) -> pa.Table:
         """The spans that ended during a step (default all steps) as a TIMELINE table; empty if none is recorded."""

@@ -321,6 +321,24 @@ def test_the_versions_are_printed_without_importing_the_packages() -> None:
     assert lines["ray"] == version("ray") and lines["torch"] == version("torch")
 
 
+def test_a_command_that_ends_collects_nothing() -> None:
+    """What would be found in its thousands of modules ends with the process."""
+    code = """
+import gc, os, sys
+from troupe.orchestrator.cli import main
+gc.disable()
+class Kept:
+    def __del__(self): os.write(1, b"collected")
+kept = Kept()
+kept.itself = kept
+del kept
+sys.argv = ["troupe", "--version"]
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "troupe" in done.stdout and "collected" not in done.stdout, done.stderr
+
+
 def test_the_shell_completes_commands() -> None:
     environment = {"_TROUPE_COMPLETE": "complete_bash", "COMP_WORDS": "troupe va", "COMP_CWORD": "1"}
     code = "import sys; sys.argv = ['troupe']; from troupe.orchestrator.cli import app; app(prog_name='troupe')"

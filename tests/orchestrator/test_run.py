@@ -164,6 +164,25 @@ def session_of(out: Path, spec: RolloutSpec, data: RunData) -> Session:
     )
 
 
+@pytest.mark.parametrize("asked", ["before", "meanwhile", "never"])
+async def test_a_run_that_was_asked_to_stop_waits_seconds_for_its_workers_to_close(asked: str) -> None:
+    stop, waits = asyncio.Event(), list[float]()
+    if asked == "before":
+        stop.set()
+
+    async def close(timeout_s: float) -> None:
+        waits.append(timeout_s)
+        if asked == "meanwhile" and not stop.is_set():
+            stop.set()
+            await asyncio.Event().wait()  # a worker answers to nobody
+
+    ends: Any = SimpleNamespace(close=close)
+    await session_module._close_workers(ends, Console(io.StringIO()), stop)
+    whole, hurry = session_module.CLOSE_TIMEOUT_S, session_module._HURRY_S
+    assert waits == {"before": [hurry], "meanwhile": [whole, hurry], "never": [whole]}[asked]
+    assert hurry < 5
+
+
 def test_training_resumes_in_a_session_with_the_checkpoint_of_an_earlier_one(tmp_path: Path) -> None:
     data = RunData(pool_of(12), {})
     first = asyncio.run(train_in(tmp_path, fake_spec(schedule={"steps": 2}), data))

@@ -57,6 +57,9 @@ class Observation:
     restart: bool = False
     """Whether `messages` are a separate conversation, instead of continuing the one so far. The sample then has
     one more row, with its own prompt."""
+    conversation: str = ""
+    """Name of the conversation that `messages` continue, or begin if it is new. Conversations of several names can
+    alternate, or be sampled at the same time (`also`): each has a row of the sample."""
     stop: Sequence[str] = ()
     """Strings that end the next turn, besides `sampling.stop`."""
     max_tokens: int | None = None
@@ -69,9 +72,9 @@ class Observation:
     it was sampled with, in nats."""
     also: Sequence[Observation] = ()
     """Separate conversations whose responses are sampled at the same time as the next turn. Read of each are
-    `messages`, `tools`, `stop`, `max_tokens`, `structured`, `logprobs` and `refusable`. The message of the next step
-    has their responses as `also`, in this order (fewer if the turns have run out), and the sample has a row for
-    each."""
+    `messages`, `tools`, `stop`, `max_tokens`, `structured`, `logprobs`, `refusable`, and `conversation` with `restart`.
+    The message of the next step has their responses as `also`, in this order (fewer if the turns have run out), and the
+    sample has a row for each conversation."""
     refusable: bool = False
     """Whether `messages` are a request that may be refused. If the prompt has no room in the model, or the form
     cannot be used, the message of the next step then has `refused` (`code` and `message`), and the environment
@@ -151,15 +154,20 @@ def read_observation(value: Any) -> Observation:
     longest = value.get("max_tokens")
     if longest is not None and (isinstance(longest, bool) or not isinstance(longest, int) or longest < 1):
         raise ValueError(f"max_tokens: expected a positive integer, got {longest!r}")
+    also = tuple(_conversation(number, one) for number, one in enumerate(value.get("also") or ()))
+    names = [name for name in (_name_of(value), *(one.conversation for one in also)) if name]
+    if len(set(names)) < len(names):
+        raise ValueError(f"also: two turns of one conversation at the same time: {', '.join(names)}")
     return Observation(
         messages=tuple(_message(number, message) for number, message in enumerate(value.get("messages") or ())),
         reward=reward,
         done=bool(value.get("done", False)),
         tools=read_tools(value.get("tools")),
         restart=bool(value.get("restart", False)),
+        conversation=_name_of(value),
         stop=read_stop(value.get("stop") or ()),
         max_tokens=longest,
-        also=tuple(_conversation(number, one) for number, one in enumerate(value.get("also") or ())),
+        also=also,
         structured=read_form(value.get("structured")),
         refusable=bool(value.get("refusable", False)),
         logprobs=bool(value.get("logprobs", False)),
@@ -176,7 +184,14 @@ def _conversation(number: int, value: Any) -> Observation:
         raise type(error)(f"also.{number}.{error}") from None
     if not read.messages:
         raise ValueError(f"also.{number}.messages: there are none")
-    return replace(read, reward=None, done=False, restart=True, also=(), info={})
+    return replace(read, reward=None, done=False, restart=read.restart or not read.conversation, also=(), info={})
+
+
+def _name_of(value: Mapping[str, Any]) -> str:
+    name = value.get("conversation", "")
+    if not isinstance(name, str):
+        raise TypeError(f"conversation: expected a name, got {type(name).__name__}")
+    return valid_text(name)
 
 
 def _message(number: int, message: Any) -> Message:

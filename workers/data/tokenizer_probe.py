@@ -6,8 +6,9 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import repeat
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from troupe.workers.contract.config import ModelConfig
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 _SPACE = "\u2581"
 """What SentencePiece writes for a space before a word."""
+_Pieces = Callable[[int], object]
+"""The piece of the vocabulary with an id."""
 
 
 def measure(request: Mapping[str, Any]) -> Iterator[int | str]:
@@ -73,14 +76,35 @@ def decode(request: Mapping[str, Any]) -> Iterator[list[str]]:
     """
     # A report makes no network requests. The variable is read when the tokenizer's library is imported.
     os.environ["HF_HUB_OFFLINE"] = "1"
-    tokenizer: Any = load_tokenizer(_model_without_torch(request))
-    yield [_text(tokenizer, token) for token in request["ids"]]
+    model, ids = _model_without_torch(request), request["ids"]
+    tokenizer, piece_of = _in_file(model, ids) or _in_transformers(model)
+    yield [_text(tokenizer, piece_of, token) for token in ids]
 
 
-def _text(tokenizer: Any, token: int) -> str:
+def _in_file(model: ModelConfig, ids: Sequence[int]) -> tuple[Any, _Pieces] | None:
+    """The tokenizer of the model's folder and its pieces, or None if its file lacks one of the ids.
+
+    It is the one behind transformers' class, whose import takes longer than the report.
+    """
+    from tokenizers import Tokenizer
+
     try:
-        text = str(tokenizer.decode([token]))
-        piece = tokenizer.convert_ids_to_tokens(token)
+        tokenizer = Tokenizer.from_file(str(Path(model.path) / "tokenizer.json"))
+    except Exception:  # no file, or a damaged one: transformers says what is wrong
+        return None
+    whole = not model.trust_remote_code and all(tokenizer.id_to_token(token) is not None for token in ids)
+    return (tokenizer, tokenizer.id_to_token) if whole else None
+
+
+def _in_transformers(model: ModelConfig) -> tuple[Any, _Pieces]:
+    tokenizer: Any = load_tokenizer(model)
+    return tokenizer, tokenizer.convert_ids_to_tokens
+
+
+def _text(tokenizer: Any, piece_of: _Pieces, token: int) -> str:
+    try:
+        text = str(tokenizer.decode([token], skip_special_tokens=False))
+        piece = piece_of(token)
     except (IndexError, KeyError, OverflowError):
         return f"<{token}>"  # a row of the embedding that the tokenizer does not know
     if isinstance(piece, str) and piece.startswith(_SPACE) and not text.startswith(" "):

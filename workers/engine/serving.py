@@ -27,7 +27,7 @@ _PROCESS_FAILED = "Engine core initialization failed"
 _ONE_OF_MANY_FAILED = "Worker failed with error"
 """Beginning of the error that vLLM raises for the first of an engine's processes that failed in a call."""
 _LIVENESS_S = 0.5
-_SHUTDOWN_S = 30.0  # vLLM needs 5 s on two cores; a process that it has to kill leaves its shared memory behind
+_SHUTDOWN_S = 30.0  # a rank or a GPU that vLLM has to kill leaves its memory behind; it needs 5 s on two cores
 
 
 class Serving(Enum):
@@ -173,7 +173,9 @@ class ServingEngine:
         if engine is not None:
             if engine.output_handler is not None:
                 engine.output_handler.cancel()  # or it reports the shutdown as a crash
-            await asyncio.to_thread(engine.shutdown, _SHUTDOWN_S)
+            alone = self.config.device == "cpu" and self.config.engine.tensor_parallel_size == 1
+            # vLLM collects garbage for seconds at its end; what a process without ranks and GPU holds ends with it
+            await asyncio.to_thread(engine.shutdown, 0.0 if alone else _SHUTDOWN_S)
 
     async def health(self) -> WorkerHealth:
         """Health of the worker, requested through the engine's process: a hanging engine does not answer.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -70,3 +71,4 @@ def answer() -> None:
     for reply in vars(importlib.import_module(module))[function](request):
         replies.write(json.dumps(reply) + "\n")
         replies.flush()
+    gc.freeze()  # nothing that ends with the process is collected

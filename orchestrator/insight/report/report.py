@@ -166,7 +166,7 @@ def _distinct_ids(run: RunFolder, steps: Sequence[int]) -> set[int]:
     found: set[int] = set()
     for step in steps:
         try:
-            ids = run.samples(step)["response_ids"].combine_chunks().flatten()
+            ids = run.samples(step, ["response_ids"])["response_ids"].combine_chunks().flatten()
         except (TroupeError, KeyError):
             continue
         found.update(ids.unique().to_pylist())

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +17,9 @@ import troupe
 from tests.conftest import ROOT
 from troupe.orchestrator.cli import app
 from troupe.orchestrator.controller import RunOutcome
-from troupe.orchestrator.errors import TroupeError, WorkerError
+from troupe.orchestrator.errors import StopRequested, TroupeError, WorkerError
+from troupe.orchestrator.insight.report import report as report_module
+from troupe.orchestrator.insight.verdicts.apply import RunningVerdicts
 from troupe.orchestrator.runs import training as training_module
 from troupe.orchestrator.runs.session import RunRequest
 from troupe.orchestrator.spec.base import RESOLVED_SPEC
@@ -56,12 +61,20 @@ def interrupted() -> RunOutcome:
     raise KeyboardInterrupt
 
 
+def asked() -> RunOutcome:
+    return replace(stopped(), interrupted=True)
+
+
+def asked_at_its_start() -> RunOutcome:
+    raise StopRequested("the run was asked to stop")
+
+
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Result:
     monkeypatch.setattr(sys, "argv", ["troupe", "run", *arguments])
     return CliRunner().invoke(app, ["run", *arguments])
 
 
-@pytest.mark.parametrize("end", [stopped, engine_lost, interrupted])
+@pytest.mark.parametrize("end", [stopped, engine_lost])
 def test_a_run_that_does_not_finish_has_verdicts_a_report_and_the_command_that_resumes_it(
     end: Ends, ends: Callable[[Ends], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -77,6 +90,35 @@ def test_a_run_that_does_not_finish_has_verdicts_a_report_and_the_command_that_r
     assert lines[first + 1].split("  ")[1] == f"troupe run {GRPO} --out '{out}' --set seed=3 --resume"
     assert lines[first + 2].startswith(f"  troupe samples {out} ")
     assert lines[first + 3] == f"report: open {out / 'report.html'} in a browser"
+
+
+@pytest.mark.parametrize("end", [asked, asked_at_its_start, interrupted])
+def test_a_run_of_a_thousand_steps_that_was_asked_to_stop_leaves_its_records_to_the_report(
+    end: Ends, ends: Callable[[Ends], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Whatever its records are: none is read, and no process is started, so that it ends in seconds."""
+    out, (first, *_) = tmp_path / "run", (RECORDED / "sick-never-solved.jsonl").read_text().splitlines()
+
+    def thousand_steps() -> RunOutcome:
+        lines = [json.dumps(json.loads(first) | {"step": step}) for step in range(1, 1001)]
+        (out / "metrics.jsonl").write_text("\n".join(lines))
+        for owner, name in ((RunningVerdicts, "final"), (report_module, "report_text")):
+            monkeypatch.setattr(owner, name, lambda *_: pytest.fail("its records are read"))
+        monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a process is started"))
+        return end()
+
+    ends(thousand_steps)
+    result = run(monkeypatch, str(GRPO), "--out", str(out))
+    assert result.exit_code == 130 or isinstance(result.exception, StopRequested), result.output
+    assert not (out / "report.html").exists() and "next:" in result.stdout
+    assert result.stdout.splitlines()[-1].split("  ")[1] == f"troupe report {out}"
+    shutil.rmtree(out)
+    if end is asked:
+        assert troupe.run(GRPO, out=out).interrupted
+    else:
+        with pytest.raises((StopRequested, KeyboardInterrupt)):
+            troupe.run(GRPO, out=out)
+    assert not (out / "report.html").exists()
 
 
 def test_the_report_of_a_chain_that_fails_has_the_stages_that_have_begun(

@@ -2,9 +2,9 @@
 
 The agent is the environment. Every request that it makes is an observation, and every turn of the policy is the
 response to one: what is trained are the tokens of the responses, exactly as they were sampled. A request that continues
-the conversation of the one before, in whatever form it writes the turns, continues its tokens. Any other (a branch, a
-rewritten history, other tools) begins a new row of the sample with its own prompt. Requests that wait at the same time,
-and the choices of one request (`n`), are sampled at the same time.
+one of the conversations so far, in whatever form it writes the turns, continues its tokens. Any other (another
+conversation, an earlier turn, a rewritten history, other tools) begins a new row of the sample with its own prompt.
+Requests that wait at the same time, and the choices of one request (`n`), are sampled at the same time.
 """
 
 from __future__ import annotations
@@ -78,12 +78,12 @@ class Agent(Environment):
         """Choices that are being sampled: the next turn's, then the ones of the other conversations."""
         self._asked: list[_PendingRequest] = []
         """Requests without a response that arrived."""
-        self._known: list[Message] = []
-        self._tools: list[dict[str, Any]] | None = None
+        self._known: dict[str, tuple[list[Message], list[dict[str, Any]] | None]] = {}
+        """Messages and tools of each conversation whose last turn is answered, by its name."""
         self._agent: asyncio.Task[float | None] | None = None
         self._runner: web.AppRunner | None = None
         self._process: asyncio.subprocess.Process | None = None
-        self._requests = self._restarts = self._rewritten = 0
+        self._requests = self._begun = self._rewritten = 0
         self._refused = ""
         """Why the last malformed request was refused; an agent may catch the client's error."""
 
@@ -102,17 +102,16 @@ class Agent(Environment):
 
     async def step(self, message: Message) -> Observation:
         """The responses to the pending requests; then the next requests, or the end."""
-        given = zip(self._pending, (message, *message.pop("also", ())), strict=False)
+        given = list(zip(self._pending, (message, *message.pop("also", ())), strict=False))
         responses = [
             (choice, choice.read(response, f"call_{self._requests}_{place}"))
             for place, (choice, response) in enumerate(given)
         ]
-        if responses:
-            choice, response = responses[0]
+        for (choice, response), (_, sampled) in zip(responses, given, strict=True):
+            self._begun += not choice.known and "refused" not in response
             # The tokens of a turn with a call that the agent did not get differ from its history's.
-            known = "refused" not in response and not _has_fewer_calls(response, message)
-            self._known = [*choice.messages, plain(response)] if known else []
-        for choice, response in responses:
+            if "refused" not in response and not _has_fewer_calls(response, sampled):
+                self._known[choice.conversation] = ([*choice.messages, plain(response)], choice.tools)
             if not choice.answer.done():
                 choice.answer.set_result(response)
         return await self._next()
@@ -144,38 +143,39 @@ class Agent(Environment):
             if not self._requests:
                 why = f"; its last one was refused: {self._refused}" if self._refused else ""
                 raise ValueError(f"the agent ended without a request{why}")
-            counts = {"requests": self._requests, "restarted": self._restarts, "rewritten": self._rewritten}
+            restarted = max(0, self._begun - 1)
+            counts = {"requests": self._requests, "restarted": restarted, "rewritten": self._rewritten}
             info = {name: float(count) for name, count in counts.items()}
             return Observation(reward=reward, done=True, info=info)
         waiting = [request.result(), *self._waiting_now()]
-        main = next((choice for choice in waiting if self._continues(choice)), waiting[0])
-        self._pending = [main, *(choice for choice in waiting if choice is not main)]
-        self._requests += len(waiting)
-        continues = self._continues(main)
-        self._restarts += (bool(self._known) and not continues) + len(waiting) - 1
-        known, note = (len(self._known), "") if continues else (0, self._rewriting(main))
-        self._rewritten += bool(note)
-        self._tools = main.tools
-        return replace(
-            main.observation,
-            messages=main.messages[known:],
-            restart=not continues,
-            note=note,
-            also=[choice.observation for choice in self._pending[1:]],
-        )
+        notes = [note for choice in waiting if (note := self._place(choice))]
+        self._rewritten += len(notes)
+        self._pending = sorted(waiting, key=lambda choice: not choice.known)
+        main, *others = self._pending
+        return replace(main.observation, note="".join(notes[:1]), also=[choice.observation for choice in others])
 
-    def _continues(self, choice: Choice) -> bool:
-        """Whether a request continues the conversation of the turn before."""
-        known = self._known
-        return bool(known) and choice.tools == self._tools and not first_difference(known, choice.messages)
+    def _place(self, choice: Choice) -> str:
+        """Give a request the longest conversation that it continues, or a new one.
 
-    def _rewriting(self, choice: Choice) -> str:
-        """How a request repeats the conversation with a difference; empty if it is another conversation."""
-        known, given = self._known, choice.messages
-        if not known or len(given) < len(known) or first_difference(known[:1], given[:1]):
-            return ""
-        found = first_difference(known, given) or "the tools are others"
-        return f"a request repeats its conversation, but begins a new row of the sample with the whole prompt: {found}"
+        Returns:
+            How it repeats a conversation with a difference; empty if it does not.
+        """
+        self._requests += 1
+        repeated = ""
+        for name, (known, tools) in sorted(self._known.items(), key=lambda item: -len(item[1][0])):
+            found = first_difference(known, choice.messages) or (
+                "" if tools == choice.tools else "the tools are others"
+            )
+            if not found:
+                choice.conversation, choice.known = name, len(known)
+                del self._known[name]  # until this turn is answered
+                return ""
+            asked = next((place for place, message in enumerate(known) if message["role"] == "assistant"), 1)
+            if len(choice.messages) >= len(known) and not first_difference(known[:asked], choice.messages[:asked]):
+                repeated = repeated or found
+        choice.conversation = f"conversation {self._requests}"
+        begins = "a request repeats its conversation, but begins a new row of the sample with the whole prompt"
+        return f"{begins}: {repeated}" if repeated else ""
 
     def _waiting_now(self) -> list[Choice]:
         """Takes the choices that wait, without waiting for any."""

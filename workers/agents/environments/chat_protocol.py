@@ -157,14 +157,19 @@ class Choice:
     one_call: bool
     """Whether the agent takes at most one call of a tool from the response."""
     answer: asyncio.Future[Message] = field(repr=False)
+    conversation: str = ""
+    """Name of the conversation that it is a turn of."""
+    known: int = 0
+    """Messages of that conversation before this turn; 0: it begins here."""
 
     @property
     def observation(self) -> Observation:
-        """The request as a separate conversation."""
+        """The request as a turn of its conversation."""
         return Observation(
-            self.messages,
+            self.messages[self.known :],
             tools=self.tools,
-            restart=True,
+            restart=not self.known,
+            conversation=self.conversation,
             stop=self.stop,
             max_tokens=self.max_tokens,
             structured=None if self.schema is None else {"json_schema": self.schema},

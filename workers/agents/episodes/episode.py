@@ -150,12 +150,11 @@ class EpisodeRunner:
         if observation.reward:
             raise EpisodeFailed(f"start: the reward {observation.reward:g} is for no turn: step gives rewards")
         state.played.info |= observation.info
-        conversation = await self._start(observation)
-        asked = await self._ask(conversation, observation, observation.tools)
+        asked = await self._open(state, observation)
         if asked.refusal is None or not observation.refusable:
-            state.begin(conversation)
+            state.begin(asked)
         if asked.refusal is not None and not observation.refusable:
-            tokens = len(conversation.prompt_ids)
+            tokens = len(asked.conversation.prompt_ids)
             raise EpisodeFailed(f"the first prompt has {tokens} tokens, and max_model_len is {self.max_model_len}")
         await self._branch(state, observation)
         return asked
@@ -173,8 +172,11 @@ class EpisodeRunner:
             if branch.refusal is not None:
                 also.append(branch.refusal)
             elif branch in turns:
-                also.append(await self._read_branch(state, branch, turns[branch]))
-        answer = asked.refusal or await self._read_main(state, asked, turns[asked])
+                state.played.messages += branch.observation.messages
+                also.append(await self._read(state, branch, turns[branch]))
+        answer = asked.refusal or await self._read(state, asked, turns[asked])
+        if asked.refusal is None:
+            state.cut, state.played.response = turns[asked].finish_reason == "length", answer["content"]
         if len(sampled) < len(wanted) and asked.observation.refusable:
             state.end("max_turns")  # those without a response would wait for it
         return answer | ({"also": also} if also else {})
@@ -187,36 +189,19 @@ class EpisodeRunner:
         structured = None if form is None else StructuredConfig.model_validate(form)
         return await sample(number, prompt, room, asked.observation.stop, structured)
 
-    async def _read_branch(self, state: _OpenEpisode, branch: _Asked, turn: SampledTurn) -> Message:
-        """Record a turn as a row; its message for the environment."""
-        segment = Segment(list(branch.conversation.prompt_ids))
-        message, _ = await self._read(state, segment, turn, branch.tools)
-        state.played.insert(segment)
-        state.played.messages += [*branch.observation.messages, message]
-        return await self._told(message, branch, turn)
-
-    async def _read_main(self, state: _OpenEpisode, asked: _Asked, turn: SampledTurn) -> Message:
-        """Record a turn at the end of the last row; its message for the environment."""
-        played = state.played
-        message, history = await self._read(state, played.segments[-1], turn, asked.tools)
-        answer = await self._told(message, asked, turn)
-        asked.conversation.add_response(turn.ids, history)
-        state.cut = turn.finish_reason == "length"
-        played.response = message["content"]
-        played.messages.append(message)
-        return answer
-
-    async def _read(
-        self, state: _OpenEpisode, segment: Segment, turn: SampledTurn, tools: Sequence[Any] | None
-    ) -> tuple[Message, Message]:
-        """Record a turn at the end of a row; its messages for the environment and for the history."""
-        state.played.prompt_tokens += segment.tokens
-        state.played.turns.append(turn)
-        segment.sampled(turn)
+    async def _read(self, state: _OpenEpisode, asked: _Asked, turn: SampledTurn) -> Message:
+        """Record a turn at the end of its conversation's row; its message for the environment."""
+        state.played.prompt_tokens += len(asked.conversation.prompt_ids)
+        state.played.record(asked.segment, asked.added, turn)
         long = self.long is not None and len(turn.ids) > _LONG_TURN
         reader = self.long.reader if long and self.long is not None else self.reader
-        read = partial(reader.read, turn.ids, tools, cut=turn.finish_reason == "length")
-        return await self._run(read, long=long)
+        message, history = await self._run(
+            partial(reader.read, turn.ids, asked.tools, cut=turn.finish_reason == "length"), long=long
+        )
+        told = await self._told(message, asked, turn)
+        asked.conversation.add_response(turn.ids, history)
+        state.played.messages.append(message)
+        return told
 
     async def _told(self, message: Message, asked: _Asked, turn: SampledTurn) -> Message:
         """A turn as the environment gets it, with how it ended and what it cost; before it enters the conversation."""
@@ -237,16 +222,40 @@ class EpisodeRunner:
         return conversation
 
     async def _branch(self, state: _OpenEpisode, observation: Observation) -> None:
-        """Begin the conversations that are sampled along with the next turn; the episode ends if one has no room."""
+        """Open the conversations that are sampled along with the next turn; the episode ends if one has no room."""
         for asked in observation.also:
-            conversation = await self._start(asked)
-            branch = await self._ask(conversation, asked, asked.tools)
+            branch = await self._open(state, asked, beside=True)
             if branch.refusal is not None and not asked.refusable:
                 state.end("length")
             state.branches.append(branch)
 
-    async def _ask(self, conversation: Conversation, observation: Observation, tools: Sequence[Any] | None) -> _Asked:
-        """The next turn of a conversation, with the answer to a request that is refused.
+    async def _open(self, state: _OpenEpisode, observation: Observation, *, beside: bool = False) -> _Asked:
+        """Begin or continue the conversation of an observation; `beside` others, one without a name is a new one.
+
+        Raises:
+            EpisodeFailed: it has no tokens, or continues a request that was refused.
+        """
+        name = observation.conversation
+        before = None if observation.restart or (beside and not name) else state.conversations.get(name)
+        if before is not None and before.refusal is not None:
+            raise EpisodeFailed("a request that was refused can only be followed by a separate conversation")
+        conversation = await self._start(observation) if before is None else before.conversation
+        added = None if before is None else await self._add(conversation, observation.messages)
+        same = before if added is not None and not added.forked else None
+        asked = _Asked(
+            conversation,
+            observation,
+            observation.tools if before is None else before.tools,
+            await self._refusal(conversation, observation),
+            Segment(list(conversation.prompt_ids)) if same is None else same.segment,
+            () if added is None else added.ids,
+        )
+        if name or not beside:
+            state.conversations[name] = asked
+        return asked
+
+    async def _refusal(self, conversation: Conversation, observation: Observation) -> Message | None:
+        """The answer to a request that is refused, or None if a turn is sampled.
 
         Raises:
             EpisodeFailed: the form cannot be used, and the observation is no request.
@@ -261,18 +270,19 @@ class EpisodeRunner:
                 if not observation.refusable:
                     raise EpisodeFailed(f"structured: {problem}")
                 refused = _refused("unsupported_form", f"the form of the response cannot be used: {problem}")
-        return _Asked(conversation, observation, tools, refused)
+        return refused
 
     async def _take(self, state: _OpenEpisode, asked: _Asked, observation: Observation) -> _Asked:
         """Record the environment's answer to a turn, and whether the episode ends with it; what it asks next."""
         played = state.played
         played.info |= observation.info
         played.note = played.note or observation.note
-        if observation.reward is not None:
-            played.rewards.append((played.response_tokens, observation.reward))
         state.done = observation.done
-        if observation.done and not played.turns:
+        if not played.turns and (observation.done or observation.reward):
             raise EpisodeFailed("it ended before the policy's first turn")
+        if observation.reward is not None and played.turns:
+            row = played.segments[-1]
+            row.rewards.append((len(row.response_ids), observation.reward))
         if state.cut and self.config.truncated_turns == "end":
             state.end("length")
         elif observation.done:
@@ -280,30 +290,19 @@ class EpisodeRunner:
         elif len(played.turns) >= self.config.max_turns:
             state.end("max_turns")
         else:
-            return await self._next(state, asked, observation)
+            return await self._next(state, observation)
         played.messages += observation.messages
         return asked
 
-    async def _next(self, state: _OpenEpisode, asked: _Asked, observation: Observation) -> _Asked:
-        """Continue or begin a conversation, and its row."""
-        played, conversation, tools, added = state.played, asked.conversation, asked.tools, None
-        if observation.restart:
-            conversation, tools = await self._start(observation), observation.tools
-        elif asked.refusal is not None:
-            raise EpisodeFailed("a request that was refused can only be followed by a separate conversation")
-        else:
-            added = await self._add(conversation, observation.messages)
-        following = await self._ask(conversation, observation, tools)
+    async def _next(self, state: _OpenEpisode, observation: Observation) -> _Asked:
+        """Continue or begin a conversation; the turns that follow."""
+        following = await self._open(state, observation)
         if following.refusal is None or not observation.refusable:
-            played.messages += observation.messages
+            state.played.messages += observation.messages
         if following.refusal is not None:
             state.refusals += 1
             if not observation.refusable or state.refusals >= self.config.max_turns:
                 state.end("length")
-        elif added is None or added.forked:
-            played.segments.append(Segment(list(conversation.prompt_ids)))
-        else:
-            played.segments[-1].added(added.ids)
         await self._branch(state, observation)
         return following
 
@@ -379,6 +378,10 @@ class _Asked:
     tools: Sequence[Any] | None
     refusal: Message | None
     """The answer if the request is refused and no turn is sampled."""
+    segment: Segment
+    """The row of the next turn."""
+    added: Sequence[int]
+    """Tokens that follow the row's last turn."""
 
 
 @dataclass
@@ -388,6 +391,8 @@ class _OpenEpisode:
     played: Played
     prompts: Sequence[str]
     """Texts of the row's messages."""
+    conversations: dict[str, _Asked] = field(default_factory=dict)
+    """By name, with what was last asked of each."""
     branches: list[_Asked] = field(default_factory=list)
     """Sampled along with the next turn."""
     refusals: int = 0
@@ -401,9 +406,9 @@ class _OpenEpisode:
     done: bool = False
     """Whether the environment has ended it."""
 
-    def begin(self, conversation: Conversation) -> None:
-        self.played.segments.append(Segment(list(conversation.prompt_ids)))
-        self.played.messages = list(conversation.messages)
+    def begin(self, asked: _Asked) -> None:
+        self.played.segments.append(asked.segment)
+        self.played.messages = list(asked.conversation.messages)
 
     def end(self, reason: str) -> None:
         self.played.finish_reason = reason

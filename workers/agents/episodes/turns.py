@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from troupe.workers.contract.config import StructuredConfig
@@ -56,6 +57,8 @@ class Segment:
     """See `SampledTurn.kept`; added tokens have no words."""
     versions: list[dict[str, int]] = field(default_factory=list)
     turns: list[dict[str, Any]] = field(default_factory=list)
+    rewards: list[tuple[int, float]] = field(default_factory=list)
+    """(tokens of the response up to the turn that is rewarded, reward)."""
 
     def sampled(self, turn: SampledTurn) -> None:
         """Append a turn of the policy."""
@@ -92,6 +95,7 @@ class Played:
     """A finished episode."""
 
     segments: list[Segment]
+    """In the order of their last turns."""
     finish_reason: str = "stop"
     """`stop`: the environment ended it; `length`: out of tokens; `max_turns`."""
     status: str = OK
@@ -99,8 +103,6 @@ class Played:
     """Text of the last turn."""
     messages: list[Message] = field(default_factory=list)
     """The whole conversation."""
-    rewards: list[tuple[int, float]] = field(default_factory=list)
-    """(tokens of all segments' responses up to the turn that is rewarded, reward)."""
     turns: list[SampledTurn] = field(default_factory=list)
     prompt_tokens: int = 0
     """Tokens of the prompts of all turns."""
@@ -116,12 +118,16 @@ class Played:
         """Tokens of all segments after their prompts."""
         return sum(len(segment.response_ids) for segment in self.segments)
 
-    def insert(self, segment: Segment) -> None:
-        """Put a finished row before the last one, which continues; rewards of the last one keep their tokens."""
-        if not self.segments:
-            self.segments.append(segment)
-            return
-        start = self.response_tokens - len(self.segments[-1].response_ids)
-        grown = len(segment.response_ids)
-        self.rewards = [(end + grown if end > start else end, reward) for end, reward in self.rewards]
-        self.segments.insert(-1, segment)
+    @property
+    def rewards(self) -> list[tuple[int, float]]:
+        """(tokens of all segments' responses up to the turn that is rewarded, reward)."""
+        starts = accumulate((len(segment.response_ids) for segment in self.segments), initial=0)
+        rows = zip(starts, self.segments, strict=False)
+        return [(start + end, reward) for start, segment in rows for end, reward in segment.rewards]
+
+    def record(self, segment: Segment, added: Sequence[int], turn: SampledTurn) -> None:
+        """Append a turn to its row, behind what was added before it; the row is then the last one."""
+        segment.added(added)
+        segment.sampled(turn)
+        self.turns.append(turn)
+        self.segments = [*(other for other in self.segments if other is not segment), segment]

@@ -187,7 +187,7 @@ def test_the_tokenizer_is_asked_a_few_times_for_any_number_of_steps(
 
     samples = run.samples
     monkeypatch.setattr("troupe.orchestrator.insight.report.samples.ask", ask)
-    monkeypatch.setattr(run, "samples", lambda step: moved(samples(step), 10_000 * step))
+    monkeypatch.setattr(run, "samples", lambda step, columns=None: moved(samples(step, columns), 10_000 * step))
     blocks = samples_data(run, 2**26)["blocks"]
     assert len(blocks) == 100 and len({one["vocabulary"][0] for one in blocks}) == 100
     assert len(asked) <= 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import threading
@@ -180,6 +181,51 @@ def branches(row: Row, client: OpenAI) -> float:
     for thread in threads:
         thread.join()
     return float(sorted(said) == ["answer 0", "answer 1"])
+
+
+def subagents(row: Row, client: OpenAI, turns: int = 4) -> float:
+    """Two conversations that take turns."""
+    talks: list[list[Any]] = [[{"role": "user", "content": word}] for word in ("left", "right")]
+    for _ in range(turns):
+        for messages in talks:
+            answer = client.chat.completions.create(model="any", messages=messages).choices[0].message
+            messages += [answer, {"role": "user", "content": "go on"}]
+    return 1.0
+
+
+async def parallel_subagents(row: Row, client: AsyncOpenAI, turns: int = 4) -> float:
+    """Two conversations with a turn of each at the same time."""
+
+    async def turn(messages: list[Any]) -> None:
+        answer = (await client.chat.completions.create(model="any", messages=messages)).choices[0].message
+        messages += [answer, {"role": "user", "content": "go on"}]
+
+    talks: list[list[Any]] = [[{"role": "user", "content": word}] for word in ("left", "right")]
+    for _ in range(turns):
+        await asyncio.gather(*map(turn, talks))
+    return 1.0
+
+
+def planner(row: Row, client: OpenAI) -> float:
+    """A planner whose turns are calls of workers with conversations of their own."""
+    create: Any = client.chat.completions.create
+    plan: list[Any] = [{"role": "system", "content": "plan"}, {"role": "user", "content": "task"}]
+    for number in range(3):
+        plan.append(create(model="any", messages=plan, tools=[ADD]).choices[0].message)
+        work = [{"role": "system", "content": "work"}, {"role": "user", "content": f"part {number}"}]
+        done = create(model="any", messages=work).choices[0].message.content
+        plan.append({"role": "user", "content": f"done: {done}"})
+    return 1.0
+
+
+def picks_a_choice(row: Row, client: OpenAI) -> float:
+    """Continues the second of three choices, and then the first."""
+    create: Any = client.chat.completions.create
+    messages: list[Any] = list(row.messages)
+    choices = create(model="any", messages=messages, n=3).choices
+    for choice in (choices[1], choices[0]):
+        create(model="any", messages=[*messages, choice.message, {"role": "user", "content": "more"}])
+    return 1.0
 
 
 def refused(row: Row, client: OpenAI) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -120,6 +120,25 @@ def test_several_choices_and_branches_are_rows_of_their_own() -> None:
     assert played.last.observation.reward == 1.0
     assert sorted(contents(asked) for asked in played.asked) == [["left"], ["right"]]
     assert [asked.restart for asked in played.asked] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("function", "rows", "turns", "steps"),
+    [
+        ("subagents", 2, 8, [8]),
+        ("parallel_subagents", 2, 8, range(4, 9)),
+        ("planner", 4, 6, [6]),
+        ("picks_a_choice", 3, 5, [3]),
+    ],
+)
+def test_conversations_that_alternate_keep_their_rows(
+    function: str, rows: int, turns: int, steps: Sequence[int]
+) -> None:
+    played = play(function=f"{HERE}:{function}")
+    assert (played.last.status, len(played.asked)) == ("ok", turns) and len(played.together) in steps
+    assert len({asked.conversation for asked in played.asked}) == rows == sum(asked.restart for asked in played.asked)
+    assert all(len(asked.messages) == 1 for asked in played.asked if not asked.restart)
+    assert played.last.observation.info == {"requests": turns, "restarted": rows - 1.0, "rewritten": 0.0}
 
 
 def test_a_response_says_how_it_ended_and_what_it_cost() -> None:

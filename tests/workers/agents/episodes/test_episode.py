@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import pytest
@@ -373,6 +373,44 @@ def test_conversations_beside_a_turn_are_sampled_with_it_and_are_rows_before_it(
         "40 41",
         "20 21 22",
     ]
+
+
+def test_conversations_that_alternate_are_continued_by_their_names() -> None:
+    """Each has one row with its own tokens; the rows are in the order of their last turns."""
+
+    def turn(name: str, **fields: Any) -> EpisodeReply:
+        return reply(USER, conversation=name, **fields)
+
+    replies = [turn("work"), turn("plan", reward=0.5), turn("work", reward=0.25), reply(done=True, reward=1.0)]
+    played = play(Script(list(replies), begins=[turn("plan")]))
+    assert [segment.response_ids for segment in played.segments] == [
+        [10, 11, 12, 8, 9, 30, 31, 32],
+        [20, 21, 22, 8, 9, 40, 41, 42],
+    ]
+    assert played.rewards == [(8, 0.25), (11, 0.5), (16, 1.0)], "each at the turn that it is for"
+    assert played.prompt_tokens == 2 + 2 + 7 + 7
+
+
+def test_conversations_at_the_same_time_are_continued_by_their_names() -> None:
+    one, other = (Observation([USER], conversation=name) for name in ("one", "other"))
+    both = [EpisodeReply(replace(one, also=[other])) for _ in range(2)]
+    played = play(Script([both[1], reply(done=True)], begins=[both[0]]))
+    assert [segment.response_ids for segment in played.segments] == [
+        [20, 21, 22, 8, 9, 40, 41, 42],
+        [10, 11, 12, 8, 9, 30, 31, 32],
+    ]
+    again = play(Script([both[1], reply(done=True)], begins=[both[0]]), fork_at=1)
+    assert [segment.prompt_ids for segment in again.segments] == [[1, 2], [1, 2], [1, 2, 7], [1, 2, 7]]
+
+
+def test_two_turns_of_one_conversation_at_the_same_time_are_refused() -> None:
+    asked = {"messages": [USER], "conversation": "a"}
+    with pytest.raises(ValueError, match="also: two turns of one conversation at the same time: a, a"):
+        read_observation(asked | {"also": [asked]})
+    with pytest.raises(TypeError, match=r"also\.0\.conversation: expected a name, got int"):
+        read_observation({"messages": [USER], "also": [asked | {"conversation": 5}]})
+    (unnamed,) = read_observation({"messages": [USER], "also": [{"messages": [USER]}]}).also
+    assert unnamed.restart
 
 
 def test_conversations_beyond_the_last_turn_are_not_sampled() -> None:
