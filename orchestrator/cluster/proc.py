@@ -1,21 +1,16 @@
-"""Reads one process: its state in `/proc`, and the last error in its Ray log."""
+"""Reads one process: its state in `/proc`."""
 
 from __future__ import annotations
 
-import re
-import textwrap
+import os
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
 
-_LONGEST_LINE = 300
-"""Characters of a log line."""
-_LOG_END_BYTES = 8192
-_LAST_LINES = 20
-_ERROR = re.compile(r"error|exception|fatal|abort|assert|out of memory|killed", re.IGNORECASE)
 _STOPPED = "T"
+_ENDED = "Z"
 
 
 class StoppedProcesses:
@@ -75,20 +70,10 @@ def out_of_memory_kills() -> int:
     return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
 
 
-def last_error_line(logs: Path, pid: int) -> str:
-    """The error among the last lines that a Ray worker wrote to its standard error, or empty if there is none."""
-    for path in logs.glob(f"worker-*-{pid}.err"):
-        try:
-            with path.open("rb") as stream:
-                stream.seek(max(0, path.stat().st_size - _LOG_END_BYTES))
-                text = stream.read().decode(errors="replace")
-        except OSError:
-            continue
-        lines = ["".join(filter(str.isprintable, line)).strip() for line in text.splitlines()[-_LAST_LINES:]]
-        errors = [line for line in lines if _ERROR.search(line)]
-        if errors:
-            return textwrap.shorten(errors[-1], _LONGEST_LINE)
-    return ""
+def exit_code(pid: int) -> int | None:
+    """Exit code of a process that has ended and was not reaped yet, negative for a signal, or None."""
+    fields = stat_fields(pid)
+    return os.waitstatus_to_exitcode(int(fields[49])) if fields and fields[0] == _ENDED else None
 
 
 def started_at(pid: int) -> int:

@@ -11,9 +11,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,9 +27,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from troupe.orchestrator.cluster.event_loop import within
 from troupe.orchestrator.cluster.inspection import InspectRequest, NodeFacts, NodeReport, inspect_node
 from troupe.orchestrator.cluster.own_process import own_logs, register
-from troupe.orchestrator.cluster.proc import StoppedProcesses, kill_tree, last_error_line, out_of_memory_kills
+from troupe.orchestrator.cluster.proc import StoppedProcesses, exit_code, kill_tree, out_of_memory_kills
 from troupe.orchestrator.roles.names import role_of
 from troupe.orchestrator.roles.table import named
+from troupe.workers.telemetry.process_end import ended_by, last_words
 from troupe.workers.telemetry.stacks import FOLDER as STACKS
 from troupe.workers.telemetry.start_activity import read_activities
 
@@ -43,6 +45,8 @@ _WITH_DESCENDANTS = named(lambda row: row.engine)
 """Roles whose worker cannot serve when a process that it started is stopped."""
 _FETCH_S = 1.0
 """Longest wait for what a node has answered."""
+_NAMED = re.compile(r"^\s*pid: (\d+)$.*^\s*ip: (\S+)$", re.MULTILINE | re.DOTALL)
+"""Process and address in Ray's error about the death of an actor."""
 _RUNNING = frozenset({"PENDING_CREATION", "ALIVE"})
 """States of Ray's actors whose process runs."""
 _LOCATE_S = 5.0
@@ -110,16 +114,18 @@ class NodeWatch:
 class ProcessWatch:
     """Watches the processes of all workers of a run."""
 
-    def __init__(self, logs: Path, stopped_s: float) -> None:
+    def __init__(self, logs: Path, stopped_s: float, exit_code: Callable[[int], int | None] = exit_code) -> None:
         """Watches nothing yet.
 
         Args:
             logs: Folder of the workers' logs on this node.
             stopped_s: Seconds for which a process may be stopped.
+            exit_code: Exit code of a process of this node that has ended, or None if unknown.
         """
         self.node: str = ray.get_runtime_context().get_node_id()
         """Ray's id of the driver's node."""
         self._logs = logs
+        self._exit_code = exit_code
         self._stopped_s = stopped_s
         self._samples = max(1, round(stopped_s / _SAMPLE_S))
         self._workers: dict[Process, WatchedProcess] = {}
@@ -146,13 +152,21 @@ class ProcessWatch:
         for task in (*self._nodes.values(), *self._locating):
             task.cancel()
 
+    def named_in(self, error: str) -> Process | None:
+        """The process that an error of Ray names, if it was on this node: an actor that dies early is not located."""
+        found = _NAMED.search(error)
+        return Process(self.node, int(found[1])) if found and found[2] == ray.util.get_node_ip_address() else None
+
     def exit_reason(self, process: Process | None) -> str:
-        """Known reason for the end of a worker's process: the out-of-memory killer, an error in its log."""
+        """What is known of the end of a worker's process: the out-of-memory killer, its signal, the end of its log."""
         words = []
         if (kills := out_of_memory_kills() - self._kills_before) > 0:
             words.append(f"the kernel's out-of-memory killer has ended {kills} process(es) on this node during the run")
-        if process is not None and process.node == self.node and (line := last_error_line(self._logs, process.pid)):
-            words.append(f"its log: {line}")
+        if process is not None and process.node == self.node:
+            if (code := self._exit_code(process.pid)) is not None:
+                words.append(ended_by(code))
+            logs = self._logs.glob(f"worker-*-{process.pid}.err")
+            words += [f"its log: {line}" for log in logs if (line := last_words(log))]
         return "; ".join(words)
 
     def locations(self) -> dict[str, Process]:

@@ -23,6 +23,7 @@ from troupe.orchestrator.cluster import ray_nodes
 from troupe.orchestrator.cluster.event_loop import within
 from troupe.orchestrator.cluster.inspection import NodeReport
 from troupe.orchestrator.cluster.links import ActorEngines, ActorEnvironments, ActorJudges, submit
+from troupe.orchestrator.cluster.proc import exit_code
 from troupe.orchestrator.cluster.process_watch import Process, ProcessWatch
 from troupe.orchestrator.cluster.ray_environment import TABLE_SETTINGS, cluster_to_join
 from troupe.orchestrator.cluster.worker_group import WorkerHandle
@@ -176,7 +177,9 @@ class ActorWorker(Generic[W_co]):
 
     def _death(self, error: RayActorError) -> str:
         """Ray's reason for the actor's death, with the node's findings."""
-        words = "" if self._watch is None else self._watch.exit_reason(self._process)
+        words = (
+            "" if self._watch is None else self._watch.exit_reason(self._process or self._watch.named_in(str(error)))
+        )
         return f"{_reason(error)}{words and f' ({words})'}"
 
 
@@ -303,7 +306,8 @@ class Cluster:
 
     def watch(self, stopped_s: float) -> None:
         """From now on, ends workers whose process is stopped for so many seconds (SIGSTOP, a frozen container)."""
-        self._watch = ProcessWatch(self.logs, stopped_s)
+        code = exit_code if self._server is None else self._server.exit_code
+        self._watch = ProcessWatch(self.logs, stopped_s, code)
 
     @property
     def node(self) -> str:
@@ -322,6 +326,10 @@ class Cluster:
     def locations(self) -> dict[str, Process]:
         """Locations of the workers' processes, by name. May be called from any thread."""
         return {} if self._watch is None else self._watch.locations()
+
+    def exit_reason(self, process: Process | None) -> str:
+        """What is known of the end of a worker's process; see `ProcessWatch.exit_reason`."""
+        return "" if self._watch is None else self._watch.exit_reason(process)
 
     async def activities(self, names: Collection[str]) -> dict[str, str]:
         """Start-up steps of workers, by name; see `ProcessWatch.activities`."""

@@ -5,13 +5,16 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import tempfile
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from troupe.orchestrator.cluster.proc import StoppedProcesses, exit_code
 from troupe.orchestrator.cluster.ray_environment import LOCAL_SETTINGS, SETTINGS, TABLE_SETTINGS, cluster_to_join
 from troupe.orchestrator.roles.settings import worker_env
 from troupe.orchestrator.roles.table import settings_of
@@ -19,30 +22,40 @@ from troupe.orchestrator.spec.base import RunSpec
 from troupe.workers.contract.config import EngineProcess
 from troupe.workers.isolation.child import python_command
 from troupe.workers.isolation.lifetime import remove_at_death
+from troupe.workers.preload.forked_worker import EXIT_CODES, IMPORTS_S
+from troupe.workers.telemetry.process_end import ended_by, last_words
 
 logger = logging.getLogger(__name__)
 
 _ENTRY = "troupe.workers.preload.server:serve"
 _END_S = 5.0
+_SAMPLE_S = 1.0
+_FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM)
+"""Signals that a process says nothing about: what it has written last is not the reason."""
 _ahead: dict[EngineProcess, WorkerServer] = {}
 """The server that a command has started for its first run, until the run takes it."""
 
 
 class WorkerServer:
-    """A process that imports what workers import and forks them. It ends with this process."""
+    """A process that imports what workers import and forks them. It ends with this process.
 
-    def __init__(self, engine: EngineProcess) -> None:
+    A thread watches it. One that ends, is stopped or does not answer is ended and named once, and workers start without
+    it: another one would import everything again and share no memory with the workers that run.
+    """
+
+    def __init__(self, engine: EngineProcess, stopped_s: float = 5.0) -> None:
         """Start the process; it serves when its imports are done.
 
         Args:
             engine: The engine of the run, on the CPU.
+            stopped_s: Seconds for which the process may be stopped.
         """
         self.engine = engine
-        self._folder = tempfile.mkdtemp(prefix="troupe-")
+        self._folder = Path(tempfile.mkdtemp(prefix="troupe-"))
         remove_at_death(self._folder)
-        self.path = str(Path(self._folder) / "workers")
+        self.path = str(self._folder / "workers")
         """Path of its socket, which accepts connections already."""
-        self._errors = Path(self._folder) / "errors"
+        self._errors = self._folder / "errors"
         theirs, self._owner = os.pipe()
         with socket.socket(socket.AF_UNIX) as listener, self._errors.open("w") as errors:
             listener.bind(self.path)
@@ -57,12 +70,22 @@ class WorkerServer:
                 start_new_session=True,  # it does not receive the terminal's Ctrl-C
             )
         os.close(theirs)
+        self._closing = threading.Event()
+        self._watch = threading.Thread(target=self._follow, args=(stopped_s,), name="worker server", daemon=True)
+        self._watch.start()
+
+    def exit_code(self, pid: int) -> int | None:
+        """Exit code of a worker that has ended, negative for a signal, or None if it is unknown."""
+        with suppress(OSError):
+            for line in reversed((self._folder / EXIT_CODES).read_text().splitlines()):
+                if line.split()[0] == str(pid):
+                    return int(line.split()[1])
+        return exit_code(pid)
 
     def close(self) -> None:
         """End the process, but not the workers that it has forked."""
-        if self._process.poll():  # a worker that it does not fork starts all the same
-            lines = self._errors.read_text(errors="replace").splitlines() or ["no message"]
-            logger.warning("workers were not forked, and started more slowly: %s", lines[-1])
+        self._closing.set()
+        self._watch.join()
         os.close(self._owner)
         try:
             self._process.wait(_END_S)
@@ -71,13 +94,29 @@ class WorkerServer:
             self._process.wait()
         shutil.rmtree(self._folder, ignore_errors=True)
 
+    def _follow(self, stopped_s: float) -> None:
+        """Watch the process until it ends or is closed; consumes nothing, and looks once a second."""
+        stopped, why = StoppedProcesses(max(1, round(stopped_s / _SAMPLE_S))), ""
+        while self._process.poll() is None and not self._closing.wait(_SAMPLE_S):
+            if stopped.sample({self._process.pid: False}):
+                why = f"was stopped for {stopped_s:g} s (failures.stopped_s)"
+            elif not Path(self.path).exists():  # a worker that has waited for an answer removes it
+                why = f"did not answer within {IMPORTS_S:g} s"
+            if why:
+                self._process.kill()
+                self._process.wait()
+        if code := self._process.poll():
+            error = "" if code in _FROM_OUTSIDE else last_words(self._errors)
+            why = why or f"has ended ({ended_by(code)}{error and f': {error}'})"
+            logger.warning("the process that workers are forked from %s: they start without it, more slowly", why)
+
 
 @contextmanager
 def started_ahead(spec: RunSpec, address: str | None) -> Iterator[None]:
     """Start the server of a run that the block will start, as its imports take longer than all before the workers."""
     engine = _engine(spec, address)
     if engine is not None:
-        _ahead[engine] = WorkerServer(engine)
+        _ahead[engine] = WorkerServer(engine, spec.failures.stopped_s)
     try:
         yield
     finally:
@@ -88,7 +127,7 @@ def started_ahead(spec: RunSpec, address: str | None) -> Iterator[None]:
 def server_of(spec: RunSpec, address: str | None = None) -> WorkerServer | None:
     """The server of a run, which closes it, or None if no engine runs on the CPU or a cluster is joined."""
     engine = _engine(spec, address)
-    return None if engine is None else _ahead.pop(engine, None) or WorkerServer(engine)
+    return None if engine is None else _ahead.pop(engine, None) or WorkerServer(engine, spec.failures.stopped_s)
 
 
 def _engine(spec: RunSpec, address: str | None) -> EngineProcess | None:

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from tests.conftest import ROOT
+from troupe.orchestrator.cluster import worker_server
 from troupe.orchestrator.cluster.worker_server import WorkerServer, _ahead, server_of, started_ahead
 from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.workers.contract.config import EngineProcess
@@ -51,6 +52,24 @@ if __name__ == "__main__":
         child.join()
     Path(sys.argv[-1]).write_text(json.dumps(found))
 """
+WHOLE = b'{"argv": [], "environment": {}, "folder": "/"}'
+LOST = "the process that workers are forked from {}: they start without it, more slowly"
+DYING = """
+import ctypes, os, signal, sys
+from pathlib import Path
+from troupe.workers.preload.forked_worker import serves
+
+deaths = {
+    "abort": ctypes.CDLL(None).abort,
+    "SIGSEGV": lambda: ctypes.string_at(0),
+    "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "exit": lambda: os._exit(3),
+    "raise": lambda: {}["missing"],
+}
+Path(sys.argv[-1]).write_text(f"[{os.getpid()}, {os.getppid()}]")
+serves()
+deaths[sys.argv[1]]()
+"""
 IMPORT = """
 import pathlib, time
 
@@ -60,9 +79,12 @@ while True:
 """
 
 
-def start(server: WorkerServer, folder: Path, engine: EngineProcess | None, *arguments: str) -> subprocess.Popen[str]:
+def start(
+    server: WorkerServer, folder: Path, engine: EngineProcess | None, *arguments: str, script: str = SCRIPT
+) -> subprocess.Popen[str]:
     """Ray's node starts a worker, whose result will be in `folder / "result"`."""
-    (folder / "script.py").write_text(SCRIPT)
+    (folder / "result").unlink(missing_ok=True)
+    (folder / "script.py").write_text(script)
     asked = {SERVER_VARIABLE: server.path, ENGINE_VARIABLE: "" if engine is None else engine.model_dump_json()}
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1" if engine is None else "2"} | asked
     command = [sys.executable, forked_worker.__file__, str(folder / "script.py"), *arguments, str(folder / "result")]
@@ -92,6 +114,156 @@ def importing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Worke
     server._process.wait()
 
 
+@pytest.fixture
+def serving(monkeypatch: pytest.MonkeyPatch) -> Iterator[WorkerServer]:
+    """A server that serves at once, as it imports nothing."""
+    monkeypatch.setattr(worker_server, "_ENTRY", "tests.orchestrator.light_server:serve")
+    server = WorkerServer(ENGINE, stopped_s=1.0)
+    yield server
+    server.close()
+
+
+def dies(server: WorkerServer, folder: Path, death: str) -> int:
+    """Start a worker that dies when it serves; returns its process id, and fails if the server has not forked it."""
+    assert start(server, folder, None, death, script=DYING).wait(60) == 0
+    pid, parent = json.loads((folder / "result").read_text())
+    assert parent == server._process.pid
+    return pid
+
+
+def until(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def half_sent(server: WorkerServer) -> socket.socket:
+    """A connection on which half a request has arrived, with descriptors."""
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(server.path)
+    socket.send_fds(connection, [WHOLE[:9]], [0, 1, 2])
+    return connection
+
+
+def descriptors(server: WorkerServer) -> int:
+    return len(os.listdir(f"/proc/{server._process.pid}/fd"))
+
+
+@pytest.mark.parametrize(
+    ("death", "code"), [("abort", -6), ("SIGSEGV", -11), ("SIGKILL", -9), ("exit", 3), ("raise", 1)]
+)
+def test_the_exit_code_of_a_worker_is_known(serving: WorkerServer, tmp_path: Path, death: str, code: int) -> None:
+    """Also after the server has ended; its last worker may be a zombie until then."""
+    pid = dies(serving, tmp_path, death)
+    until(lambda: serving.exit_code(pid) is not None)
+    assert serving.exit_code(pid) == code
+    assert serving.exit_code(os.getpid()) is None
+    serving._process.kill()
+    serving._process.wait()
+    assert serving.exit_code(pid) == code
+
+
+def test_half_a_request_makes_no_other_one_wait(serving: WorkerServer, tmp_path: Path) -> None:
+    """Nor do more of them than the server holds, and none of them is forked when it is cut."""
+    dies(serving, tmp_path, "exit")
+    before = descriptors(serving)
+    halves = [half_sent(serving) for _ in range(2 * preload._MOST_ASKING)]
+    dies(serving, tmp_path, "exit")
+    for half in halves:
+        half.close()
+    until(lambda: descriptors(serving) == before)
+    dies(serving, tmp_path, "exit")
+
+
+def test_a_request_that_never_ends_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preload, "_ASK_S", 0.0)
+    here, there = socket.socketpair(socket.AF_UNIX)
+    with here, there:
+        socket.send_fds(there, [WHOLE[:9]], [0, 1, 2])
+        assert preload._attend(preload._Asking(here))
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        b"",
+        b"\xff",
+        b"[1]",
+        b"[" * 100_000,
+        b'{"argv": []}',
+        b'{"argv": 1, "environment": {}, "folder": "/"}',
+        b'{"argv": [1], "environment": {}, "folder": "/"}',
+        b'{"argv": [], "environment": {"A": 1}, "folder": "/"}',
+        b'{"argv": [], "environment": [], "folder": "/"}',
+    ],
+    ids=lambda text: text[:44].decode(errors="replace"),
+)
+def test_a_request_of_another_shape_is_dropped(monkeypatch: pytest.MonkeyPatch, request_: bytes) -> None:
+    """Its descriptors are closed."""
+    monkeypatch.setattr(os, "fork", lambda: pytest.fail("forked"))
+    here, there = socket.socketpair(socket.AF_UNIX)
+    before = os.listdir("/proc/self/fd")
+    with here, there:
+        asking = preload._Asking(here)
+        socket.send_fds(there, [request_ or b" "], [0, 1, 2])
+        while not preload._attend(asking):
+            there.shutdown(socket.SHUT_WR)
+        there.close()
+        asking.close()
+    assert len(os.listdir("/proc/self/fd")) == len(before) - 2
+
+
+def test_a_request_without_streams_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fork", lambda: pytest.fail("forked"))
+    here, there = socket.socketpair(socket.AF_UNIX)
+    with here, there:
+        asking = preload._Asking(here)
+        there.sendall(WHOLE)
+        there.shutdown(socket.SHUT_WR)
+        assert [preload._attend(asking), preload._attend(asking)] == [False, True]
+
+
+def test_a_stopped_server_is_ended_and_named_once(
+    serving: WorkerServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The worker that has asked meanwhile starts alone, and so do later ones, at once."""
+    serving._process.send_signal(signal.SIGSTOP)
+    for _ in range(2):
+        assert start(serving, tmp_path, None, "plain").wait(30) == 0
+        assert result(tmp_path)["argv"] == ["plain", str(tmp_path / "result")]
+    serving._watch.join(60)
+    assert caplog.messages == [LOST.format("was stopped for 1 s (failures.stopped_s)")]
+
+
+@pytest.mark.parametrize("when", ["imports", "serves"])
+def test_what_a_killed_server_has_written_is_not_the_reason(
+    request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture, when: str
+) -> None:
+    server: WorkerServer = request.getfixturevalue("importing" if when == "imports" else "serving")
+    with server._errors.open("a") as errors:
+        errors.write("ImportError: something that another package did without\n")
+    server._process.kill()
+    server._watch.join(60)
+    assert caplog.messages == [LOST.format("has ended (SIGKILL)")]
+
+
+def test_a_server_that_does_not_answer_costs_one_wait(
+    importing: WorkerServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A worker that has waited starts alone and removes the socket; the server is ended and named."""
+    monkeypatch.setattr(forked_worker, "IMPORTS_S", 0.1)
+    monkeypatch.setenv(SERVER_VARIABLE, importing.path)
+    started: list[list[str]] = []
+    monkeypatch.setattr(os, "execv", lambda _, command: started.append(command))
+    for _ in range(2):
+        forked_worker.main(["script.py"])
+    assert started == [[sys.executable, "script.py"]] * 2
+    importing._watch.join(60)
+    assert importing._process.poll() == -signal.SIGKILL
+    assert caplog.messages == [LOST.format("did not answer within 40 s")]
+
+
 @pytest.mark.parametrize(("address", "variable"), [("host:6379", None), (None, "host:6379")])
 def test_the_workers_of_a_cluster_that_is_joined_are_started_by_ray(
     monkeypatch: pytest.MonkeyPatch, address: str | None, variable: str | None
@@ -112,11 +284,13 @@ def test_nothing_is_forked_for_a_worker_that_has_waited_too_long(monkeypatch: py
     monkeypatch.setattr(os, "fork", lambda: forks.append(1) or 1)
     here, there = socket.socketpair(socket.AF_UNIX)
     with here, there:
-        socket.send_fds(there, [b'{"argv": [], "environment": {}, "folder": "/"}'], [0, 1, 2])
+        socket.send_fds(there, [WHOLE], [0, 1, 2])
         there.shutdown(socket.SHUT_WR)
+        asking = preload._Asking(here)
+        assert not preload._attend(asking)  # more may come
         if not waits:
             there.close()
-        preload._fork(here)
+        assert preload._attend(asking)
         assert forks == [1] * waits
         if waits:
             assert there.recv(len(REPLY)) == REPLY
@@ -133,8 +307,10 @@ def test_who_asks_for_a_worker_waits_until_it_serves(
         listener.listen()
         asking = threads.submit(forked_worker._fork, ["script.py"])
         connection, _ = listener.accept()
-        request = preload._received(connection)
-        for descriptor in request.descriptors:
+        received = preload._Asking(connection)
+        while (request := received.request()) is None:
+            time.sleep(0.01)
+        for descriptor in received.descriptors:
             os.close(descriptor)
         assert request.argv == ["script.py"]
         if forks:
@@ -197,7 +373,7 @@ def test_a_worker_starts_alone_when_the_server_is_gone(importing: WorkerServer, 
     assert result(tmp_path)["imported"] is False
 
 
-def test_a_server_that_has_failed_says_so_at_the_end(
+def test_a_server_that_has_failed_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Workers start without it, and nothing else shows that they took longer."""
@@ -206,7 +382,7 @@ def test_a_server_that_has_failed_says_so_at_the_end(
     server = WorkerServer(ENGINE)
     assert server._process.wait(60) == 1
     server.close()
-    assert "workers were not forked, and started more slowly: RuntimeError: it is broken" in caplog.text
+    assert caplog.messages == [LOST.format("has ended (exit code 1: RuntimeError: it is broken)")]
 
 
 def test_a_server_that_imports_ends_with_the_command_that_has_started_it(tmp_path: Path) -> None:

@@ -2,24 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import re
 import socket
-from pathlib import Path
 
 from troupe.workers.contract.messages import WorkerGone
-
-_TAIL_BYTES = 1 << 16
-_ERROR = re.compile(
-    r"(?:^|[\s\]])((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception): \S.*)$"
-    r"|^((?:CUDA|NCCL) error\b.*|Fatal Python error: .*|terminate called .*)$"
-)
-"""The last line of a traceback, behind whatever the logger puts before it, or what C++ and Python print before they end
-a process."""
-_CONSEQUENCES = ("EngineDeadError", "EngineGenerateError", "Engine core initialization failed", "; its log: ")
-"""Errors that only refer to another one."""
-_LONGEST = 300
+from troupe.workers.telemetry.process_end import last_error, last_lines, own_logs
 
 
 class EngineClosed(RuntimeError):
@@ -35,9 +21,17 @@ class EngineClosed(RuntimeError):
 class EngineDead(WorkerGone):
     """The engine's process has ended; the worker must be replaced."""
 
-    def __init__(self, name: str, fault: str = "", log: str = "") -> None:
-        """`fault` is vLLM's last error, `log` its file; both are empty if unknown."""
-        super().__init__(name, fault, log)
+    def __init__(self, name: str, fault: str = "", log: str = "", ended_by: str = "", last_lines: str = "") -> None:
+        """What is known of the end; the rest is empty.
+
+        Args:
+            name: The worker's name.
+            fault: vLLM's last error.
+            log: The file that has it.
+            ended_by: The signal or exit code of the process.
+            last_lines: The end of the log if it has no error.
+        """
+        super().__init__(name, fault, log, ended_by, last_lines)
 
     @property
     def fault(self) -> str:
@@ -45,10 +39,11 @@ class EngineDead(WorkerGone):
         return self.args[1]
 
     def __str__(self) -> str:
-        name, fault, log = self.args
-        words = f"the engine process of {name} has ended"
-        words = f"{words}; vLLM's last error: {fault}" if fault else words
-        return f"{words}; its log: {socket.gethostname()}:{log}" if log else words
+        name, fault, log, ended_by, last_lines = self.args
+        words = [f"the engine process of {name} has ended{ended_by and f' ({ended_by})'}"]
+        words += [f"vLLM's last error: {fault}"] if fault else []
+        words += [f"its last lines: {last_lines}"] if last_lines else []
+        return "; ".join([*words, f"its log: {socket.gethostname()}:{log}"] if log else words)
 
 
 class EngineOutOfStep(WorkerGone):
@@ -65,31 +60,11 @@ class EngineOutOfStep(WorkerGone):
         return "{} must be replaced, because one of its engine's processes failed in a call: {}".format(*self.args)
 
 
-def engine_dead(name: str) -> EngineDead:
-    """The error for an engine whose process has ended, with the error in its log."""
+def engine_dead(name: str, ended_by: str = "") -> EngineDead:
+    """The error for an engine whose process has ended by this signal or exit code, with the error in its log."""
     logs = own_logs()
     for log in logs:
         if fault := last_error(log):
-            return EngineDead(name, fault, str(log))
-    return EngineDead(name, "", str(logs[0])) if logs else EngineDead(name)
-
-
-def own_logs() -> list[Path]:
-    """The files that this process and its children write to: its standard output (vLLM's log) and error."""
-    paths = []
-    for descriptor in (1, 2):
-        with contextlib.suppress(OSError):
-            paths.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
-    return [path for path in dict.fromkeys(paths) if path.is_file()]
-
-
-def last_error(log: Path) -> str:
-    """The last error of a log that is not the consequence of another one; empty if there is none."""
-    try:
-        with log.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-            lines = file.read().decode(errors="replace").splitlines()
-    except OSError:
-        return ""
-    found = (match[1] or match[2] for line in reversed(lines) if (match := _ERROR.search(line)))
-    return next((error for error in found if not any(words in error for words in _CONSEQUENCES)), "")[:_LONGEST]
+            return EngineDead(name, fault, str(log), ended_by)
+    log, lines = next(((log, lines) for log in logs if (lines := last_lines(log))), (logs[0] if logs else "", ""))
+    return EngineDead(name, "", str(log), ended_by, lines)

@@ -30,7 +30,7 @@ from troupe.workers.contract.roles import EnvironmentLink
 from troupe.workers.data.chat import PromptRefused, encode_prompt, sample_seed, turn_seed
 from troupe.workers.data.tokenizer import load_chat_tokenizer, within_embedding
 from troupe.workers.data.turn_ends import turn_ends
-from troupe.workers.engine.errors import EngineClosed, engine_dead
+from troupe.workers.engine.errors import EngineClosed
 from troupe.workers.engine.rows import (
     RowBuilder,
     Rows,
@@ -378,7 +378,7 @@ class Generation:
                 final = output
         except Exception as error:
             if engine.errored:
-                raise engine_dead(name) from error
+                raise self._engine.dead() from error
             raise
         if final is None or final.outputs[0].finish_reason not in ("stop", "length"):
             raise RuntimeError(f"{name}: vLLM ended {request_id} without a complete response")

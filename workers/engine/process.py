@@ -9,6 +9,7 @@ the same time as the worker.
 from __future__ import annotations
 
 import ast
+import faulthandler
 import gc
 import multiprocessing
 import os
@@ -22,10 +23,12 @@ from functools import cache
 from importlib import import_module
 from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.context import ForkServerContext, ForkServerProcess, SpawnContext, SpawnProcess
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 from troupe.workers.contract.config import Device
 from troupe.workers.isolation.lifetime import exit_with, remove_at_death
+from troupe.workers.telemetry.process_end import ended_by, log_of
 
 IMPORTED_AHEAD = ["vllm.v1.engine.core", "vllm.v1.worker.cpu_worker"]
 FRONT_END = "vllm.v1.engine.async_llm"
@@ -37,6 +40,8 @@ OWNER_VARIABLE = "TROUPE_ENGINE_OWNER"
 """Environment variable with the process id of the rollout worker that owns the engine's processes."""
 FOLDER_VARIABLE = "VLLM_RPC_BASE_PATH"
 """vLLM's environment variable with the folder of its sockets."""
+_UNKNOWN = 255
+"""Exit code that multiprocessing gives a process whose fork server has ended with it."""
 _spawn: Callable[..., int] = util.spawnv_passfds
 """How multiprocessing starts a process with a command."""
 
@@ -99,15 +104,22 @@ def _serve(code: str) -> None:
 
 
 class _ForkedProcess(ForkServerProcess):
-    """A process with the environment of the process that starts it, not the fork server's."""
+    """A process with the environment and logs of the process that starts it, not the fork server's.
+
+    The fork server is older than the worker's log: it writes to that of Ray's node.
+    """
 
     def start(self) -> None:
-        """Start the process with the current environment of this one."""
+        """Start the process with the current environment and logs of this one."""
         self._environment = dict(os.environ)
+        self._logs = {descriptor: str(log) for descriptor in (1, 2) if (log := log_of(descriptor))}
         super().start()
 
     def run(self) -> None:
-        """Set the environment in the new process and run its target."""
+        """Set the environment and the logs in the new process and run its target."""
+        for descriptor, log in self._logs.items():
+            with suppress(OSError), open(log, "ab") as file:
+                os.dup2(file.fileno(), descriptor)
         # Only what differs: resetting a variable hides the memory that holds the process title.
         os.environ |= dict(self._environment.items() - os.environ.items())
         _run(super().run)
@@ -128,15 +140,33 @@ class _SpawnContext(SpawnContext):
 
 
 @contextmanager
-def engine_processes(device: Device) -> Iterator[None]:
-    """Inside the block, engines of vLLM end with this process, and CPU engines are forked from the fork server."""
+def engine_processes(device: Device) -> Iterator[list[BaseProcess]]:
+    """Inside the block, engines of vLLM end with this process, and CPU engines are forked from the fork server.
+
+    Yields the processes that vLLM creates.
+    """
     utils: Any = import_module("vllm.v1.engine.utils")
     original = utils.get_mp_context
-    utils.get_mp_context = _ForkedContext if device == "cpu" else _SpawnContext
+    context: Any = _ForkedContext() if device == "cpu" else _SpawnContext()
+    processes: list[BaseProcess] = []
+    create = context.Process
+
+    def record(*args: Any, **kwargs: Any) -> BaseProcess:
+        processes.append(create(*args, **kwargs))
+        return processes[-1]
+
+    context.Process = record
+    utils.get_mp_context = lambda: context
     try:
-        yield
+        yield processes
     finally:
         utils.get_mp_context = original
+
+
+def how_ended(processes: Sequence[BaseProcess]) -> str:
+    """Signal or exit code of the first of these processes that has ended, or empty if it is unknown."""
+    codes = (process.exitcode for process in processes)
+    return next((ended_by(code) for code in codes if code not in (None, _UNKNOWN)), "")
 
 
 @cache
@@ -205,6 +235,7 @@ def progress_without_semaphore() -> None:
 
 def _run(target: Callable[[], None]) -> None:
     """Run an engine so that no process and no temporary file of it outlives the worker."""
+    faulthandler.enable(all_threads=False)
     die_with_owner()  # vLLM waits minutes for a worker that has ended, before it imports anything of ours
     gc.freeze()  # a collection neither walks nor copies the memory that the engine shares with the fork server
     gc.enable()

@@ -7,12 +7,13 @@ import os
 import socket
 from collections.abc import Awaitable, Coroutine, Sequence
 from enum import Enum
+from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from troupe.workers.contract.config import RolloutConfig
 from troupe.workers.contract.messages import Peak, WorkerGone, WorkerHealth
-from troupe.workers.engine.errors import EngineClosed, EngineOutOfStep, engine_dead
-from troupe.workers.engine.process import engine_processes
+from troupe.workers.engine.errors import EngineClosed, EngineDead, EngineOutOfStep, engine_dead
+from troupe.workers.engine.process import engine_processes, how_ended
 from troupe.workers.telemetry.peak_memory import FamilyPeak
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ class ServingEngine:
         """Samples that are generated; they are cancelled when the engine closes."""
         self.lock = asyncio.Lock()
         """Held while the engine loads weights, falls asleep or wakes."""
+        self._processes: Sequence[BaseProcess] = ()
         self._out_of_step = ""
         """Why the engine's processes no longer answer the same call, or empty if they do."""
         self._family = FamilyPeak()
@@ -74,12 +76,12 @@ class ServingEngine:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         try:
-            with engine_processes(self.config.device):
+            with engine_processes(self.config.device) as self._processes:
                 self.vllm = AsyncLLM.from_engine_args(arguments, stat_loggers=list(loggers))
         except RuntimeError as error:
             if _PROCESS_FAILED not in str(error):
                 raise
-            raise engine_dead(self.name) from error
+            raise self.dead() from error
         except (TypeError, ValueError) as error:
             if not (options := ", ".join(self.config.engine_options)):
                 raise
@@ -90,12 +92,16 @@ class ServingEngine:
         await self.vllm.update_weight_version(str(INITIAL_VERSION))
         self.state = Serving.OPEN
 
+    def dead(self) -> EngineDead:
+        """The error for its end, with all that is known about it."""
+        return engine_dead(self.name, how_ended(self._processes))
+
     def require_live(self) -> AsyncLLM:
         """The engine of vLLM, open or closed. Raises EngineClosed, EngineDead, EngineOutOfStep."""
         if self.vllm is None:
             raise EngineClosed(self.name, self.closed_because)
         if self.vllm.errored:
-            raise engine_dead(self.name)
+            raise self.dead()
         if self._out_of_step:
             raise EngineOutOfStep(self.name, self._out_of_step)
         return self.vllm
@@ -125,7 +131,7 @@ class ServingEngine:
             if isinstance(error, WorkerGone):
                 raise
             if self.vllm is not None and self.vllm.errored:
-                raise engine_dead(self.name) from error
+                raise self.dead() from error
             if _ONE_OF_MANY_FAILED in str(error):
                 self._out_of_step = str(error)
                 raise EngineOutOfStep(self.name, self._out_of_step) from error

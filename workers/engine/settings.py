@@ -56,6 +56,7 @@ def set_import_environment(engine: EngineProcess) -> None:
         "VLLM_DO_NOT_TRACK": "1",
         # A fork of a process with threads and an event loop can deadlock.
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "PYTHONFAULTHANDLER": "1",  # ranks that an engine spawns write where a signal has met them
     }
     for name, value in {
         "VLLM_LOGGING_LEVEL": "ERROR",

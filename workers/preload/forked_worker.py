@@ -18,8 +18,11 @@ SERVER_VARIABLE = "TROUPE_WORKER_SERVER"
 ENGINE_VARIABLE = "TROUPE_WORKER_ENGINE"
 """Environment variable with the `EngineProcess` of the worker's engine as JSON; empty if it has none."""
 REPLY = b"forked"
-_IMPORTS_S = 40.0
-"""Time for the server to finish its imports."""
+EXIT_CODES = "exit-codes"
+"""File beside the socket with a line for each worker that has ended: its process id and exit code, negative for a
+signal."""
+IMPORTS_S = 40.0
+"""Time for the server to finish its imports and answer."""
 _SERVES_S = 90.0
 """Time for the fork to become a worker, after which Ray starts another one."""
 waiting: list[socket.socket] = []
@@ -32,6 +35,9 @@ def main(arguments: list[str]) -> None:
     try:
         forked = _fork(arguments)
     except OSError as error:
+        if isinstance(error, TimeoutError):  # no other worker waits as long, and the server's watch sees it
+            with suppress(OSError):
+                os.unlink(os.environ[SERVER_VARIABLE])
         sys.stderr.write(f"the worker is not forked: {error}\n")
         forked = False
     if not forked and os.getppid() == node:  # otherwise Ray's node is gone, and its workers with it
@@ -49,7 +55,7 @@ def _fork(arguments: list[str]) -> bool:
     """Asks the server to fork the worker; False if it or the fork ends before the fork serves. Raises OSError."""
     request = {"argv": arguments, "environment": dict(os.environ), "folder": os.getcwd()}
     with socket.socket(socket.AF_UNIX) as connection:
-        connection.settimeout(_IMPORTS_S)
+        connection.settimeout(IMPORTS_S)
         connection.connect(os.environ[SERVER_VARIABLE])
         data = json.dumps(request).encode()
         sent = socket.send_fds(connection, [data], [0, 1, 2])

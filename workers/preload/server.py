@@ -7,6 +7,7 @@ worker.
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import json
 import os
@@ -15,11 +16,13 @@ import select
 import signal
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from troupe.workers.contract.config import EngineProcess
@@ -34,7 +37,7 @@ from troupe.workers.engine.process import (
 )
 from troupe.workers.engine.settings import set_environment, set_import_environment
 from troupe.workers.preload import forked_worker
-from troupe.workers.preload.forked_worker import ENGINE_VARIABLE, REPLY
+from troupe.workers.preload.forked_worker import ENGINE_VARIABLE, EXIT_CODES, REPLY
 
 _MODULES = (*IMPORTED_AHEAD, FRONT_END, "deepspeed", "pandas")
 """pyarrow imports pandas when it first makes an array, and pandas imports pyarrow."""
@@ -44,7 +47,11 @@ which it does not use by default, one for itself. Each fork sets its number."""
 _LOOK_S = 0.5
 _ASK_S = 10.0
 """Longest wait for a request, which is sent at once."""
+_MOST_ASKING = 64
+"""Requests that arrive at the same time; another one takes the place of the oldest."""
 _CHUNK = 2**16
+_LARGEST = 2**24
+"""Bytes of a request; Linux bounds arguments and environment to a few MiB."""
 _STANDARD = (0, 1, 2)
 
 
@@ -56,8 +63,48 @@ class _Request:
     """Ray's script and its arguments."""
     environment: Mapping[str, str]
     folder: str
-    descriptors: Sequence[int]
-    """Those of its standard streams."""
+
+
+class _Asking:
+    """A process that asks for a worker, and what has arrived of its request."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        self.connection = connection
+        self.descriptors: list[int] = []
+        """Those of the worker's standard streams."""
+        self._data = b""
+        self._until = time.monotonic() + _ASK_S
+
+    def fileno(self) -> int:
+        """The descriptor of the connection."""
+        return self.connection.fileno()
+
+    def request(self) -> _Request | None:
+        """The request once it is whole, else None. Raises OSError or ValueError if it is late or not a request."""
+        if _user(self.connection) != os.getuid() or time.monotonic() > self._until or len(self._data) > _LARGEST:
+            raise ValueError("not a request")
+        try:
+            chunk, descriptors, _, _ = socket.recv_fds(self.connection, _CHUNK, len(_STANDARD))
+        except BlockingIOError:
+            return None
+        self.descriptors += descriptors
+        self._data += chunk
+        return None if chunk else self._parsed()
+
+    def _parsed(self) -> _Request:
+        match json.loads(self._data):
+            case {"argv": list(argv), "environment": dict(environment), "folder": str(folder)} if all(
+                isinstance(text, str) for text in (*argv, *environment.values())
+            ) and len(self.descriptors) == len(_STANDARD):
+                return _Request(argv, environment, folder)
+        raise ValueError("not a request")
+
+    def close(self) -> None:
+        """Close the connection and the descriptors."""
+        self.connection.close()
+        for descriptor in self.descriptors:
+            os.close(descriptor)
 
 
 def serve(listener: str, owner: str, engine: str) -> None:
@@ -68,6 +115,7 @@ def serve(listener: str, owner: str, engine: str) -> None:
         owner: Descriptor of the pipe's end that is read.
         engine: An `EngineProcess` on the CPU, as JSON.
     """
+    faulthandler.enable(all_threads=False)  # in its forks, too
     set_import_environment(EngineProcess.model_validate_json(engine))
     os.environ |= _WITHOUT_THREADS
     with _ending_with(int(owner)), _without_ray(), without_collections():
@@ -76,15 +124,49 @@ def serve(listener: str, owner: str, engine: str) -> None:
         gc.freeze()  # a collection in a worker neither walks nor copies what all workers share
     if threads := len(os.listdir("/proc/self/task")) - 1:
         raise RuntimeError(f"a process with {threads} more threads cannot be forked")
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the workers
     with socket.socket(fileno=int(listener)) as accepting:
-        while int(owner) not in select.select([accepting, int(owner)], [], [])[0]:
-            connection, _ = accepting.accept()
-            with connection, suppress(OSError, ValueError):  # its process has ended since, or is stopped
-                connection.settimeout(_ASK_S)
-                if _user(connection) == os.getuid():
-                    _fork(connection)
+        accepting.setblocking(False)
+        _record_exit_codes(Path(accepting.getsockname()).with_name(EXIT_CODES))
+        _answer(accepting, int(owner))
     os._exit(0)  # nothing to end in order, and thousands of modules to tear down
+
+
+def _answer(accepting: socket.socket, owner: int) -> None:
+    """Fork a worker for every request until the owner has closed its pipe. No process that asks makes others wait."""
+    asking: list[_Asking] = []
+    while owner not in (ready := select.select([accepting, owner, *asking], [], [], _LOOK_S if asking else None)[0]):
+        if accepting in ready:
+            with suppress(OSError):  # its process has ended since
+                asking.append(_Asking(accepting.accept()[0]))
+        for one in [*asking]:
+            if len(asking) > _MOST_ASKING or _attend(one):
+                asking.remove(one)
+                one.close()
+
+
+def _attend(one: _Asking) -> bool:
+    """Receive more of a request and fork its worker once it is whole; returns whether nothing remains to be done."""
+    try:
+        if (request := one.request()) is None:
+            return False
+        _fork(request, one)
+    except (OSError, ValueError, RecursionError):  # its process has ended since, or sent something else
+        pass
+    return True
+
+
+def _record_exit_codes(path: Path) -> None:
+    """From now on, write the exit code of every worker that ends to a file, and then reap it."""
+
+    def reap(*_: object) -> None:
+        with suppress(ChildProcessError):  # there is none
+            while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+                with suppress(OSError), path.open("a") as file:
+                    file.write(f"{ended.si_pid} {code}\n")
+                os.waitpid(ended.si_pid, 0)
+
+    signal.signal(signal.SIGCHLD, reap)
 
 
 def _user(connection: socket.socket) -> int:
@@ -93,26 +175,21 @@ def _user(connection: socket.socket) -> int:
     return int.from_bytes(credentials[4:8], sys.byteorder)  # process, user, group
 
 
-def _fork(connection: socket.socket) -> None:
+def _fork(request: _Request, asking: _Asking) -> None:
     """Forks the requested worker, and answers, unless nobody waits: then it has started without a fork."""
-    request = _received(connection)
-    try:
-        if not _is_waited_for(connection):
-            return
-        if not os.fork():
-            code = 1
-            try:
-                _become(request, connection)
-            except SystemExit as ended:
-                code = ended.code if isinstance(ended.code, int) else 1
-            except BaseException:
-                traceback.print_exc()
-            forked_worker.serves()  # it ends for a reason: a worker without a fork would end, too
-            os._exit(code)
-    finally:
-        for descriptor in request.descriptors:
-            os.close(descriptor)
-    connection.sendall(REPLY)
+    if not _is_waited_for(asking.connection):
+        return
+    if not os.fork():
+        code = 1
+        try:
+            _become(request, asking)
+        except SystemExit as ended:
+            code = ended.code if isinstance(ended.code, int) else 1
+        except BaseException:
+            traceback.print_exc()
+        forked_worker.serves()  # it ends for a reason: a worker without a fork would end, too
+        os._exit(code)
+    asking.connection.sendall(REPLY)
 
 
 def _is_waited_for(connection: socket.socket) -> bool:
@@ -122,25 +199,16 @@ def _is_waited_for(connection: socket.socket) -> bool:
     return not any(events & select.POLLHUP for _, events in polled.poll(0))
 
 
-def _received(connection: socket.socket) -> _Request:
-    """The request. Raises OSError or ValueError if it is not whole."""
-    data, descriptors, _, _ = socket.recv_fds(connection, _CHUNK, len(_STANDARD))
-    while chunk := connection.recv(_CHUNK):
-        data += chunk
-    found = json.loads(data)
-    return _Request(found["argv"], found["environment"], found["folder"], descriptors)
-
-
-def _become(request: _Request, connection: socket.socket) -> None:
+def _become(request: _Request, asking: _Asking) -> None:
     """Run Ray's script for its workers in this fork, as the command `python SCRIPT ARGUMENTS...` would.
 
     The connection is open until the fork serves: its end tells the process at the other end that it was killed.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setpgid(0, 0)  # Ray may end a worker with its group
-    for target, descriptor in zip(_STANDARD, request.descriptors, strict=True):
+    for target, descriptor in zip(_STANDARD, asking.descriptors, strict=True):
         os.dup2(descriptor, target)
-    close_descriptors(but=(connection.fileno(),))
+    close_descriptors(but=(asking.fileno(),))
     os.chdir(request.folder)
     for name in os.environ.keys() - request.environment.keys():
         del os.environ[name]
@@ -150,7 +218,7 @@ def _become(request: _Request, connection: socket.socket) -> None:
         set_environment(EngineProcess.model_validate_json(engine))
         fork_server()
     use_threads()
-    forked_worker.waiting.append(connection)
+    forked_worker.waiting.append(asking.connection)
     sys.argv = [*request.argv]
     runpy.run_path(request.argv[0], run_name="__main__")
 

@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 
 from troupe.orchestrator.cluster.inspection import ProcessFacts
-from troupe.orchestrator.cluster.proc import last_error_line, out_of_memory_kills, started_at
+from troupe.orchestrator.cluster.proc import out_of_memory_kills, started_at
 from troupe.orchestrator.cluster.ray_cluster import Cluster
 from troupe.orchestrator.cluster.stack_dumps import thread_at
 from troupe.orchestrator.errors import StopRequested, UsageError
@@ -283,12 +283,7 @@ class RunObserver:
         """The end of the logs of workers whose processes have ended."""
         for name, process in cluster.locations().items():
             if process.node == cluster.node and process.pid not in alive:
-                line = last_error_line(cluster.logs, process.pid)
-                words = (
-                    f"its log: {line}"
-                    if line
-                    else "its log shows no error: it was killed (SIGKILL) or exited on its own"
-                )
+                words = cluster.exit_reason(process) or "its log is empty: it was killed (SIGKILL) or exited on its own"
                 yield f"{name} (process {process.pid}) has ended; {words}"
 
 

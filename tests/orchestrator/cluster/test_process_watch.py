@@ -12,7 +12,7 @@ import pytest
 from ray.exceptions import RaySystemError
 
 from troupe.orchestrator.cluster import process_watch
-from troupe.orchestrator.cluster.process_watch import ProcessWatch
+from troupe.orchestrator.cluster.process_watch import Process, ProcessWatch
 
 
 def test_only_nodes_that_have_died_since_the_run_began_are_dead(
@@ -30,6 +30,27 @@ def test_only_nodes_that_have_died_since_the_run_began_are_dead(
     nodes[1]["Alive"] = False
     _, *others = watch.inspect({}, (), 5.0)
     assert [(report.node.name, report.node.alive) for report in others] == [("10.0.0.3/new", False)]
+
+
+@pytest.mark.parametrize(
+    ("code", "log", "reason"),
+    [
+        (-11, "Fatal Python error: Segmentation fault\n", "SIGSEGV; its log: Fatal Python error: Segmentation fault"),
+        (-9, "step 3\n", "SIGKILL; its log: step 3"),
+        (3, "", "exit code 3"),
+        (None, "ValueError: x\n", "its log: ValueError: x"),
+        (None, "", ""),
+    ],
+)
+def test_the_end_of_a_worker_has_its_signal_and_its_last_words(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: int | None, log: str, reason: str
+) -> None:
+    context = SimpleNamespace(get_node_id=lambda: "driver")
+    monkeypatch.setattr(process_watch, "ray", SimpleNamespace(get_runtime_context=lambda: context, nodes=list))
+    watch = ProcessWatch(tmp_path, 10.0, {7: code}.get)
+    (tmp_path / "worker-a-01000000-7.err").write_text(log)
+    assert watch.exit_reason(Process("driver", 7)) == reason
+    assert watch.exit_reason(Process("other", 7)) == watch.exit_reason(None) == ""
 
 
 def test_a_look_while_ray_disconnects_prints_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

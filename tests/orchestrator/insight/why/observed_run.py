@@ -36,6 +36,9 @@ class Cluster:
     def locations(self) -> dict[str, Process]:
         return {name: Process(self.node, pid) for name, pid in self._workers.items()}
 
+    def exit_reason(self, process: Process) -> str:
+        return ""
+
     def inspect(self, own: dict[int, str], paths: tuple[Path, ...], timeout_s: float) -> list[NodeReport]:
         roots = own | {pid: name for name, pid in self._workers.items()}
         return [inspect_node(InspectRequest(roots, self.logs / "stacks", "", paths))]
