@@ -427,7 +427,7 @@ async def test_a_cancelled_group_is_removed_from_the_engine(worker: RolloutWorke
 
 
 async def test_a_dead_engine_process_is_a_clear_error(tiny_model: Path) -> None:
-    """A running request, a new request and a health probe raise `EngineDead`."""
+    """A running request, a new request and a health probe raise `EngineDead`, which names the signal."""
     others = descendants(title="EngineCore")
     worker = RolloutWorker(rollout_config(tiny_model, max_tokens=900), "rollout-7")
     await worker.start()
@@ -435,7 +435,7 @@ async def test_a_dead_engine_process_is_a_clear_error(tiny_model: Path) -> None:
     await until_sampling(worker, 8)
     (engine,) = set(descendants(title="EngineCore")).difference(others)
     engine.kill()
-    with pytest.raises(EngineDead, match="rollout-7"):
+    with pytest.raises(EngineDead, match=r"rollout-7 has ended \(SIGKILL\)"):
         await asyncio.wait_for(running, 30)
     with pytest.raises(EngineDead):
         await asyncio.wait_for(worker.generate(REQUEST, PROMPTS), 30)
