@@ -30,7 +30,7 @@ from troupe.orchestrator.cluster.own_process import own_logs, register
 from troupe.orchestrator.cluster.proc import StoppedProcesses, exit_code, kill_tree, out_of_memory_kills
 from troupe.orchestrator.roles.names import role_of
 from troupe.orchestrator.roles.table import named
-from troupe.workers.telemetry.process_end import ended_by, last_words
+from troupe.workers.telemetry.process_end import end_of_log, ended_by
 from troupe.workers.telemetry.stacks import FOLDER as STACKS
 from troupe.workers.telemetry.start_activity import read_activities
 
@@ -166,7 +166,7 @@ class ProcessWatch:
             if (code := self._exit_code(process.pid)) is not None:
                 words.append(ended_by(code))
             logs = self._logs.glob(f"worker-*-{process.pid}.err")
-            words += [f"its log: {line}" for log in logs if (line := last_words(log))]
+            words += [f"its log: {line}" for log in logs if (line := end_of_log(log))]
         return "; ".join(words)
 
     def locations(self) -> dict[str, Process]:

@@ -23,7 +23,7 @@ from troupe.workers.contract.config import EngineProcess
 from troupe.workers.isolation.child import python_command
 from troupe.workers.isolation.lifetime import remove_at_death
 from troupe.workers.preload.forked_worker import EXIT_CODES, IMPORTS_S
-from troupe.workers.telemetry.process_end import ended_by, last_words
+from troupe.workers.telemetry.process_end import end_of_log, ended_by
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ class WorkerServer:
                 self._process.kill()
                 self._process.wait()
         if code := self._process.poll():
-            error = "" if code in _FROM_OUTSIDE else last_words(self._errors)
+            error = "" if code in _FROM_OUTSIDE else end_of_log(self._errors)
             why = why or f"has ended ({ended_by(code)}{error and f': {error}'})"
             logger.warning("the process that workers are forked from %s: they start without it, more slowly", why)
 

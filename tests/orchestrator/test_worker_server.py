@@ -181,7 +181,7 @@ def test_a_request_that_never_ends_is_dropped(monkeypatch: pytest.MonkeyPatch) -
     here, there = socket.socketpair(socket.AF_UNIX)
     with here, there:
         socket.send_fds(there, [WHOLE[:9]], [0, 1, 2])
-        assert preload._attend(preload._Asking(here))
+        assert preload._attend(preload._PendingFork(here))
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_a_request_of_another_shape_is_dropped(monkeypatch: pytest.MonkeyPatch, 
     here, there = socket.socketpair(socket.AF_UNIX)
     before = os.listdir("/proc/self/fd")
     with here, there:
-        asking = preload._Asking(here)
+        asking = preload._PendingFork(here)
         socket.send_fds(there, [request_ or b" "], [0, 1, 2])
         while not preload._attend(asking):
             there.shutdown(socket.SHUT_WR)
@@ -218,7 +218,7 @@ def test_a_request_without_streams_is_dropped(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(os, "fork", lambda: pytest.fail("forked"))
     here, there = socket.socketpair(socket.AF_UNIX)
     with here, there:
-        asking = preload._Asking(here)
+        asking = preload._PendingFork(here)
         there.sendall(WHOLE)
         there.shutdown(socket.SHUT_WR)
         assert [preload._attend(asking), preload._attend(asking)] == [False, True]
@@ -286,7 +286,7 @@ def test_nothing_is_forked_for_a_worker_that_has_waited_too_long(monkeypatch: py
     with here, there:
         socket.send_fds(there, [WHOLE], [0, 1, 2])
         there.shutdown(socket.SHUT_WR)
-        asking = preload._Asking(here)
+        asking = preload._PendingFork(here)
         assert not preload._attend(asking)  # more may come
         if not waits:
             there.close()
@@ -307,7 +307,7 @@ def test_who_asks_for_a_worker_waits_until_it_serves(
         listener.listen()
         asking = threads.submit(forked_worker._fork, ["script.py"])
         connection, _ = listener.accept()
-        received = preload._Asking(connection)
+        received = preload._PendingFork(connection)
         while (request := received.request()) is None:
             time.sleep(0.01)
         for descriptor in received.descriptors:

@@ -101,7 +101,7 @@ def found() -> dict[tuple[str, bool], str]:
 
 @pytest.mark.parametrize("early", [False, True], ids=["call", "constructor"])
 @pytest.mark.parametrize("death", DEATHS)
-def test_the_error_of_a_dead_worker_has_its_signal_and_last_words(
+def test_the_error_of_a_dead_worker_has_its_signal_and_the_end_of_its_log(
     found: dict[tuple[str, bool], str], death: str, early: bool
 ) -> None:
     if death in REASONS:

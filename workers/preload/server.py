@@ -65,7 +65,7 @@ class _Request:
     folder: str
 
 
-class _Asking:
+class _PendingFork:
     """A process that asks for a worker, and what has arrived of its request."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -133,18 +133,18 @@ def serve(listener: str, owner: str, engine: str) -> None:
 
 def _answer(accepting: socket.socket, owner: int) -> None:
     """Fork a worker for every request until the owner has closed its pipe. No process that asks makes others wait."""
-    asking: list[_Asking] = []
+    asking: list[_PendingFork] = []
     while owner not in (ready := select.select([accepting, owner, *asking], [], [], _LOOK_S if asking else None)[0]):
         if accepting in ready:
             with suppress(OSError):  # its process has ended since
-                asking.append(_Asking(accepting.accept()[0]))
+                asking.append(_PendingFork(accepting.accept()[0]))
         for one in [*asking]:
             if len(asking) > _MOST_ASKING or _attend(one):
                 asking.remove(one)
                 one.close()
 
 
-def _attend(one: _Asking) -> bool:
+def _attend(one: _PendingFork) -> bool:
     """Receive more of a request and fork its worker once it is whole; returns whether nothing remains to be done."""
     try:
         if (request := one.request()) is None:
@@ -175,7 +175,7 @@ def _user(connection: socket.socket) -> int:
     return int.from_bytes(credentials[4:8], sys.byteorder)  # process, user, group
 
 
-def _fork(request: _Request, asking: _Asking) -> None:
+def _fork(request: _Request, asking: _PendingFork) -> None:
     """Forks the requested worker, and answers, unless nobody waits: then it has started without a fork."""
     if not _is_waited_for(asking.connection):
         return
@@ -199,7 +199,7 @@ def _is_waited_for(connection: socket.socket) -> bool:
     return not any(events & select.POLLHUP for _, events in polled.poll(0))
 
 
-def _become(request: _Request, asking: _Asking) -> None:
+def _become(request: _Request, asking: _PendingFork) -> None:
     """Run Ray's script for its workers in this fork, as the command `python SCRIPT ARGUMENTS...` would.
 
     The connection is open until the fork serves: its end tells the process at the other end that it was killed.

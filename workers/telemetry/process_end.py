@@ -1,4 +1,4 @@
-"""How a process ended: its signal or exit code in words, and what the end of its log says."""
+"""How a process ended: its signal or exit code as text, and what the end of its log says."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def last_lines(log: Path) -> str:
     return " | ".join(_lines(log)[-_LAST_LINES:])[-_LONGEST:]
 
 
-def last_words(log: Path) -> str:
+def end_of_log(log: Path) -> str:
     """The last error of a log, or its last lines if there is none."""
     return last_error(log) or last_lines(log)
 

@@ -42,7 +42,7 @@ def test_only_nodes_that_have_died_since_the_run_began_are_dead(
         (None, "", ""),
     ],
 )
-def test_the_end_of_a_worker_has_its_signal_and_its_last_words(
+def test_the_end_of_a_worker_has_its_signal_and_the_end_of_its_log(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: int | None, log: str, reason: str
 ) -> None:
     context = SimpleNamespace(get_node_id=lambda: "driver")

@@ -78,5 +78,5 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         ("memory", "(exit code 1); vLLM's last error: MemoryError; its log: "),
     ],
 )
-def test_the_error_has_the_signal_and_the_last_words(found: dict[str, str], how: str, words: str) -> None:
+def test_the_error_has_the_signal_and_the_end_of_log(found: dict[str, str], how: str, words: str) -> None:
     assert found[how].startswith("the engine process of rollout-0 has ended " + words)

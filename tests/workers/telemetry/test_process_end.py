@@ -11,7 +11,7 @@ import pytest
 
 from tests.conftest import ROOT
 from troupe.workers.engine.errors import EngineDead
-from troupe.workers.telemetry.process_end import ended_by, last_error, last_words
+from troupe.workers.telemetry.process_end import end_of_log, ended_by, last_error
 
 LOG = """\
 (EngineCore pid=7) ERROR 11-23 20:00:00 [core.py:1234] EngineCore failed to start.
@@ -108,11 +108,11 @@ def test_a_log_without_an_error_has_last_lines(tmp_path: Path) -> None:
     """What Ray marks in it is none of them."""
     log = tmp_path / "log"
     log.write_text(":job_id:01\n:actor_name:RolloutWorker\n")
-    assert last_words(log) == last_words(tmp_path / "none") == ""
+    assert end_of_log(log) == end_of_log(tmp_path / "none") == ""
     log.write_text("one\n\ntwo\x1b[0m\nthree\n:task_name:a\nfour\n")
-    assert last_words(log) == "two[0m | three | four"
+    assert end_of_log(log) == "two[0m | three | four"
     log.write_text("ValueError: x\none\n")
-    assert last_words(log) == "ValueError: x"
+    assert end_of_log(log) == "ValueError: x"
 
 
 @pytest.mark.parametrize(("code", "words"), [(-9, "SIGKILL"), (-6, "SIGABRT"), (3, "exit code 3"), (-63, "signal 63")])
