@@ -50,7 +50,7 @@ from troupe.orchestrator.training.checkpoint import Checkpoint, CheckpointStore,
 from troupe.orchestrator.training.ledger import Ledger
 from troupe.orchestrator.training.parts import states_of
 from troupe.orchestrator.training.state import PenaltyState
-from troupe.workers.agents.environments.chat_protocol import read_request
+from troupe.workers.agents.environments.chat_protocol import read_options, read_request
 from troupe.workers.contract.advantage_state import AdvantageState
 from troupe.workers.contract.config import ModelConfig, RewardFunctionConfig
 from troupe.workers.isolation.child import BoundedOutput, Child
@@ -537,10 +537,12 @@ async def test_requests_of_an_agent() -> None:
         "stop": ["x"],
         "n": 2,
     }
-    read_request(good)
+    read_request(read_options(good))
     refused = 0
     for value in Mutations().of_json(good, 3000):
-        refused += refuses(lambda value=value: read_request(value), ValueError, TypeError, KeyError, OverflowError)
+        refused += refuses(
+            lambda value=value: read_request(read_options(value)), ValueError, TypeError, KeyError, OverflowError
+        )
     assert refused > 300
 
 

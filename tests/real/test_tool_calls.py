@@ -133,6 +133,14 @@ def test_a_turn_that_repeats_itself_is_read_within_a_bound(
         parse("<tool_call>python\n" + "<arg_key>code</arg_key>\n<arg_value>" * 160, [PYTHON])
 
 
+def test_a_malformed_call_writes_no_traceback_of_the_parser(
+    tokenizer: PreTrainedTokenizerBase, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (message,) = read(tokenizer, "hermes", '<tool_call>{"name": </tool_call>', cut=False)
+    out, errors = capfd.readouterr()
+    assert unread_call(message) == MALFORMED and "Traceback" not in out + errors
+
+
 def test_every_parser_reads_whatever_a_policy_writes(tokenizer: PreTrainedTokenizerBase) -> None:
     """What a parser raises is a malformed call; nothing else leaves it. Each sees its own form, and others'."""
     from vllm.tool_parsers import ToolParserManager

@@ -25,7 +25,6 @@ OK = "ok"
 """Status of an episode that came to its end."""
 _LAST_TURN = "; the last turn: "
 _NOTE_CHARS = 500
-_CUT = "\n[... cut]"
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,8 @@ class Observation:
     continues with a separate conversation; other episodes end there. If more requests wait than turns are left, the
     episode ends at once."""
     note: str = ""
-    """What the user should know of this answer; the first one of an environment is logged."""
+    """What the user should know of this answer. The first one of each kind, which is the text before its first colon,
+    is logged."""
     info: Mapping[str, float] = field(default_factory=dict)
     """Numbers for the metrics: their means are reported as `environment/NAME`."""
 
@@ -124,8 +124,9 @@ def dropped_note(dropped: Sequence[str]) -> str:
 
 
 def cut(text: str, longest: int) -> str:
-    """The text, cut at so many characters, and saying so."""
-    return text if len(text) <= longest else text[:longest] + _CUT
+    """The text, cut at so many characters, with the number of those that are missing."""
+    missing = len(text) - longest
+    return text if missing <= 0 else f"{text[:longest]}\n[... {missing:,} characters cut]"
 
 
 def failed(status: str) -> EpisodeReply:
@@ -197,9 +198,22 @@ def _name_of(value: Mapping[str, Any]) -> str:
 def _message(number: int, message: Any) -> Message:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise TypeError(f"messages.{number}: expected a message with a role, got {type(message).__name__}")
-    if not isinstance(message.get("content"), str):
-        raise TypeError(f"messages.{number}.content: expected text, got {type(message.get('content')).__name__}")
-    return valid_json(message)
+    content = message_text(message.get("content"), f"messages.{number}.content")
+    return valid_json({**message, "content": content})
+
+
+def message_text(content: Any, place: str) -> str:
+    """The text of a message's content: text, parts of type `text`, or None. Raises TypeError, ValueError."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, Sequence) or not all(isinstance(part, Mapping) for part in content):
+        raise TypeError(f"{place}: expected text or a list of parts with a type, got {type(content).__name__}")
+    if wrong := [part.get("type") for part in content if part.get("type") != "text"]:
+        raise ValueError(f"{place}: parts of type {wrong[0]} are not supported, only text")
+    texts = [part.get("text") for part in content]
+    if not all(isinstance(text, str) for text in texts):
+        raise TypeError(f"{place}: expected text in each part")
+    return "".join(map(str, texts))
 
 
 def read_tools(tools: Any) -> tuple[dict[str, Any], ...] | None:

@@ -37,7 +37,7 @@ def report(request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         worker = EnvironmentWorker(config, "check", model)
         for played in asyncio.run(rehearse(rehearsal, worker, rows, texts, seed)):
             parts = stretches(played, tokenizer)
-            warnings = [note for note in (dropped_note(list(reader.dropped)), played.note) if note]
+            warnings = [note for note in (dropped_note(list(reader.dropped)), *played.notes.values()) if note]
             yield {
                 "environment": config.name,
                 "turns": name,

@@ -82,7 +82,7 @@ class Generation:
         self._environments: dict[str, EnvironmentLink] = {}
         self._readers: dict[str, TurnReader] = {}
         """Turn readers by the name of their environment; `_long` has the same keys."""
-        self._noted = set[str]()
+        self._noted = set[tuple[str, str]]()
         """Environments with a note in the log."""
         self._long: dict[str, LongReader] = {}
         # One thread: a long prompt blocks no other group, and tokenizers are not thread-safe.
@@ -187,10 +187,10 @@ class Generation:
 
         playing = {index: play(index) for index in request.missing}
         episodes = await self._all_or_none(request, playing, build, finished)
-        note = next((played.note for played in episodes.values() if played.note), "")
-        if note and environment not in self._noted:
-            self._noted.add(environment)
-            logger.warning("%s: %s", environment or "the environment", note)
+        for kind, note in [item for played in episodes.values() for item in played.notes.items()]:
+            if (environment, kind) not in self._noted:
+                self._noted.add((environment, kind))
+                logger.warning("%s: %s", environment or "the environment", note)
         built = [build(index, played) for index, played in episodes.items()]
         samples = [sample for sample, _ in built]
         cached = sum(sample.episode.cached_tokens for sample in samples if sample.episode is not None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -34,6 +35,8 @@ def tool_parser(name: str | None, tokenizer: PreTrainedTokenizerBase) -> ParseCa
     from vllm.tokenizers.hf import get_cached_tokenizer
     from vllm.tool_parsers import ToolParserManager
 
+    for logs in ("vllm.tool_parsers", "vllm.parser"):  # a traceback for each malformed call, which the episode records
+        logging.getLogger(logs).setLevel(logging.CRITICAL)
     # A parser is created for every turn and reads the vocabulary: 40 ms for 49,000 tokens unless that is cached.
     loaded: Any = tokenizer
     reader = get_cached_tokenizer(loaded)

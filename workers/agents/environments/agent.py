@@ -17,7 +17,7 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TextIO
 
@@ -29,18 +29,26 @@ from troupe.workers.agents.environments.chat_protocol import (
     Choice,
     completion,
     first_difference,
+    hints,
     plain,
+    read_options,
     read_request,
 )
 from troupe.workers.contract.environments import Message, Observation, Row
 from troupe.workers.contract.imports import import_attribute, locate, require_package
 from troupe.workers.rewards.results import as_number
 
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
 HOST = "127.0.0.1"
 BASE_URL, API_KEY, MODEL = "OPENAI_BASE_URL", "OPENAI_API_KEY", "OPENAI_MODEL"
 """Environment variables that a command reads; `MODEL` is any name, for there is one model."""
 ROW_VARIABLE = "TROUPE_ROW"
 """Environment variable of a command: the row, as JSON."""
+_SERVED = (
+    "The endpoint serves POST /v1/chat/completions and GET /v1/models: let the client use chat completions "
+    "(Agents SDK: set_default_openai_api('chat_completions'))"
+)
 _SHUTDOWN_S = 0.5
 _LONGEST_LINE = 2**24
 """Bytes of a line that a command writes."""
@@ -84,12 +92,15 @@ class Agent(Environment):
         self._runner: web.AppRunner | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._requests = self._begun = self._rewritten = 0
+        self._notes: list[str] = []
+        """What the user is to know, told one with each observation."""
+        self._hints: set[str] = set()
         self._refused = ""
         """Why the last malformed request was refused; an agent may catch the client's error."""
 
     async def start(self, row: Row) -> Observation:
         """The agent's first request."""
-        app = web.Application(client_max_size=2**24)
+        app = web.Application(client_max_size=2**24, middlewares=[self._refuse])
         app.router.add_post("/v1/chat/completions", self._complete)
         app.router.add_get("/v1/models", self._models)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=_SHUTDOWN_S)
@@ -148,11 +159,13 @@ class Agent(Environment):
             info = {name: float(count) for name, count in counts.items()}
             return Observation(reward=reward, done=True, info=info)
         waiting = [request.result(), *self._waiting_now()]
-        notes = [note for choice in waiting if (note := self._place(choice))]
-        self._rewritten += len(notes)
+        rewritten = [note for choice in waiting if (note := self._place(choice))]
+        self._rewritten += len(rewritten)
+        self._notes += rewritten[:1]
         self._pending = sorted(waiting, key=lambda choice: not choice.known)
         main, *others = self._pending
-        return replace(main.observation, note="".join(notes[:1]), also=[choice.observation for choice in others])
+        note = self._notes.pop(0) if self._notes else ""
+        return replace(main.observation, note=note, also=[choice.observation for choice in others])
 
     def _place(self, choice: Choice) -> str:
         """Give a request the longest conversation that it continues, or a new one.
@@ -230,6 +243,15 @@ class Agent(Environment):
         given = request.headers.get("Authorization", "").removeprefix("Bearer ")
         return None if secrets.compare_digest(given.encode(), self._key.encode()) else _error(401, "wrong API key")
 
+    @web.middleware
+    async def _refuse(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Answers what the endpoint does not serve, or cannot read, in the protocol's form of an error."""
+        try:
+            return await handler(request)
+        except web.HTTPException as error:
+            self._refused = f"{request.method} {request.path}: {error.reason}. {_SERVED}"
+            return _error(error.status, self._refused)
+
     async def _models(self, request: web.Request) -> web.Response:
         listed = {"object": "list", "data": [{"id": MODEL_NAME, "object": "model", "owned_by": "troupe"}]}
         return self._refusal(request) or web.json_response(listed)
@@ -239,11 +261,17 @@ class Agent(Environment):
             return refusal
         try:
             body = await request.json()
-            choices = read_request(body)
+            options = read_options(body)
+            choices = read_request(options)
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
             deep = isinstance(error, RecursionError)
             self._refused = "the request is nested too deeply" if deep else str(error)
             return _error(400, self._refused)
+        if new := [name for name in hints(options) if name not in self._hints]:
+            self._hints.update(new)
+            self._notes.append(
+                f"options of requests are ignored, because the policy does not read them: {', '.join(new)}"
+            )
         asked = self._retried(request, body)
         if asked is None:
             asked = _PendingRequest(request, body, choices)
@@ -258,10 +286,9 @@ class Agent(Environment):
             self._asked.remove(asked)
         if refused := messages[0].get("refused"):
             return _error(400, refused["message"], refused["code"])
-        if not body.get("stream"):
+        if not options.stream:
             return web.json_response(completion(messages))
-        options = body.get("stream_options")
-        with_usage = isinstance(options, dict) and bool(options.get("include_usage"))
+        with_usage = options.stream_options is not None and options.stream_options.include_usage is True
         return await _stream(request, completion(messages), with_usage)
 
     def _retried(self, request: web.Request, body: Any) -> _PendingRequest | None:

@@ -1,7 +1,8 @@
 """The chat-completions protocol: what a request of an agent may ask for, and the body of a response.
 
 An option that would change a response is honoured or refused, not ignored: an agent would be trained on responses that
-it did not ask for. The exceptions are the temperature and its kin, which clients always send: the spec decides them.
+it did not ask for. The exceptions are options that clients always send: the temperature and its kin, which the spec
+decides, and hints such as `reasoning_effort`, which the user is told of.
 
 A request can force the form of a response: calls of tools, or JSON. A form is a JSON schema: vLLM's structured outputs
 permit only its tokens. Calls that a request forces are plain JSON, as in vLLM's own server, whatever form the chat
@@ -18,28 +19,31 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from troupe.workers.contract.environments import Message, Observation, read_stop, read_tools
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from troupe.workers.contract.config import first_problem
+from troupe.workers.contract.environments import Message, Observation, message_text, read_stop, read_tools
 
 MODEL_NAME = "policy"
 MAX_CHOICES = 16
 _NOT_TOLD = ("finish_reason", "usage", "unread_call", "logprobs")
 """Fields of a turn that do not belong to the message of a response."""
 _NO_ARGUMENTS = {"type": "object", "properties": {}}
-_HONOURED = {
-    *("messages", "tools", "tool_choice", "parallel_tool_calls", "response_format"),
-    *("max_tokens", "max_completion_tokens", "stop", "n", "logprobs", "stream"),
-}
 _WITHOUT_EFFECT = {
-    *("model", "user", "metadata", "store", "service_tier", "safety_identifier", "stream_options"),
-    *("prediction", "prompt_cache_key", "prompt_cache_retention"),
+    *("model", "user", "metadata", "store", "service_tier", "safety_identifier"),
+    *("prediction", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "cache_control"),
     *("temperature", "top_p", "top_k", "min_p", "seed"),
 }
 """Options that a response does not depend on, and options of the distribution, which the spec sets (`sampling`)."""
+_HINTS = ("reasoning_effort", "reasoning", "verbosity")
+"""Options that ask for a manner, and that some agents always send: the policy does not learn of them."""
 _DISTRIBUTION = "it would change the distribution that is trained"
 _FORM = "use response_format, or sampling.structured in the spec"
 _FUNCTIONS = "use tools and tool_choice, which have replaced it"
 _REFUSED = {
-    "top_logprobs": "only the log-prob of the sampled token is known",
+    "top_logprobs": "only the log-prob of the sampled token is known: use logprobs",
+    "min_tokens": _DISTRIBUTION,
+    "return_token_ids": "the tokens are recorded in the run's trajectories",
     "logit_bias": _DISTRIBUTION,
     "presence_penalty": _DISTRIBUTION,
     "frequency_penalty": _DISTRIBUTION,
@@ -58,15 +62,46 @@ _NEUTRAL = {"best_of": 1, "repetition_penalty": 1, "function_call": "none", "mod
 """Values that ask for nothing, besides empty ones."""
 
 
-def check_options(body: Mapping[str, Any]) -> None:
-    """Refuse a request with an option that the endpoint does not honour. Raises ValueError."""
-    for name, value in body.items():
-        if name in _HONOURED or name in _WITHOUT_EFFECT or not value or value == _NEUTRAL.get(name):
-            continue
-        raise ValueError(f"{name:.60}: {_REFUSED.get(name, 'the endpoint has no such option')}")
-    for name in ("parallel_tool_calls", "logprobs", "stream"):
-        if not isinstance(body.get(name), bool | None):
-            raise ValueError(f"{name}: expected true or false, got {body[name]!r:.40}")
+class StreamOptions(BaseModel):
+    """What a stream has besides the response."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+    include_usage: bool | None = None
+
+
+class ChatRequest(BaseModel):
+    """The options on which a response depends; whatever else the body has is in `model_extra`."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="allow")
+    messages: list[Any] = Field(min_length=1)
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    response_format: Any = None
+    max_tokens: int | None = Field(default=None, ge=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    stop: str | list[str] | None = None
+    n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
+    logprobs: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+
+def read_options(body: Any) -> ChatRequest:
+    """The typed options of a request. Raises ValueError for one that the endpoint does not honour."""
+    try:
+        options = ChatRequest.model_validate(body)
+    except ValidationError as error:
+        raise ValueError(first_problem(error)) from error
+    for name, value in (options.model_extra or {}).items():
+        if name not in _WITHOUT_EFFECT and name not in _HINTS and value and value != _NEUTRAL.get(name):
+            raise ValueError(f"{name:.60}: {_REFUSED.get(name, 'the endpoint has no such option')}; leave it out")
+    return options
+
+
+def hints(options: ChatRequest) -> list[str]:
+    """Names of the options of a request that are ignored though they could change a response."""
+    return [name for name in _HINTS if (options.model_extra or {}).get(name)]
 
 
 def forced_tool(tools: Sequence[Mapping[str, Any]], choice: Any) -> bool | str:
@@ -188,28 +223,16 @@ class Choice:
         return message | {"content": "", "tool_calls": calls} if calls else message
 
 
-def read_request(body: Any) -> list[Choice]:
+def read_request(options: ChatRequest) -> list[Choice]:
     """The responses that a request asks for. Raises ValueError, TypeError or KeyError for what is not supported."""
-    if not isinstance(body, dict):
-        raise TypeError("the request is not a JSON object")
-    check_options(body)
-    given = body.get("messages")
-    if not isinstance(given, list) or not given:
-        raise ValueError("messages: expected a list of messages")
-    messages = [plain(message) for message in given]
-    stop = body.get("stop") or ()
+    messages = [plain(message) for message in options.messages]
+    stop = options.stop or ()
     stops = read_stop([stop] if isinstance(stop, str) else stop)
-    longest = body.get("max_completion_tokens") or body.get("max_tokens") or None
-    if longest is not None and (not isinstance(longest, int) or longest < 1):
-        raise ValueError(f"max_tokens: expected a whole number above 0, got {longest!r:.40}")
-    count = int(body.get("n") or 1)
-    if not 1 <= count <= MAX_CHOICES:
-        raise ValueError(f"n: must be 1 to {MAX_CHOICES}, got {count}")
-    tools, tool_choice = body.get("tools") or [], body.get("tool_choice") or "auto"
+    tools, tool_choice = options.tools or [], options.tool_choice or "auto"
     read_tools(tools)
     forced = forced_tool(tools, tool_choice)
-    one_call = body.get("parallel_tool_calls") is False
-    schema = forced_schema(tools, forced, one_call) if forced else response_schema(body.get("response_format"))
+    one_call = options.parallel_tool_calls is False
+    schema = forced_schema(tools, forced, one_call) if forced else response_schema(options.response_format)
     offered = tools if tools and tool_choice != "none" else None
     loop = asyncio.get_running_loop()
     return [
@@ -217,14 +240,14 @@ def read_request(body: Any) -> list[Choice]:
             messages=messages,
             tools=offered,
             stop=stops,
-            max_tokens=longest,
+            max_tokens=options.max_completion_tokens or options.max_tokens,
             schema=schema,
-            logprobs=body.get("logprobs") is True,
+            logprobs=options.logprobs is True,
             forced=forced,
             one_call=one_call,
             answer=loop.create_future(),
         )
-        for _ in range(count)
+        for _ in range(options.n or 1)
     ]
 
 
@@ -232,18 +255,10 @@ def plain(message: Any) -> Message:
     """A message with the fields that a chat template reads."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise TypeError("messages: expected objects with a role")
-    content = message.get("content")
-    if isinstance(content, list):
-        if not all(isinstance(part, dict) for part in content):
-            raise TypeError("messages: content: expected text or a list of objects with a type")
-        if wrong := [part.get("type") for part in content if part.get("type") != "text"]:
-            raise ValueError(f"messages: content of type {wrong[0]} is not supported, only text")
-        content = "".join(str(part.get("text", "")) for part in content)
-    if not isinstance(content, str | None):
-        raise TypeError("messages: content: expected text or a list of objects with a type")
+    content = message_text(message.get("content"), "messages: content")
     if message.get("function_call"):
         raise ValueError("messages: function_call is not supported, only tool_calls, which have replaced it")
-    result: Message = {"role": message["role"], "content": content or ""}
+    result: Message = {"role": message["role"], "content": content}
     calls = message.get("tool_calls")
     if calls and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
         raise TypeError("messages: tool_calls: expected a list of objects")

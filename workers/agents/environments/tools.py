@@ -55,7 +55,8 @@ class Tools(Environment):
             args: Its keyword arguments.
             system: System message put before the prompt, unless empty.
             call_reward: Reward of every turn all of whose calls succeeded.
-            max_result_chars: A longer result is cut.
+            max_result_chars: A longer result is cut, and the policy reads how much is missing. The number
+                `cut_result_chars` of an episode counts the characters that are.
         """
         self._tools: dict[str, Tool] = {tool.name: tool for tool in load_tools(tools)}
         self._servers: list[McpServer] = [server_of(read_config(server)) for server in servers]
@@ -64,7 +65,7 @@ class Tools(Environment):
         self._reward = None if function is None else RewardFunction(function, args)
         self._system, self._call_reward, self._longest = system, call_reward, max_result_chars
         self._row = Row(())
-        self._calls = self._failed = 0
+        self._calls = self._failed = self._cut = 0
 
     async def start(self, row: Row) -> Observation:
         """The prompt and the tools. Starts the servers."""
@@ -85,15 +86,18 @@ class Tools(Environment):
             results = await asyncio.gather(*map(self._result, calls))
             self._calls += len(calls)
             fine = self._failed == before
-            return Observation(results, reward=self._call_reward if fine and self._call_reward else None)
+            return Observation(results, self._call_reward if fine and self._call_reward else None, info=self._info())
         if (problem := unread_call(message)) is not None:
             if problem == MALFORMED:
                 self._failed += 1
                 self._calls += 1
-            return Observation([{"role": "user", "content": problem}])
-        info = {"tool_calls": float(self._calls), "failed_tool_calls": float(self._failed)}
+            return Observation([{"role": "user", "content": problem}], info=self._info())
         reward = None if self._reward is None else await self._reward.value(message["content"], self._row)
-        return Observation(reward=reward, done=True, info=info)
+        return Observation(reward=reward, done=True, info=self._info())
+
+    def _info(self) -> dict[str, float]:
+        counts = {"tool_calls": self._calls, "failed_tool_calls": self._failed, "cut_result_chars": self._cut}
+        return {name: float(count) for name, count in counts.items()}
 
     async def close(self) -> None:
         """End the servers."""
@@ -108,6 +112,7 @@ class Tools(Environment):
         except ToolCallError as error:
             self._failed += 1
             text = f"error: {error}"
+        self._cut += max(0, len(text) - self._longest)
         content = cut(text, self._longest)
         return {"role": "tool", "tool_call_id": str(call.get("id", "")), "name": name, "content": content}
 

@@ -149,7 +149,7 @@ class EpisodeRunner:
             raise EpisodeFailed("start: it is done before the policy's first turn, which leaves nothing to train")
         if observation.reward:
             raise EpisodeFailed(f"start: the reward {observation.reward:g} is for no turn: step gives rewards")
-        state.played.info |= observation.info
+        state.played.hear(observation)
         asked = await self._open(state, observation)
         if asked.refusal is None or not observation.refusable:
             state.begin(asked)
@@ -275,8 +275,7 @@ class EpisodeRunner:
     async def _take(self, state: _OpenEpisode, asked: _Asked, observation: Observation) -> _Asked:
         """Record the environment's answer to a turn, and whether the episode ends with it; what it asks next."""
         played = state.played
-        played.info |= observation.info
-        played.note = played.note or observation.note
+        played.hear(observation)
         state.done = observation.done
         if not played.turns and (observation.done or observation.reward):
             raise EpisodeFailed("it ended before the policy's first turn")

@@ -8,7 +8,7 @@ from itertools import accumulate
 from typing import Any
 
 from troupe.workers.contract.config import StructuredConfig
-from troupe.workers.contract.environments import OK, Message
+from troupe.workers.contract.environments import OK, Message, Observation
 
 
 @dataclass(frozen=True)
@@ -110,8 +110,8 @@ class Played:
     cut_observations: int = 0
     restarts: int = 0
     info: dict[str, float] = field(default_factory=dict)
-    note: str = ""
-    """The first note of the environment (`Observation.note`)."""
+    notes: dict[str, str] = field(default_factory=dict)
+    """The first note of each kind (`Observation.note`)."""
 
     @property
     def response_tokens(self) -> int:
@@ -124,6 +124,12 @@ class Played:
         starts = accumulate((len(segment.response_ids) for segment in self.segments), initial=0)
         rows = zip(starts, self.segments, strict=False)
         return [(start + end, reward) for start, segment in rows for end, reward in segment.rewards]
+
+    def hear(self, observation: Observation) -> None:
+        """Keep what the environment reports besides messages."""
+        self.info |= observation.info
+        if observation.note:
+            self.notes.setdefault(observation.note.partition(":")[0], observation.note)
 
     def record(self, segment: Segment, added: Sequence[int], turn: SampledTurn) -> None:
         """Append a turn to its row, behind what was added before it; the row is then the last one."""

@@ -11,7 +11,7 @@ import urllib.error
 import urllib.request
 from typing import Any
 
-from openai import AsyncOpenAI, BadRequestError, OpenAI
+from openai import APIStatusError, AsyncOpenAI, BadRequestError, OpenAI
 
 from troupe.workers.agents.environments import Row
 
@@ -86,6 +86,35 @@ async def chat_async(row: Row, client: AsyncOpenAI) -> None:
 def streams(row: Row, client: OpenAI) -> float:
     parts = client.chat.completions.create(model="any", messages=list(row.messages), stream=True)  # pyright: ignore
     return float("".join(part.choices[0].delta.content or "" for part in parts) == "answer 0")
+
+
+def hints(row: Row, client: OpenAI, turns: int) -> None:
+    create: Any = client.chat.completions.create
+    messages: list[Any] = list(row.messages)
+    for _ in range(turns):
+        done = create(model="any", messages=messages, reasoning_effort="high", verbosity="low")
+        messages += [done.choices[0].message, {"role": "user", "content": "more"}]
+
+
+def other_protocols(row: Row, client: OpenAI, served: bool = True) -> float:
+    """The number of requests whose error names what there is; the last request is served, or not."""
+    named = 0
+    asked: list[Any] = [{"role": "user", "content": "x" * 2**25}]
+    for post in (
+        lambda: client.post("/chat/completions", body={"messages": asked}, cast_to=object),
+        lambda: client.get("/chat/completions", cast_to=object),
+        lambda: client.responses.create(model="any", input="hello"),
+        lambda: client.post("/messages", body={}, cast_to=object),
+    ):
+        try:
+            post()
+        except APIStatusError as error:
+            body: Any = error.body
+            named += "serves POST /v1/chat/completions" in body["message"]
+            assert body["type"] == "invalid_request_error" and error.status_code in (404, 405, 413)
+    if served:
+        chat(row, client, 1)
+    return float(named)
 
 
 def catches(row: Row, client: OpenAI) -> float:

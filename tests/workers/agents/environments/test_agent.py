@@ -14,7 +14,14 @@ import pytest
 
 from tests.workers.agents.environments.agents import ADD
 from tests.workers.agents.environments.started import bound, started
-from troupe.workers.agents.environments.chat_protocol import Choice, forced_calls, forced_schema, plain, read_request
+from troupe.workers.agents.environments.chat_protocol import (
+    Choice,
+    forced_calls,
+    forced_schema,
+    plain,
+    read_options,
+    read_request,
+)
 from troupe.workers.contract.config import EnvironmentConfig
 from troupe.workers.contract.environments import EpisodeReply, Message, Observation, Row
 from troupe.workers.environment import EnvironmentWorker
@@ -191,7 +198,7 @@ def test_one_call_of_any_tool_is_a_list_of_one() -> None:
 
 
 async def read(options: dict[str, Any]) -> list[Choice]:
-    return read_request({"model": "any", "messages": list(ROW.messages), **options})
+    return read_request(read_options({"model": "any", "messages": list(ROW.messages), **options}))
 
 
 @pytest.mark.parametrize(
@@ -207,10 +214,22 @@ async def read(options: dict[str, Any]) -> list[Choice]:
         ({"repetition_penalty": 1.1}, "repetition_penalty: it would change the distribution"),
         ({"logit_bias": {"5": 1}}, "logit_bias: it would change the distribution"),
         ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs: the endpoint has no such option"),
-        ({"min_tokens": 5}, "min_tokens: the endpoint has no such option"),
+        ({"min_tokens": 5}, "min_tokens: it would change the distribution that is trained; leave it out"),
+        ({"return_token_ids": True}, "return_token_ids: the tokens are recorded"),
         ({"modalities": ["text", "audio"]}, "modalities: the endpoint has no such option"),
-        ({"parallel_tool_calls": "no"}, "parallel_tool_calls: expected true or false, got 'no'"),
-        ({"logprobs": 5}, "logprobs: expected true or false, got 5"),
+        ({"parallel_tool_calls": "no"}, "parallel_tool_calls: Input should be a valid boolean"),
+        ({"logprobs": 5}, "logprobs: Input should be a valid boolean"),
+        ({"stream": 1}, "stream: Input should be a valid boolean"),
+        ({"stream_options": {"include_usage": "yes"}}, "stream_options.include_usage: Input should be a valid boolean"),
+        ({"n": 0}, "n: Input should be greater than or equal to 1"),
+        ({"n": 17}, "n: Input should be less than or equal to 16"),
+        ({"n": 2.7}, "n: Input should be a valid integer"),
+        ({"n": True}, "n: Input should be a valid integer"),
+        ({"n": "2"}, "n: Input should be a valid integer"),
+        ({"max_tokens": 0}, "max_tokens: Input should be greater than or equal to 1"),
+        ({"max_completion_tokens": False}, "max_completion_tokens: Input should be a valid integer"),
+        ({"max_tokens": 5.0}, "max_tokens: Input should be a valid integer"),
+        ({"stop": 0}, "stop.str: Input should be a valid string"),
     ],
 )
 def test_an_option_is_never_ignored_where_a_response_depends_on_it(options: dict[str, Any], why: str) -> None:
@@ -222,6 +241,28 @@ def test_options_without_effect_and_neutral_values_are_accepted() -> None:
     neutral = {"functions": None, "best_of": 1, "repetition_penalty": 1.0, "function_call": "none", "logit_bias": {}}
     ignored = {"temperature": 0.0, "top_p": 0.9, "seed": 5, "user": "me", "store": False, "metadata": {"a": "b"}}
     assert len(asyncio.run(read({**neutral, **ignored, "modalities": ["text"], "n": 2}))) == 2
+    absent: Any = dict.fromkeys(
+        ("n", "max_tokens", "stop", "tools", "tool_choice", "logprobs", "stream", "stream_options")
+    )
+    (choice,) = asyncio.run(read(dict(absent)))
+    assert (choice.max_tokens, choice.stop, choice.tools, choice.logprobs) == (None, (), None, False)
+
+
+def test_hints_that_agents_always_send_are_ignored_and_named_once() -> None:
+    played = play(function=f"{HERE}:hints", args={"turns": 3})
+    assert (played.last.status, len(played.asked)) == ("ok", 3)
+    named = "options of requests are ignored, because the policy does not read them: reasoning_effort, verbosity"
+    assert [asked.note for asked in played.asked] == [named, "", ""]
+
+
+def test_what_the_endpoint_does_not_serve_is_an_error_of_the_protocol() -> None:
+    played = play(function=f"{HERE}:other_protocols")
+    assert (played.last.status, played.last.observation.reward) == ("ok", 4.0)
+    status = play(function=f"{HERE}:other_protocols", args={"served": False}).last.status
+    assert (
+        "its last one was refused: POST /v1/messages: Not Found. The endpoint serves POST /v1/chat/completions"
+        in status
+    )
 
 
 def test_definitions_of_forced_tools_are_where_references_begin() -> None:
@@ -349,5 +390,5 @@ def test_messages_of_the_sdk_and_of_the_history_compare_equal() -> None:
     assert plain(full) == {"role": "assistant", "content": "", "tool_calls": [{"id": "c"}]}
     parts = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
     assert plain(parts) == {"role": "user", "content": "ab"}
-    with pytest.raises(ValueError, match="content of type image_url is not supported"):
+    with pytest.raises(ValueError, match="parts of type image_url are not supported"):
         plain({"role": "user", "content": [{"type": "image_url"}]})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 from typing import Any
 
 import pytest
@@ -88,7 +89,18 @@ def test_calls_are_answered_together_and_failed_ones_say_why() -> None:
     assert all(text.startswith(f"error: {start}") for text, start in zip(texts[1:], starts, strict=True))
     assert step(environment, say('<tool_call>{"name": ')).messages[0]["content"] == MALFORMED
     last = step(environment, say("5"))
-    assert (last.done, last.reward, last.info) == (True, 1.0, {"tool_calls": 8.0, "failed_tool_calls": 7.0})
+    assert (last.done, last.reward) == (True, 1.0)
+    assert last.info == {"tool_calls": 8.0, "failed_tool_calls": 7.0, "cut_result_chars": 0.0}
+
+
+def test_a_long_result_is_cut_and_the_missing_characters_are_counted() -> None:
+    environment = Tools(tools=[f"{lookup.__module__}:lookup"], max_result_chars=10)
+    settled(environment.start(ROW))
+    observation = step(environment, say("", *[("lookup", json.dumps({"word": "x" * 50, "limit": 1}))] * 2))
+    assert [message["content"] for message in observation.messages] == [
+        '["' + "x" * 8 + "\n[... 44 characters cut]"
+    ] * 2
+    assert observation.info == {"tool_calls": 2.0, "failed_tool_calls": 0.0, "cut_result_chars": 88.0}
 
 
 def lookup(word: str, limit: int = 3) -> list[str]:

@@ -235,7 +235,7 @@ def test_a_prompt_without_tokens_fails_the_sample() -> None:
 def test_a_long_observation_is_cut() -> None:
     played = play(Script([reply(USER | {"content": "x" * 50}), reply(done=True)]), max_observation_chars=10)
     assert played.cut_observations == 1
-    assert played.messages[2]["content"] == "x" * 10 + "\n[... cut]"
+    assert played.messages[2]["content"] == "x" * 10 + "\n[... 40 characters cut]"
 
 
 def test_the_prompt_of_the_data_is_no_observation() -> None:
@@ -251,7 +251,7 @@ def test_the_prompt_of_the_data_is_no_observation() -> None:
         runner = EpisodeRunner(config, 3, 100, Reader(), tokenizing, lambda: link)
         played = asyncio.run(runner.play("key", Row(({"role": "user", "content": question},)), sampled))
     assert played.messages[0]["content"] == question
-    assert played.messages[1]["content"] == f"Task: {question}\n\nseen seen se\n[... cut]"
+    assert played.messages[1]["content"] == f"Task: {question}\n\nseen seen se\n[... 88 characters cut]"
     assert played.cut_observations == 1
 
 
@@ -497,6 +497,26 @@ def test_a_turn_has_the_form_that_is_asked_for_if_the_loss_accounts_for_it() -> 
         assert asyncio.run(runner.play("key", ROW, noted)).status == "ok"
         assert script.heard[1]["refused"]["code"] == "unsupported_form"
     assert forms == [None, StructuredConfig(regex="yes|no"), None, None, None]
+
+
+def test_the_content_of_a_message_is_text_parts_of_it_or_nothing() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    call = {"role": "assistant", "content": None, "tool_calls": []}
+    read = read_observation({"messages": [{"role": "user", "content": parts}, call, {"role": "user"}]})
+    assert [message["content"] for message in read.messages] == ["ab", "", ""]
+    for content, why in [
+        (5, "messages.0.content: expected text or a list of parts with a type, got int"),
+        ([5], "messages.0.content: expected text or a list of parts with a type, got list"),
+        ([{"type": "image_url"}], "messages.0.content: parts of type image_url are not supported, only text"),
+        ([{"type": "text", "text": None}], "messages.0.content: expected text in each part"),
+    ]:
+        with pytest.raises((TypeError, ValueError), match=why):
+            read_observation({"messages": [{"role": "user", "content": content}]})
+
+
+def test_notes_of_several_kinds_are_all_kept() -> None:
+    notes = [reply(USER, note=note) for note in ("a: 1", "a: 2", "b: 1")]
+    assert play(Script([*notes[1:], reply(done=True)], begins=[notes[0]])).notes == {"a": "a: 1", "b": "b: 1"}
 
 
 @pytest.mark.parametrize("form", [5, {}, {"regex": ""}, {"regex": "a", "choice": ["a"]}, {"json": {}}])
