@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import random
 from pathlib import Path
 from typing import Any
@@ -134,11 +135,19 @@ def test_a_turn_that_repeats_itself_is_read_within_a_bound(
 
 
 def test_a_malformed_call_writes_no_traceback_of_the_parser(
-    tokenizer: PreTrainedTokenizerBase, capfd: pytest.CaptureFixture[str]
+    tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (message,) = read(tokenizer, "hermes", '<tool_call>{"name": </tool_call>', cut=False)
-    out, errors = capfd.readouterr()
-    assert unread_call(message) == MALFORMED and "Traceback" not in out + errors
+    parse, written = tool_parser("hermes", tokenizer), logging.getLogger("vllm")
+    assert parse is not None
+    written.addHandler(caplog.handler)
+    try:
+        parse('<tool_call>{"name": </tool_call>', [PYTHON])
+        assert caplog.records == []
+        with caplog.at_level(logging.ERROR, "vllm.tool_parsers"):
+            parse('<tool_call>{"name": </tool_call>', [PYTHON])
+        assert len(caplog.records) == 1, "this call has one unless it is silenced"
+    finally:
+        written.removeHandler(caplog.handler)
 
 
 def test_every_parser_reads_whatever_a_policy_writes(tokenizer: PreTrainedTokenizerBase) -> None:

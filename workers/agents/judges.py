@@ -2,77 +2,46 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import os
-import re
 import sqlite3
-import string
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import AliasChoices, ConfigDict, Field, TypeAdapter, ValidationError, field_validator, model_validator
 
+from troupe.workers.agents.judge_http import HttpJudge, HttpJudgeConfig
+from troupe.workers.agents.judge_scores import JudgeError, read_score
 from troupe.workers.contract.config import Frozen, RewardFunctionConfig, first_problem
 from troupe.workers.contract.environments import Message
 from troupe.workers.contract.imports import PackageMissing, require_package
-from troupe.workers.contract.judges import Judge, JudgeAnswer, whole_words
-from troupe.workers.contract.text import has_credentials, one_line, valid_text
-from troupe.workers.rewards.answer_text import plain, visible
+from troupe.workers.contract.judges import TEMPLATE_FIELDS, Judge, JudgeAnswer, template_fields
 from troupe.workers.rewards.runner import RewardResult, Sample
 
-FIELDS = ("prompt", "response", "answer")
-"""What a template can contain."""
 _TEMPLATE = "<task>\n{prompt}\n</task>\n\n<response>\n{response}\n</response>"
 _TEMPLATE_WITH_ANSWER = _TEMPLATE + "\n\n<reference_answer>\n{answer}\n</reference_answer>"
-_SCORE = re.compile(
-    r"score\W{0,5}[:=]\W{0,5}?(?P<score>-?[0-9]+(?:[.,][0-9]+)?)"
-    r"(?:[`* (]{0,5}(?:(?:/|(?:points? )?(?:out )?of)[`* ]{0,5}(?P<most>[0-9]+(?:\.[0-9]+)?)|(?P<percent>%)))?",
-    re.IGNORECASE,
-)
-_CONTINUED = re.compile(
-    r"(?:e[-+]?(?=[0-9])|(?:[^\w\n.([{]|_|\.(?=[0-9])|\.{2,}|\b(?:or|to|and|bis|through|until|even|maybe|perhaps)\b)*+)"
-    r"(?:[0-9]+|[\u00b2\u00b3\u00b9\u00bc-\u00be\u2070-\u2079\u2150-\u215e])",
-    re.IGNORECASE,
-)
-"""What follows a number that is no score alone: the end of a range, the rest of a sum or of a fraction. Other numbers
-may follow in brackets, behind the end of a sentence and behind words."""
-_SHOWN_BYTES = 500
-"""Bytes of a body in a failure."""
 _SHOWN = 200
 """Characters of an answer in a status."""
 _BUSY_S = 30.0
 
 
-class JudgeError(ValueError):
-    """The arguments of a judge cannot be used, or it gave no score."""
+class Criterion(Frozen):
+    """One of several things that a response is judged by."""
+
+    criterion: str = Field(min_length=1, validation_alias=AliasChoices("criterion", "description", "text"))
+    """What the judge reads behind the rubric."""
+    weight: float = Field(default=1.0, validation_alias=AliasChoices("weight", "points"))
+    """Its part of the reward; below 0: it counts against the response."""
 
 
-class HttpJudgeConfig(Frozen):
-    """A model behind an endpoint that speaks OpenAI's chat-completions protocol."""
+class RowCriterion(Criterion):
+    """A criterion in a row of the data, which may have other fields."""
 
-    url: str
-    """Address of the endpoint, such as `https://api.openai.com/v1`."""
-    model: str
-    """Name of the model."""
-    api_key_variable: str = ""
-    """Environment variable of the reward workers with the key; empty if the endpoint needs none."""
-    temperature: float | None = Field(default=0.0, ge=0.0)
-    """Sampling temperature, or None for the endpoint's own."""
-    max_tokens: int = Field(default=512, ge=1)
-    """Longest answer."""
-    concurrency: int = Field(default=16, ge=1)
-    """Most requests of one reward worker at the same time."""
-    retries: int = Field(default=4, ge=0)
-    """Repetitions of a request that was refused for load (429), failed (5xx) or lost, with exponential back-off."""
+    model_config = ConfigDict(extra="ignore")
 
-    @field_validator("url")
-    @classmethod
-    def _has_no_credentials(cls, url: str) -> str:
-        if has_credentials(url):
-            raise ValueError("holds credentials, and a spec holds none: put the key into a variable (api_key_variable)")
-        return url
+
+_CRITERIA: TypeAdapter[list[RowCriterion]] = TypeAdapter(list[RowCriterion])
 
 
 class JudgeArgs(Frozen):
@@ -83,15 +52,19 @@ class JudgeArgs(Frozen):
     scale: tuple[float, float] = (0.0, 10.0)
     """Lowest and highest score; the reward is the score's position between them, from 0 to 1."""
     template: str = ""
-    """What the judge reads, with `{prompt}`, `{response}` and `{answer}`. If empty, the task, the response, and the
-    data's reference answer, if any."""
+    """What the judge reads, with `{prompt}`, `{response}`, `{answer}` and the columns of the data's `metadata`. If
+    empty, the task, the response, and the data's reference answer, if any."""
+    criteria: tuple[Criterion, ...] | str = ()
+    """Criteria that the judge scores one by one, or the column of `metadata` with those of each row. The reward is
+    their weighted mean: the sum of weight times score, by the sum of the weights above 0, from 0 to 1."""
     endpoint: HttpJudgeConfig | None = None
     """The model to ask, or None for the role `judge`."""
     cache: str = ""
-    """SQLite file with answers, which are used again for the same question; if empty, each worker keeps them in
-    memory."""
+    """SQLite file with scored answers, which are used again for the same question, and with the number of questions;
+    if empty, each worker keeps both in memory."""
     max_requests: int | None = Field(default=None, ge=1)
-    """Most questions that one reward worker asks, or None for no bound."""
+    """Most questions that all workers and runs with the same `cache` ask, or each worker without one, or None for no
+    bound."""
 
     @field_validator("rubric")
     @classmethod
@@ -103,9 +76,10 @@ class JudgeArgs(Frozen):
     @field_validator("template")
     @classmethod
     def _names_fields(cls, template: str) -> str:
-        names = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
-        if unknown := [name for name in names if name not in FIELDS]:
-            raise ValueError(f"has no field {{{unknown[0]}}}; it can have {', '.join(FIELDS)}; write {{{{ for a brace")
+        names = template_fields(template)
+        if wrong := [name for name in names if not name or {".", "["} & set(name)]:
+            can = f"{', '.join(TEMPLATE_FIELDS)} and columns of metadata"
+            raise ValueError(f"has no field {{{wrong[0]}}}; it can have {can}; write {{{{ for a brace")
         if template and "response" not in names:
             raise ValueError("needs {response}")
         return template
@@ -114,51 +88,51 @@ class JudgeArgs(Frozen):
     def _has_scale(self) -> JudgeArgs:
         if not self.scale[0] < self.scale[1]:
             raise ValueError(f"scale: the lowest score must come first, got {self.scale}")
+        if isinstance(self.criteria, tuple) and self.criteria and not any(one.weight > 0 for one in self.criteria):
+            raise ValueError("criteria: no weight is above 0")
         return self
 
-    def question(self, messages: str, response: str, answer: str, conversation: str) -> list[Message]:
-        """The question about a response, as a conversation.
+    def questions(self, sample: Sample) -> list[tuple[float, list[Message]]]:
+        """Weight and question of each criterion; one question without criteria.
 
-        Args:
-            messages: The prompt, a JSON list of messages.
-            response: Text of the response.
-            answer: The reference answer; empty if there is none.
-            conversation: All messages of an episode, which are then shown instead of the response; else empty.
+        Raises:
+            JudgeError: the row lacks a column of the template, or has no criteria.
         """
+        columns = json.loads(sample.metadata)
+        criteria: Sequence[Criterion] = self.criteria if isinstance(self.criteria, tuple) else ()
+        if isinstance(self.criteria, str):
+            given = columns.get(self.criteria)
+            try:
+                criteria = _CRITERIA.validate_python(json.loads(given) if isinstance(given, str) else given)
+            except (ValidationError, ValueError) as error:
+                why = first_problem(error) if isinstance(error, ValidationError) else str(error)
+                raise JudgeError(f"the row's column {self.criteria} has no criteria: {why}") from error
+            if not any(one.weight > 0 for one in criteria):
+                raise JudgeError(f"the row's column {self.criteria} has no criterion with a weight above 0")
+        asked = [(one.weight, one.criterion) for one in criteria] or [(1.0, "")]
+        return [(weight, self._question(sample, columns, criterion)) for weight, criterion in asked]
+
+    def _question(self, sample: Sample, columns: Mapping[str, Any], criterion: str) -> list[Message]:
+        """The question about a response, or all turns of an episode, as a conversation."""
         low, high = self.scale
         how = f"End your answer with a line `Score: N`, where N is a number from {low:g} to {high:g}."
-        template = self.template or (_TEMPLATE_WITH_ANSWER if answer else _TEMPLATE)
-        fields = {
-            "prompt": _said(messages),
-            "response": _played(messages, conversation) if conversation else response,
-            "answer": answer,
+        template = self.template or (_TEMPLATE_WITH_ANSWER if sample.answer else _TEMPLATE)
+        shown = {name: text if isinstance(text, str) else json.dumps(text) for name, text in columns.items()}
+        fields = shown | {
+            "prompt": _said(sample.messages),
+            "response": _played(sample.messages, sample.conversation) if sample.conversation else sample.response,
+            "answer": sample.answer,
         }
-        system = {"role": "system", "content": f"{self.rubric.strip()}\n\n{how}"}
+        if missing := [name for name in template_fields(template) if name not in fields]:
+            raise JudgeError(f"the row has no column {missing[0]} for the template")
+        parts = [self.rubric.strip(), *([f"Criterion: {criterion}"] if criterion else []), how]
+        system = {"role": "system", "content": "\n\n".join(parts)}
         return [system, {"role": "user", "content": template.format_map(fields)}]
 
     def reward(self, answer: str) -> float:
-        """The reward in a judge's answer, from 0 to 1: the last score behind its thought.
-
-        Raises:
-            JudgeError: there is no score, a range or a calculation, or one on another scale.
-        """
-        text = plain(visible(answer))
-        found = list(_SCORE.finditer(text))
-        if not found:
-            raise JudgeError("no score in its answer")
+        """The reward in a judge's answer, from 0 to 1. Raises JudgeError if it has no score on the scale."""
         low, high = self.scale
-        score, most = _number(found[-1]["score"]), 100.0 if found[-1]["percent"] else float(found[-1]["most"] or high)
-        continued = _CONTINUED.match(text, found[-1].end())
-        if not low <= score <= high or most != high or continued:
-            written = text[found[-1].start("score") : (continued or found[-1]).end()]
-            raise JudgeError(f"a score of {written} is not on the scale from {low:g} to {high:g}")
-        return (score - low) / (high - low)
-
-
-def _number(text: str) -> float:
-    """A number with a decimal point, or a decimal comma; three digits behind a comma are thousands."""
-    whole, comma, digits = text.partition(",")
-    return float(f"{whole}.{digits}" if comma and len(digits) != 3 else whole + digits)
+        return (read_score(answer, low, high) - low) / (high - low)
 
 
 def read_args(args: Mapping[str, Any]) -> JudgeArgs:
@@ -239,82 +213,6 @@ def _turn(turn: Message) -> str:
     return f"{turn['role']}: " + "\n".join([content, *called] if content else called)
 
 
-class HttpJudge:
-    """Asks an endpoint. A request that cannot be answered is a failure of its sample alone."""
-
-    def __init__(self, config: HttpJudgeConfig) -> None:
-        """Raises JudgeError if the key's variable is not set."""
-        self._config = config
-        self.name = f"{config.url} {config.model} {config.temperature} {config.max_tokens}"
-        self._key = os.environ.get(config.api_key_variable, "") if config.api_key_variable else "none"
-        if not self._key:
-            raise JudgeError(f"the environment variable {config.api_key_variable} is not set")
-
-    def ask(self, questions: Sequence[list[Message]], timeout_s: float) -> list[JudgeAnswer]:
-        """One answer to each question."""
-        return asyncio.run(self._ask(questions, timeout_s))
-
-    async def _ask(self, questions: Sequence[list[Message]], timeout_s: float) -> list[JudgeAnswer]:
-        from openai import AsyncOpenAI, OpenAIError
-
-        config = self._config
-        places = asyncio.Semaphore(config.concurrency)
-        options: dict[str, Any] = {} if config.temperature is None else {"temperature": config.temperature}
-        client: Any = AsyncOpenAI(base_url=config.url, api_key=self._key, max_retries=config.retries, timeout=timeout_s)
-
-        async def one(question: list[Message]) -> JudgeAnswer:
-            try:
-                async with asyncio.timeout(timeout_s), places:
-                    # What the endpoint sent, unread: the client accepts whatever is JSON, and text that is not.
-                    response = await client.chat.completions.with_raw_response.create(
-                        model=config.model, messages=question, max_tokens=config.max_tokens, **options
-                    )
-            except TimeoutError:
-                return JudgeAnswer(failure=f"timeout after {timeout_s:g} s")
-            except (OpenAIError, UnicodeError) as error:  # half a character cannot be sent
-                return JudgeAnswer(failure=one_line(f"{type(error).__name__}: {error}"))
-            return read_completion(response.content)
-
-        async with client:
-            return list(await asyncio.gather(*map(one, questions)))
-
-
-def read_completion(body: bytes) -> JudgeAnswer:
-    """The text of the first choice in the body of a response, or what the body is instead.
-
-    Of an answer that was cut at `max_tokens`, the last word is left out.
-    """
-    said = body[:_SHOWN_BYTES].decode("utf-8", "replace")
-    try:
-        completion = json.loads(body)
-    except (ValueError, RecursionError):
-        return JudgeAnswer(failure="the endpoint's answer is not JSON", said=said)
-    match completion:
-        case {"choices": [{"message": {"content": str() as text}}, *_]}:
-            pass
-        case {"choices": [{"message": {"content": list() as parts}}, *_]}:
-            text = "".join(_text_of(part) for part in parts)
-        case {"choices": []} | {"choices": [{"message": {"content": None}}, *_]}:
-            text = ""
-        case _:
-            return JudgeAnswer(failure="the endpoint's answer is not a chat completion", said=said)
-    match completion:
-        case {"choices": [{"finish_reason": "length"}, *_]}:
-            text = whole_words(text)
-    if valid_text(text) != text:
-        return JudgeAnswer(failure="an answer that is not valid text", said=text)
-    return JudgeAnswer(text) if text.strip() else JudgeAnswer(failure="an empty answer", said=said)
-
-
-def _text_of(part: Any) -> str:
-    """The text of a part of a message; empty for a part of another type."""
-    match part:
-        case {"type": "text", "text": str() as text}:
-            return text
-        case _:
-            return ""
-
-
 class AnswerCache:
     """Answers by question, in an SQLite file that several workers and runs can share."""
 
@@ -327,6 +225,7 @@ class AnswerCache:
             self._database = sqlite3.connect(path or ":memory:", timeout=_BUSY_S, check_same_thread=False)
             with self._database:
                 self._database.execute("CREATE TABLE IF NOT EXISTS answers (question TEXT PRIMARY KEY, answer TEXT)")
+                self._database.execute("CREATE TABLE IF NOT EXISTS asked (budget TEXT PRIMARY KEY, number INTEGER)")
         except (sqlite3.Error, OSError) as error:
             raise OSError(f"the cache of judges' answers {path} cannot be opened: {error}") from error
 
@@ -340,9 +239,18 @@ class AnswerCache:
         return found
 
     def add(self, answers: Mapping[str, str]) -> None:
-        """Keeps answers; existing ones stay."""
+        """Keeps answers."""
         with self._database:
-            self._database.executemany("INSERT OR IGNORE INTO answers VALUES (?, ?)", answers.items())
+            self._database.executemany("INSERT OR REPLACE INTO answers VALUES (?, ?)", answers.items())
+
+    def take(self, budget: str, wanted: int, most: int) -> int:
+        """Takes questions from a budget of `most`; returns how many of the wanted ones it has left."""
+        with self._database:
+            self._database.execute("INSERT OR IGNORE INTO asked VALUES (?, 0)", (budget,))  # locks the file
+            (asked,) = self._database.execute("SELECT number FROM asked WHERE budget = ?", (budget,)).fetchone()
+            taken = max(0, min(wanted, most - asked))
+            self._database.execute("UPDATE asked SET number = number + ? WHERE budget = ?", (taken, budget))
+        return taken
 
     def close(self) -> None:
         """Close the file."""
@@ -362,7 +270,7 @@ class JudgeReward:
         self._args = read_args(config.args)
         self._judge: Judge | None = None
         self._cache: AnswerCache | None = None
-        self._asked = 0
+        self._budget = self._args.model_dump_json(exclude={"cache", "max_requests"})
 
     def start(self) -> None:
         """Open the cache and the endpoint.
@@ -384,13 +292,23 @@ class JudgeReward:
         """One outcome per sample. Equal questions are asked once. Raises JudgeGone."""
         if self._judge is None or self._cache is None:
             return [_failed("no judge is connected")] * len(samples)
-        conversations = [self._args.question(s.messages, s.response, s.answer, s.conversation) for s in samples]
-        keys = [question_key(self._judge.name, conversation) for conversation in conversations]
-        known = self._cache.find(keys)
-        new = {key: question for key, question in zip(keys, conversations, strict=True) if key not in known}
-        answers = {key: JudgeAnswer(text) for key, text in known.items()} | self._ask(self._judge, new)
-        self._cache.add({key: answers[key].text for key in new if not answers[key].failure})
-        return [self._outcome(answers[key]) for key in keys]
+        questions = dict[str, list[Message]]()
+        parts = list[list[tuple[float, str]] | RewardResult]()
+        for sample in samples:
+            try:
+                asked = self._args.questions(sample)
+            except JudgeError as error:
+                parts.append(_failed(str(error)))
+                continue
+            keys = [question_key(self._judge.name, question) for _, question in asked]
+            questions |= {key: question for key, (_, question) in zip(keys, asked, strict=True)}
+            parts.append([(weight, key) for key, (weight, _) in zip(keys, asked, strict=True)])
+        known = {key: JudgeAnswer(text) for key, text in self._cache.find(questions).items() if self._has_score(text)}
+        new = {key: question for key, question in questions.items() if key not in known}
+        asked_now = self._ask(self._judge, self._cache, new)
+        self._cache.add({key: answer.text for key, answer in asked_now.items() if self._has_score(answer.text)})
+        answers = known | asked_now
+        return [part if isinstance(part, RewardResult) else self._outcome(part, answers) for part in parts]
 
     def close(self) -> None:
         """Close the cache."""
@@ -398,23 +316,34 @@ class JudgeReward:
             self._cache.close()
             self._cache = None
 
-    def _ask(self, judge: Judge, questions: dict[str, list[dict[str, object]]]) -> dict[str, JudgeAnswer]:
+    def _has_score(self, text: str) -> bool:
+        try:
+            self._args.reward(text)
+        except JudgeError:
+            return False
+        return True
+
+    def _ask(self, judge: Judge, cache: AnswerCache, questions: dict[str, list[Message]]) -> dict[str, JudgeAnswer]:
         """Answers by key, as far as the budget reaches."""
         budget = self._args.max_requests
-        left = len(questions) if budget is None else max(0, budget - self._asked)
+        left = len(questions) if budget is None else cache.take(self._budget, len(questions), budget)
         asked = dict(list(questions.items())[:left])
-        self._asked += len(asked)
         answers = judge.ask(list(asked.values()), self.config.timeout_s) if asked else []
-        spent = JudgeAnswer(failure=f"the budget of {budget} questions of this worker is used up")
+        spent = JudgeAnswer(failure=f"the budget of {budget} questions (max_requests) is used up")
         return dict.fromkeys(questions, spent) | dict(zip(asked, answers, strict=True))
 
-    def _outcome(self, answer: JudgeAnswer) -> RewardResult:
-        if answer.failure:
-            return _failed(answer.failure, answer.said[:_SHOWN])
-        try:
-            return RewardResult(self._args.reward(answer.text))
-        except JudgeError as error:
-            return _failed(str(error), answer.text[-_SHOWN:])
+    def _outcome(self, parts: Sequence[tuple[float, str]], answers: Mapping[str, JudgeAnswer]) -> RewardResult:
+        """The weighted mean of the scores in the answers with these keys; the first failure if one has none."""
+        total = 0.0
+        for weight, key in parts:
+            answer = answers[key]
+            if answer.failure:
+                return _failed(answer.failure, answer.said[:_SHOWN])
+            try:
+                total += weight * self._args.reward(answer.text)
+            except JudgeError as error:
+                return _failed(str(error), answer.text[-_SHOWN:])
+        return RewardResult(min(1.0, max(0.0, total / sum(max(0.0, weight) for weight, _ in parts))))
 
 
 def _failed(reason: str, said: str = "") -> RewardResult:

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import re
+import string
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from troupe.workers.contract.environments import Message
+
+TEMPLATE_FIELDS = ("prompt", "response", "answer")
+"""What a template contains besides columns of the data."""
+
+
+def template_fields(template: str) -> list[str]:
+    """The names in braces. Raises ValueError for braces that do not close."""
+    return [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
 
 
 class JudgeGone(RuntimeError):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from troupe.orchestrator.algorithms import section as algorithms
@@ -23,6 +23,7 @@ from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.sections import CurriculumConfig, EvaluationConfig
 from troupe.orchestrator.spec.sources import DataSource, HeldOut, MixedSource, ReasoningGymSource
 from troupe.workers.contract.config import STEP_ESTIMATORS, EvalSampling, RewardFunctionConfig
+from troupe.workers.contract.judges import TEMPLATE_FIELDS, template_fields
 from troupe.workers.contract.rewards import JUDGE_REWARD, REWARD_FUNCTIONS, STEP_FUNCTIONS
 
 NEEDS_ANSWER = frozenset({"exact_match", "last_number", "numeric"})
@@ -70,6 +71,8 @@ def _functions(
         yield from _reward_name(spec, section, f"{path}.name", function.name)
         if function.name == "python_tests":
             yield from _test_cases(spec, section, path, function.args.get("tests", "answer"))
+        if function.name == JUDGE_REWARD:
+            yield from _judged_columns(spec, section, path, function.args)
         if function.batched and function.name in REWARD_FUNCTIONS:
             yield f"{path}.batched", f"{function.name} takes one response at a time; remove it"
         if function.process and _is_held_out(section):
@@ -140,6 +143,21 @@ def _test_cases(spec: RolloutSpec, section: str, path: str, place: Any) -> Itera
             yield path, why
         elif place != "answer" and place not in source.metadata:
             yield f"{path}.args.tests", f"{show(place)} is not in data.{split}.metadata; add it there"
+
+
+def _judged_columns(spec: RolloutSpec, section: str, path: str, args: Mapping[str, Any]) -> Iterator[Finding]:
+    """Columns that a judge reads and the data has not."""
+    try:
+        named = dict.fromkeys(template_fields(str(args.get("template", ""))), "template")
+    except ValueError:  # reported with the arguments
+        return
+    if isinstance(args.get("criteria"), str):
+        named[args["criteria"]] = "criteria"
+    for split, source in _scored_by(spec, section).items():
+        has = () if isinstance(source, ReasoningGymSource) else source.metadata
+        for name, place in named.items():
+            if name not in has and (name not in TEMPLATE_FIELDS or place == "criteria"):
+                yield f"{path}.args.{place}", f"{show(name)} is not in data.{split}.metadata; add it there"
 
 
 def _scored_by(spec: RolloutSpec, section: str) -> dict[str, DataSource]:

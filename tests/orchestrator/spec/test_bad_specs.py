@@ -120,6 +120,9 @@ TWO = """\
       rewards: [{name: length}]"""
 
 
+JUDGE = "rubric: Is it?, endpoint: {url: 'http://localhost', model: m}"
+
+
 def mixed_case(name: str, line: str, old: str, new: str, *edits: tuple[str, str]) -> Case:
     """A case with two sources, of which a piece is replaced."""
     assert old in TWO
@@ -1043,6 +1046,18 @@ CPU_CASES += [
         "36: data.train.1.rewards.0.args.tests: 'tests' is not in data.train.1.metadata; add it there",
         "rewards: [{name: length}]",
         "metadata: [cases]\n      rewards: [{name: python_tests, args: {tests: tests}}]",
+    ),
+    mixed_case(
+        "mixed_judge_template_in_no_column",
+        "36: data.train.1.rewards.0.args.template: 'level' is not in data.train.1.metadata; add it there",
+        "rewards: [{name: length}]",
+        f"metadata: [cases]\n      rewards: [{{name: judge, args: {{{JUDGE}, template: '{{response}} {{level}}'}}}}]",
+    ),
+    mixed_case(
+        "mixed_judge_criteria_in_no_column",
+        "36: data.train.1.rewards.0.args.criteria: 'answer' is not in data.train.1.metadata; add it there",
+        "rewards: [{name: length}]",
+        f"metadata: [cases]\n      rewards: [{{name: judge, args: {{{JUDGE}, criteria: answer}}}}]",
     ),
     mixed_case(
         "mixed_reward_zero",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +23,7 @@ class Endpoint:
     bodies: list[dict[str, Any]] = field(default_factory=list)
     """Every request."""
     keys: list[str] = field(default_factory=list)
+    headers: list[Mapping[str, str]] = field(default_factory=list)
     busiest: int = 0
     """Most requests at the same time."""
 
@@ -39,6 +40,7 @@ def endpoint(script: Script, pause_s: float = 0.0) -> Iterator[Endpoint]:
         body = await request.json()
         served.bodies.append(body)
         served.keys.append(request.headers["Authorization"])
+        served.headers.append(request.headers)
         running += 1
         served.busiest = max(served.busiest, running)
         try:

@@ -14,15 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.workers.agents.judge_endpoint import endpoint, error
-from troupe.workers.agents.judges import (
-    HttpJudge,
-    HttpJudgeConfig,
-    JudgeArgs,
-    JudgeError,
-    JudgeReward,
-    read_args,
-    read_completion,
-)
+from troupe.workers.agents.judge_http import HttpJudge, HttpJudgeConfig, read_completion
+from troupe.workers.agents.judge_scores import JudgeError
+from troupe.workers.agents.judges import AnswerCache, JudgeArgs, JudgeReward, read_args
 from troupe.workers.contract.config import RewardFunctionConfig
 from troupe.workers.contract.environments import Message
 from troupe.workers.contract.judges import JudgeAnswer
@@ -39,7 +33,9 @@ def sample(response: str, answer: str = "") -> Sample:
 
 
 def asked(args: JudgeArgs, sample: Sample) -> list[Message]:
-    return args.question(sample.messages, sample.response, sample.answer, sample.conversation)
+    ((weight, question),) = args.questions(sample)
+    assert weight == 1.0
+    return question
 
 
 def judge(timeout_s: float = 10.0, **args: Any) -> JudgeReward:
@@ -168,6 +164,20 @@ def test_calls_of_tools_are_shown() -> None:
         ("Score: 8th or so, 10 is best", 0.8),
         ("Score: 10" + "." * 10_000, 1.0),
         ("Score: 6 or better\n7 was possible", 0.6),
+        ("Rating: 7", 0.7),
+        ("**Rating:** 7/10", 0.7),
+        ("<rating> 7 </rating>", 0.7),
+        ("Good, 2 typos.\n[[7]]", 0.7),
+        ("[[7/10]] 3 typos", 0.7),
+        (r"So \boxed{7}", 0.7),
+        ("<score>7</score>\n9 words", 0.7),
+        ("<score>7.5/10</score>", 0.75),
+        ("The score is 7.", 0.7),
+        ("The score is **7**", 0.7),
+        ('{"reason": "2 typos", "score": 7}', 0.7),
+        ("Score: 3\nIts answer is [[7]]", 0.3),
+        (r"Rating: 3, for its answer \boxed{7}", 0.3),
+        ("The score is 2 if it is rude.\n<score>7</score>", 0.7),
     ],
 )
 def test_the_last_score_counts(answer: str, reward: float) -> None:
@@ -187,6 +197,16 @@ def test_the_last_score_counts(answer: str, reward: float) -> None:
         ("Score: 5 to 7", "a score of 5 to 7 is not on the scale"),
         ("Score: 1,000", "a score of 1,000 is not on the scale"),
         ("<think>Perhaps Score: 2", "no score"),
+        ("[[7-8]]", "no score"),
+        ("<score>7 or 8</score>", "no score"),
+        (r"\boxed{\frac{7}{2}}", "no score"),
+        ("The score is 7 or 8.", "a score of 7 or 8 is not on the scale"),
+        ("Rating: 7-8", "a score of 7-8 is not on the scale"),
+        ("[[11]]", "a score of 11 is not on the scale"),
+        ("[[7/100]]", "a score of 7/100 is not on the scale"),
+        ("The score is high: 7 of 10 words", "no score"),
+        ("It is overrating: 7", "no score"),
+        ("[7]", "no score"),
     ],
 )
 def test_an_answer_without_a_score_on_the_scale_is_none(answer: str, problem: str) -> None:
@@ -247,7 +267,24 @@ def test_a_reward_is_the_position_on_the_scale(low: int, width: int, place: floa
         ({"rubric": "  "}, "judge: rubric: is empty"),
         ({"rubric": RUBRIC, "scale": [5, 5]}, "judge: scale: the lowest score must come first, got (5.0, 5.0)"),
         ({"rubric": RUBRIC, "template": "{answer}"}, "judge: template: needs {response}"),
-        ({"rubric": RUBRIC, "template": "{text}"}, "judge: template: has no field {text}; it can have prompt, "),
+        (
+            {"rubric": RUBRIC, "template": "{a.b}"},
+            "judge: template: has no field {a.b}; it can have prompt, response, ",
+        ),
+        ({"rubric": RUBRIC, "template": "{}"}, "judge: template: has no field {}; it can have prompt, response, "),
+        (
+            {"rubric": RUBRIC, "criteria": [{"weight": 1}]},
+            "judge: criteria.tuple[Criterion, ...].0.criterion: Field",
+        ),
+        ({"rubric": RUBRIC, "criteria": [{"text": "a", "weight": -1}]}, "judge: criteria: no weight is above 0"),
+        (
+            {"rubric": RUBRIC, "endpoint": {"url": "http://x", "model": "m", "headers": {"X-Api-Key": "abc"}}},
+            "judge: endpoint.headers: holds credentials",
+        ),
+        (
+            {"rubric": RUBRIC, "endpoint": {"url": "http://x", "model": "m", "body": {"temperature": 1}}},
+            "judge: endpoint.body: temperature is decided elsewhere",
+        ),
         ({"rubric": RUBRIC, "endpoint": {"url": "http://x"}}, "judge: endpoint.model: Field required"),
         (
             {"rubric": RUBRIC, "endpoint": {"url": "https://me:pass@host/v1", "model": "m"}},
@@ -292,8 +329,131 @@ def test_a_spent_budget_is_a_status() -> None:
     assert statuses(reward.score([sample("a"), sample("b")])) == ["ok", "ok"]
     third, fourth = statuses(reward.score([sample("c"), sample("d")]))
     assert third == "judge: no score in its answer: 'no'"
-    assert fourth == "judge: the budget of 3 questions of this worker is used up"
+    assert fourth == "judge: the budget of 3 questions (max_requests) is used up"
     assert statuses(reward.score([sample("a")])) == ["ok"], "a known answer costs nothing"
+
+
+def test_a_budget_is_that_of_all_workers_and_runs_with_one_cache(tmp_path: Path) -> None:
+    args: dict[str, Any] = {"cache": str(tmp_path / "answers.sqlite")}
+    asked = Scripted(**dict.fromkeys("abcdef", "Score: 1"))
+    spent = "judge: the budget of 3 questions (max_requests) is used up"
+    for texts, expected in ("ab", ["ok", "ok"]), ("cd", ["ok", spent]):
+        worker = judge(**args, max_requests=3)
+        worker.connect(asked)
+        assert statuses(worker.score([sample(text) for text in texts])) == expected
+    other = judge(**args, max_requests=3, rubric="Is it short?")
+    other.connect(asked)
+    assert statuses(other.score([sample("d")])) == ["ok"], "another judge has its own budget"
+    more = judge(**args, max_requests=4)
+    more.connect(asked)
+    assert statuses(more.score([sample("e")])) == ["ok"], "it continues with a larger budget"
+
+
+def test_an_answer_without_a_score_is_asked_for_again(tmp_path: Path) -> None:
+    file = str(tmp_path / "answers.sqlite")
+    first, second = judge(cache=file), judge(cache=file)
+    first.connect(Scripted(a="no"))
+    second.connect(again := Scripted(a="Score: 5"))
+    assert statuses(first.score([sample("a")])) == ["judge: no score in its answer: 'no'"]
+    assert AnswerCache(file)._database.execute("SELECT answer FROM answers").fetchall() == []
+    assert second.score([sample("a")]) == [RewardResult(0.5)] and again.asked == ["a"]
+    assert first.score([sample("a")]) == [RewardResult(0.5)], "from the file"
+
+
+def rubric(response: str, **columns: Any) -> Sample:
+    return Sample(response, "", json.dumps(columns), 3, "stop", json.dumps([{"role": "user", "content": "Greet me."}]))
+
+
+def test_a_template_has_the_columns_of_the_row() -> None:
+    args = read_args({"rubric": RUBRIC, "template": "{response} by {criteria} of {level}"})
+    _, user = asked(args, rubric("Hi", criteria=["short", "kind"], level="2"))
+    assert user["content"] == 'Hi by ["short", "kind"] of 2'
+    reward = judge(template="{response} by {criteria}")
+    reward.connect(Scripted())
+    assert statuses(reward.score([rubric("Hi", level=2)])) == ["judge: the row has no column criteria for the template"]
+
+
+class Criteria(Scripted):
+    """Scores each criterion by its text."""
+
+    def ask(self, questions: Sequence[list[Message]], timeout_s: float) -> list[JudgeAnswer]:
+        texts = [question[0]["content"].split("Criterion: ")[1].split("\n")[0] for question in questions]
+        self.asked += texts
+        return [JudgeAnswer(self._answers[text]) for text in texts]
+
+
+SCORES = {"kind": "Score: 10", "short": "Score: 5", "rude": "Score: 2", "vague": "hm"}
+
+
+@pytest.mark.parametrize(
+    ("criteria", "reward"),
+    [
+        ([{"criterion": "kind"}, {"criterion": "short"}], 0.75),
+        ([{"criterion": "kind", "weight": 3}, {"criterion": "short"}], 0.875),
+        ([{"description": "kind", "weight": 1}, {"description": "rude", "weight": -1}], 0.8),
+        ([{"text": "short", "points": 5}, {"text": "rude", "points": -20, "tags": ["x"]}], 0.0),
+        ('[{"criterion": "short"}]', 0.5),
+    ],
+)
+def test_criteria_of_a_row_are_asked_one_by_one_and_weighted(criteria: Any, reward: float) -> None:
+    judged, asked = judge(criteria="rubrics"), Criteria(**SCORES)
+    judged.connect(asked)
+    (result,) = judged.score([rubric("Hi", rubrics=criteria)])
+    assert result.value == pytest.approx(reward)
+    assert len(asked.asked) == str(criteria).count("{")
+
+
+def test_criteria_of_the_arguments_hold_for_all_rows_and_one_failure_is_the_samples() -> None:
+    judged, asked = judge(criteria=[{"criterion": "kind"}, {"criterion": "vague", "weight": 0.1}]), Criteria(**SCORES)
+    judged.connect(asked)
+    assert statuses(judged.score([rubric("Hi")])) == ["judge: no score in its answer: 'hm'"]
+    lacking = judge(criteria="rubrics")
+    lacking.connect(asked)
+    rows = [
+        rubric("Hi"),
+        rubric("Hi", rubrics=[]),
+        rubric("Hi", rubrics="x"),
+        rubric("Hi", rubrics=[{"criterion": "kind"}]),
+    ]
+    none, empty, text, sound = lacking.score(rows)
+    assert none.status.startswith("judge: the row's column rubrics has no criteria: ")
+    assert empty.status == "judge: the row's column rubrics has no criterion with a weight above 0"
+    assert text.status.startswith("judge: the row's column rubrics has no criteria: ")
+    assert sound == RewardResult(1.0), "the others lose nothing"
+
+
+def test_an_endpoint_gets_further_fields_and_headers_and_lacks_what_is_null() -> None:
+    with endpoint(lambda number, body: "Score: 8") as served:
+        asked: dict[str, Any] = {"url": served.url, "model": "m", "temperature": None, "max_tokens": None}
+        asked |= {
+            "body": {"max_completion_tokens": 9, "response_format": {"type": "json_object"}},
+            "headers": {"X-A": "b"},
+        }
+        assert judge(endpoint=asked).score([sample("a")]) == [RewardResult(0.8)]
+    (body,) = served.bodies
+    assert body.keys() == {"model", "messages", "max_completion_tokens", "response_format"}
+    assert served.headers[0]["X-A"] == "b"
+    one, other = (HttpJudge(HttpJudgeConfig.model_validate(asked | {"body": body})) for body in ({}, {"top_p": 0.5}))
+    assert one.name != other.name, "the cache tells their answers apart"
+
+
+def test_a_wait_that_is_longer_than_the_bound_is_said() -> None:
+    def script(number: int, body: dict[str, Any]) -> Any:
+        return web.json_response({"error": {"message": "busy"}}, status=429, headers={"Retry-After": waits})
+
+    for waits, status in ("3600", "judge: RateLimitError: Error code: 429"), ("30", "judge: timeout after 1 s"):
+        with endpoint(script) as served:
+            asked = {"url": served.url, "model": "m", "retries": 4}
+            (outcome,) = judge(1.0, endpoint=asked).score([sample("a")])
+        assert outcome.status.startswith(status) and outcome.status.endswith(f": 'Retry-After: {waits}'")
+        assert outcome.cause.startswith(status) and waits not in outcome.cause and len(served.bodies) == 1
+
+
+def test_the_body_of_an_answer_is_bounded() -> None:
+    large = completion({"content": "Score: 5" + " " * 2**21})
+    with endpoint(lambda number, body: web.Response(body=large, content_type="application/json")) as served:
+        (outcome,) = judge(endpoint={"url": served.url, "model": "m"}).score([sample("a")])
+    assert outcome.status == "judge: an answer of more than 1048576 bytes" and len(served.bodies) == 1
 
 
 def test_without_a_judge_every_sample_says_so() -> None:
