@@ -2,7 +2,7 @@
 
 An option that would change a response is honoured or refused, not ignored: an agent would be trained on responses that
 it did not ask for. The exceptions are options that clients always send: the temperature and its kin, which the spec
-decides, and hints such as `reasoning_effort`, which the user is told of.
+decides, and hints such as `reasoning_effort`, which a run logs once.
 
 A request can force the form of a response: calls of tools, or JSON. A form is a JSON schema: vLLM's structured outputs
 permit only its tokens. Calls that a request forces are plain JSON, as in vLLM's own server, whatever form the chat
