@@ -1,8 +1,9 @@
 """Runs in which pairs of faults hit random workers at random moments, 0 to 10 s apart.
 
     python -m tests.faults.chaos --minutes 60 --seed 1
+    python -m tests.faults.chaos --minutes 30 --kinds adapters store
 
-The runs take turns: PPO with every role, an environment, a judge. A pair is two signals, SIGKILL or SIGSTOP, to two
+The runs of `KINDS` take turns. A pair is two signals, SIGKILL or SIGSTOP, to two
 processes; a process that starts, loads or saves is hit as well as one that computes. After a pair the run must train
 on. A run ends after some pairs by SIGTERM, or its driver is killed and it resumes. No run may end by itself, no sample
 may be lost, every step must be there once, and nothing may be left behind. Where only trainers, reference and reward
@@ -36,7 +37,6 @@ from tests.faults.injected import ENGINE, WORKERS, left_behind, seconds_until, s
 from tests.processes import command_line
 from tests.real.commands import Run, ledger_balances, running, troupe_command
 
-SPECS = ("tiny-ppo", "tiny-environment", "tiny-judge")
 TITLES = (*WORKERS.values(), ENGINE)
 REPEATABLE = tuple(WORKERS[role] for role in ("policy", "critic", "reference", "reward"))
 """Workers whose loss changes no number. Groups that are sampled again are in other batches of the engine, which round
@@ -46,15 +46,39 @@ UNDISTURBED_STEPS = 30
 """Steps that are compared with those of a run without faults."""
 COMPARED = ("reward/mean", "response_tokens/mean", "policy/loss", "policy/grad_norm", "policy/entropy")
 ENDLESS = (
-    *("schedule.steps=100000", "checkpoint.every_steps=5", "roles.judge.model.path=.cache/models/tiny-llama"),
+    *("schedule.steps=100000", "checkpoint.every_steps=5"),
     *(
         f"failures.{role}_restarts=1000"
         for role in ("trainer", "engine", "reward", "reference", "environment", "judge")
     ),
 )
-
-SIGNAL = "roles.reward.functions=[{name: environment}, {name: letter_share, args: {letters: aeiou}}]"
-"""A random model solves no task, and without a second component nothing would be trained."""
+FOLDER = "FOLDER"
+"""Stands for the scene's folder in overrides."""
+KINDS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "ppo": ("tiny-ppo", ()),
+    "environment": (
+        "tiny-environment",
+        # A random model solves no task, and without a second component nothing would be trained.
+        ("roles.reward.functions=[{name: environment}, {name: letter_share, args: {letters: aeiou}}]",),
+    ),
+    "judge": ("tiny-judge", ("roles.judge.model.path=.cache/models/tiny-llama",)),
+    "adapters": ("tiny-lora", ()),
+    "store": (
+        "tiny-grpo",
+        (f"weight_sync={{backend: store, url: 'file://{FOLDER}/weights'}}", f"checkpoint.path=file://{FOLDER}/copies"),
+    ),
+    "kept samples": ("tiny-grpo", ("schedule.max_staleness=2", "checkpoint.every_steps=2")),
+    "evaluation beside": (
+        "tiny-evaluation",
+        (
+            *("evaluation={every_steps: 1, beside: true, at_start: false}", "checkpoint.patience=null"),
+            "roles.rollout.workers=2",
+        ),
+    ),
+}
+"""Runs, by name: a shipped spec and overrides."""
+UNREPEATABLE = ("kept samples", "evaluation beside")
+"""Kinds whose numbers depend on when a group starts, and on which engine."""
 
 
 @dataclass(frozen=True)
@@ -108,11 +132,11 @@ def pair(run: Run, rng: random.Random, targets: Sequence[str]) -> tuple[list[Hit
 
 def scene(folder: Path, name: str, pairs: int, rng: random.Random, healthy: list[dict[str, Any]]) -> Mapping[str, Any]:
     """A run with `pairs` pairs of faults, to its end; what was seen."""
-    spec = ROOT / "deploy" / "specs" / f"{name}.yaml"
-    overrides = _known(spec)
+    spec, overrides = _spec(name, folder)
     targets = REPEATABLE if rng.random() < 0.5 else TITLES
+    compared = targets is REPEATABLE and name not in UNREPEATABLE
     seen: list[tuple[list[Hit], float]] = []
-    with running(Run(folder, spec, *overrides, name=name)) as run:
+    with running(Run(folder, spec, *overrides, name=spec.stem)) as run:
         try:
             run.wait_for_step(2)
             seen += [pair(run, rng, targets) for _ in range(pairs)]
@@ -125,7 +149,7 @@ def scene(folder: Path, name: str, pairs: int, rng: random.Random, healthy: list
             if remains := left_behind(run).replace("nothing", ""):
                 raise Broken(f"{remains} left behind: {run.leftover_processes()}")
             if resumed:
-                with running(Run(folder, spec, *overrides, name=name, resume=True)) as again:
+                with running(Run(folder, spec, *overrides, name=spec.stem, resume=True)) as again:
                     last = run.steps()[-1]
                     again.wait_until(lambda: again.steps()[-1] > last, "a step after the resume")
                     _stop(again)
@@ -134,10 +158,10 @@ def scene(folder: Path, name: str, pairs: int, rng: random.Random, healthy: list
         except (Broken, AssertionError) as error:
             (folder / "output.txt").write_text(run.output)
             raise Broken(f"{name}: {error}\n{seen}\n{run.stderr[-3000:]}") from None
-    _check(name, run.metrics, healthy if targets is REPEATABLE else [])
+    _check(name, run.metrics, healthy if compared else [])
     return {
-        "spec": name,
-        "compared": targets is REPEATABLE,
+        "kind": name,
+        "compared": compared,
         "steps": len(run.metrics),
         "ended": "driver killed, resumed" if resumed else "SIGTERM",
         "recovered_s": [round(seconds, 1) for _, seconds in seen],
@@ -166,24 +190,24 @@ def _check(name: str, lines: list[dict[str, Any]], healthy: list[dict[str, Any]]
 
 def undisturbed(folder: Path, name: str) -> list[dict[str, Any]]:
     """Metrics of a run without faults."""
-    spec = ROOT / "deploy" / "specs" / f"{name}.yaml"
+    spec, overrides = _spec(name, folder)
     steps = f"schedule.steps={UNDISTURBED_STEPS}"
-    with running(Run(folder, spec, *_known(spec), steps, name=f"healthy-{name}")) as run:
+    with running(Run(folder, spec, *overrides, steps, name=f"healthy-{spec.stem}")) as run:
         if run.wait() != 0:
             raise Broken(run.output)
     return run.metrics
 
 
-def _known(spec: Path) -> list[str]:
-    """The overrides that fit the roles and the rewards of the spec."""
-    text = spec.read_text()
-    known = [override for override in ENDLESS if "judge.model" not in override or "  judge:" in text]
-    return [*known, SIGNAL] if "name: environment" in text else known
+def _spec(name: str, folder: Path) -> tuple[Path, list[str]]:
+    """The spec and the overrides of a kind."""
+    stem, own = KINDS[name]
+    overrides = [override.replace(FOLDER, str(folder)) for override in (*ENDLESS, *own)]
+    return ROOT / "deploy" / "specs" / f"{stem}.yaml", overrides
 
 
-def scenes(seed: int) -> Iterator[tuple[str, int, random.Random]]:
+def scenes(seed: int, kinds: Sequence[str]) -> Iterator[tuple[str, int, random.Random]]:
     """The endless sequence of scenes of a seed."""
-    for number, name in zip(itertools.count(), itertools.cycle(SPECS), strict=False):
+    for number, name in zip(itertools.count(), itertools.cycle(kinds), strict=False):
         rng = random.Random(f"{seed}-{number}")
         yield name, rng.randint(2, 6), rng
 
@@ -193,18 +217,19 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="kinds of runs (default: all)")
     given = parser.parse_args(arguments)
     deadline = time.monotonic() + 60.0 * given.minutes
     total: Counter[str] = Counter()
     healthy: dict[str, list[dict[str, Any]]] = {}
-    for name, pairs, rng in scenes(given.seed):
+    for name, pairs, rng in scenes(given.seed, given.kinds):
         if time.monotonic() > deadline:
             break
         folder = Path(tempfile.mkdtemp(prefix="chaos-"))
         try:
-            if name not in healthy:
+            if name not in healthy and name not in UNREPEATABLE:
                 healthy[name] = undisturbed(folder, name)
-            seen = scene(folder, name, pairs, rng, healthy[name])
+            seen = scene(folder, name, pairs, rng, healthy.get(name, []))
         except Broken as error:
             total["broken"] += 1
             sys.stdout.write(json.dumps({"broken": str(error), "folder": str(folder)}) + "\n")
