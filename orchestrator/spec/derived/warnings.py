@@ -7,16 +7,22 @@ from collections.abc import Iterator
 from troupe.orchestrator.algorithms import section
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.checks.adapters import forgotten_templates, unverified_adapters
+from troupe.orchestrator.spec.derived.sampling import group_settings
 from troupe.orchestrator.spec.rollout import RolloutSpec
+from troupe.workers.contract.rewards import RIGHT_OR_WRONG
 
 _SCORERS = ("reference", "reward", "environment")
 """Roles whose workers have one sample at a time."""
+
+_LENGTHS = frozenset({"overlong", "length"})
+"""Reward functions of a response's length alone."""
 
 
 def warnings_of(spec: RunSpec) -> list[str]:
     """One line for each: adapters of models that nothing verifies or that were trained with other chat templates,
     held-out data that no evaluation uses, profiles of what the run does not have, restarts that cannot be, learning
-    rates that do not reach their peak, and roles with more workers than work."""
+    rates that do not reach their peak, groups that differ in length alone, prices of lengths that no response has, and
+    roles with more workers than work."""
     return [
         *unverified_adapters(spec.models()),
         *forgotten_templates(spec.models()),
@@ -25,6 +31,7 @@ def warnings_of(spec: RunSpec) -> list[str]:
         *_limited_restarts(spec),
         *_rising_rates(spec),
         *(() if spec.rollouts is None else _idle_workers(spec.rollouts)),
+        *(() if spec.rollouts is None else _priced_lengths(spec.rollouts)),
     ]
 
 
@@ -80,3 +87,32 @@ def _idle_workers(spec: RolloutSpec) -> Iterator[str]:
                 f"roles.{name}.workers: {role.workers}, but at most {bound[0]} {bound[1]} are in progress at a "
                 "time (schedule.prompts_per_step, max_staleness, algorithm.group_size); the other workers are idle"
             )
+
+
+def _priced_lengths(spec: RolloutSpec) -> Iterator[str]:
+    """Rewards of length by which groups without a right sample are trained, or that no response reaches."""
+    for number, group in enumerate(group_settings(spec)):
+        path = group.rewards or "roles.reward"
+        own = spec.data.mixture[number].rewards if group.rewards else None
+        functions = [one for one in (spec.roles.reward.functions if own is None else own) if one.weight]
+        others = [one for one in functions if one.name not in _LENGTHS]
+        # A form may be right where the answer is wrong.
+        others.sort(key=lambda one: 1 if one.name == "regex" else -(one.name in RIGHT_OR_WRONG))
+        deciding = [one.component for one in others]
+        deciding += ["reward_model"] if own is None and spec.roles.reward.model is not None else []
+        priced = next((one.component for one in functions if one.name in _LENGTHS), None)
+        if priced and deciding and group.signal_in is None and section.dynamic_sampling(spec.algorithm):
+            field = f"data.train.{number}" if group.source else "algorithm"
+            yield (
+                f"{field}.dynamic_sampling_on: null keeps groups whose samples are all wrong and differ in {priced}: "
+                f"they would be trained for their length; set {deciding[0]}"
+            )
+        longest = group.max_tokens or spec.sampling.max_tokens
+        for one in functions if group.environment is None else ():
+            limit, buffer = one.args.get("limit"), one.args.get("buffer")
+            known = one.name == "overlong" and isinstance(limit, int) and isinstance(buffer, int)
+            if known and one.args.get("unit", "tokens") == "tokens" and limit - buffer >= longest:
+                yield (
+                    f"{path}: {one.component} begins at {limit - buffer} tokens (limit - buffer), and a response has "
+                    f"at most {longest} (max_tokens): it has no effect"
+                )

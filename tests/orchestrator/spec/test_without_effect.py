@@ -17,6 +17,8 @@ from troupe.orchestrator.spec.load import plan_runs, read_document
 
 SPECS = ROOT / "deploy" / "specs"
 OWN = "tests.orchestrator.algorithms.own_algorithms"
+DAPO = "algorithm={name: dapo, group_size: 4}"
+PRICED = "{name: overlong, weight: 0.5, args: {limit: 4, buffer: 2}}"
 SHIPPED = sorted(SPECS.rglob("*.yaml"))
 HELD_OUT = "{kind: reasoning_gym, recipes: [{name: chain_sum}], size: 4, seed: 9}"
 
@@ -47,6 +49,25 @@ WARNED: list[tuple[str, tuple[str, ...], str]] = [
         "tiny-grpo",
         ("schedule.steps=40", "checkpoint.every_steps=30", "failures.trainer_restarts=9"),
         "failures.replay_steps: 16, but 30 steps",
+    ),
+    (
+        "tiny-grpo",
+        (
+            DAPO,
+            f"roles.reward.functions=[{PRICED}, {{name: regex, args: {{pattern: x}}}}, {{name: numeric, label: a}}]",
+        ),
+        "algorithm.dynamic_sampling_on: null keeps groups whose samples are all wrong and differ in overlong: they "
+        "would be trained for their length; set a",
+    ),
+    (
+        "tiny-mixture",
+        (DAPO, f"data.train.0.rewards=[{PRICED}, {{name: numeric}}]"),
+        "data.train.0.dynamic_sampling_on: null keeps groups",
+    ),
+    (
+        "tiny-grpo",
+        ("roles.reward.functions=[{name: numeric}, {name: overlong, args: {limit: 4096, buffer: 8}}]",),
+        "roles.reward: overlong begins at 4088 tokens (limit - buffer), and a response has at most",
     ),
 ]
 """(spec, changes, beginning of the warning)"""
@@ -113,6 +134,16 @@ ACCEPTED: list[tuple[str, tuple[str, ...]]] = [
     ("tiny-grpo", ("failures={replay_steps: 0, trainer_restarts: 0}",)),
     ("tiny-grpo", ("schedule.steps=40", "checkpoint.every_steps=30")),  # the defaults, as documented
     ("tiny-grpo", ("algorithm={name: dapo, group_size: 4, dynamic_sampling_on: letter_share}",)),
+    ("tiny-grpo", (f"roles.reward.functions=[{PRICED}, {{name: numeric}}]",)),  # no group is replaced
+    ("tiny-grpo", (DAPO, f"roles.reward.functions=[{PRICED}]")),  # length is what is learned
+    (
+        "tiny-grpo",
+        (DAPO, "roles.reward.functions=[{name: overlong, weight: 0, args: {limit: 4, buffer: 2}}, {name: numeric}]"),
+    ),
+    (
+        "tiny-grpo",
+        (f"{DAPO[:-1]}, dynamic_sampling_on: numeric}}", f"roles.reward.functions=[{PRICED}, {{name: numeric}}]"),
+    ),
 ]
 """Combinations beside these that have an effect, or say what is so anyway."""
 
