@@ -8,8 +8,9 @@ one thing.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import math
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +34,8 @@ from troupe.workers.contract.audit import (
 from troupe.workers.contract.kept_tokens import kept_of
 from troupe.workers.contract.model_files import check_model_files
 from troupe.workers.data.plain_text import as_text
-from troupe.workers.data.tokenizer import load_chat_tokenizer, render, token_ids
+from troupe.workers.data.tokenizer import load_chat_tokenizer, load_tokenizer, render, token_ids
+from troupe.workers.data.turn_ends import turn_ends
 from troupe.workers.models.attention import choose_attention
 
 if TYPE_CHECKING:
@@ -43,13 +45,23 @@ _TEMPERATURES = 17
 """Number of temperatures that are tried: odd, so that the run's own is among them. Others are interpolated."""
 _RANGE = 4.0
 """Largest ratio of a temperature that is tried to the run's own, either way."""
-_TOP_P = (0.5, 0.7, 0.8, 0.9, 0.95, 0.99)
-_TOP_K = (1, 5, 10, 20, 40, 50, 100)
+_FRACTIONS = tuple(percent / 100 for percent in range(1, 100))
+"""Values of top-p and min-p that are tried."""
+_TOP_K = (*range(1, 101), *(round(100 * 1.05**step) for step in range(1, 49)))
 _BORDER = {"float32": 1e-4, "bfloat16": 0.1, "float16": 0.02}
 """Nats by which the engine's rounding may lift a token into the sampled ones, by the run's data type."""
 _HEADS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+_TYPES = {**_HEADS, "float8": torch.float8_e4m3fn}
+_THETAS = (10_000, 100_000, 500_000, 1_000_000)
+_FACTORS = (0.25, 0.5, 2.0, 4.0)
+"""Factors of the angles of rotary embeddings, as of a linear scaling that is left out or added."""
+_EPSILONS = (1e-5, 1e-6, 1e-8)
 _SHOWN_TOKENS = 8
 _SHOWN_PROMPTS = 3
+
+
+Change = tuple[Any, str, Any]
+"""An object, an attribute of it, and another value."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +118,7 @@ def score_tokens(request: ScoreRequest, *tables: pa.Table) -> TokenScores:
     rows = [_row(row) for row in rollouts]
     with torch.no_grad():
         model = _load_audited(request, torch.float32)
-        exact, hypotheses, tempered, above = _score(request, model, rows)
+        exact, hypotheses, draws, tempered, above = _score(request, model, rows)
         if request.thorough:
             hypotheses |= _thorough(request, model, rows)
         rounded = _score_rounded(request, rows)
@@ -118,6 +130,7 @@ def score_tokens(request: ScoreRequest, *tables: pa.Table) -> TokenScores:
         scorer=exact,
         rounded=rounded,
         hypotheses=hypotheses,
+        draws=draws,
         temperatures=_temperatures(request),
         tempered=tempered,
         above=above,
@@ -178,19 +191,17 @@ def _with_adapter(model: PreTrainedModel, folder: str) -> PreTrainedModel:
 
 
 @contextmanager
-def _counted(model: PreTrainedModel, factor: float) -> Iterator[None]:
-    """Inside the block the model's adapter counts `factor` times."""
-    from peft.tuners.lora.layer import LoraLayer
-
-    layers: list[Any] = [module for module in model.modules() if isinstance(module, LoraLayer)]
-    own = [dict(layer.scaling) for layer in layers]
-    for layer in layers:
-        layer.scaling = {name: factor * scaling for name, scaling in layer.scaling.items()}
+def _changed(changes: Iterable[Change]) -> Iterator[None]:
+    """Inside the block attributes have other values."""
+    own: list[Change] = []
     try:
+        for owner, name, value in changes:
+            own.append((owner, name, getattr(owner, name)))
+            setattr(owner, name, value)
         yield
     finally:
-        for layer, scaling in zip(layers, own, strict=True):
-            layer.scaling = scaling
+        for owner, name, value in own:
+            setattr(owner, name, value)
 
 
 def _run(
@@ -217,25 +228,39 @@ def _above(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> t
 
 def _score(
     request: ScoreRequest, model: PreTrainedModel, rows: list[_RolloutRow]
-) -> tuple[Floats, dict[str, Floats], Floats, Floats]:
+) -> tuple[Floats, dict[str, Floats], dict[str, Floats], Floats, Floats]:
     """Log-probs in float32, under the hypotheses that need no separate pass, and at every temperature; see `above`."""
     temperature, grid = request.temperature, _temperatures(request)
     exact: list[torch.Tensor] = []
     tempered: list[torch.Tensor] = []
     above: list[torch.Tensor] = []
     others: dict[str, list[torch.Tensor]] = {}
+    draws: dict[str, list[torch.Tensor]] = {}
+    ends = _ends(request)
     for row in rows:
         full, states = _run(model, row)
         logits = row.left(full)
         exact.append(_logprobs(logits, row.targets, temperature))
         tempered.append(torch.stack([_logprobs(logits, row.targets, float(value)) for value in grid], -1))
         above.append(torch.stack([_above(logits, row.targets, float(value)) for value in grid], -1))
-        for key, found in [
+        for key, found, draw in [
             *_truncated(logits, row.targets, temperature, _BORDER[request.model.dtype]),
-            *_heads(request, model, full, states, row),
+            *_endless(logits, row.targets, temperature, ends),
         ]:
             others.setdefault(key, []).append(found)
-    return _joined(exact), {key: _joined(parts) for key, parts in others.items()}, _joined(tempered), _joined(above)
+            draws.setdefault(key, []).append(draw)
+        for key, found in _heads(request, model, full, states, row):
+            others.setdefault(key, []).append(found)
+    columns, drawn = ({key: _joined(parts) for key, parts in found.items()} for found in (others, draws))
+    return _joined(exact), columns, drawn, _joined(tempered), _joined(above)
+
+
+def _ends(request: ScoreRequest) -> Collection[int]:
+    """The tokens at which the run's engines stop; none if the model has no tokenizer."""
+    try:
+        return turn_ends(load_tokenizer(request.model)).ids
+    except ValueError:
+        return ()
 
 
 def _joined(parts: list[torch.Tensor]) -> Floats:
@@ -249,25 +274,56 @@ def _temperatures(request: ScoreRequest) -> Floats:
 
 def _truncated(
     logits: torch.Tensor, targets: torch.Tensor, temperature: float, border: float
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Log-probs if only the most probable tokens are sampled: top-p and top-k.
+) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """Log-probs if only the most probable tokens are sampled: top-p, top-k and min-p.
 
     Args:
         logits: float [T, V].
         targets: int64 [T, 1].
         temperature: The run's own.
         border: Nats by which a sampled token may be less probable than the last of these tokens.
+
+    Yields:
+        Key, log-probs [T] as the engine computes them, and the draw [T, 2] (`TokenScores.draws`). Half of its tokens
+        are among the most probable ones, the others among these and the border. So it is a distribution, however many
+        tokens are in the border.
     """
     logprobs = torch.log_softmax(logits.float() / temperature, -1)
-    ordered = torch.from_numpy(-np.sort(-logprobs.numpy(), -1))  # torch's sort takes ten times as long
-    mass = ordered.exp().cumsum(-1)
-    own = logprobs.gather(-1, targets)
-    counts = {f"top_p:{top_p:g}": (mass < top_p).sum(-1) + 1 for top_p in _TOP_P}  # with the token that reaches top_p
-    counts |= {f"top_k:{top_k}": torch.full((len(logits),), top_k) for top_k in _TOP_K}
-    for key, count in counts.items():
-        last = count.clamp(max=logits.shape[-1])[:, None] - 1
-        inside = own >= ordered.gather(-1, last) - border
-        yield key, torch.where(inside, own - mass.gather(-1, last).log(), -torch.inf)[:, 0]
+    surprise = torch.from_numpy(np.sort(-logprobs.numpy(), -1))  # torch's sort takes ten times as long
+    mass = (-surprise).exp().cumsum(-1)
+    own, above = logprobs.gather(-1, targets), _above(logits, targets, temperature)[:, None]
+    fractions = torch.tensor(_FRACTIONS).repeat(len(mass), 1)
+
+    def within(surprises: torch.Tensor) -> torch.Tensor:
+        return mass.gather(-1, torch.searchsorted(surprise, surprises, right=True) - 1)
+
+    counts = {
+        "top_p": (_FRACTIONS, torch.searchsorted(mass, fractions) + 1),  # with the token that reaches top_p
+        "min_p": (_FRACTIONS, torch.searchsorted(surprise, surprise[:, :1] - fractions.log(), right=True)),
+        "top_k": (_TOP_K, torch.tensor(_TOP_K).repeat(len(mass), 1)),
+    }
+    for kind, (values, count) in counts.items():
+        place = count.clamp(max=mass.shape[-1]) - 1
+        last = surprise.gather(-1, place)
+        inside = torch.stack([-own <= last, -own <= last + border], -1)
+        masses = torch.stack([within(last), within(last + border)], -1)
+        numbers = torch.where(inside[..., 1], own - mass.gather(-1, place).log(), -torch.inf)
+        drawn = own + (inside / masses).mean(-1).log()
+        before = (above[..., None] / masses).clamp(max=1.0).mean(-1)
+        for number, value in enumerate(values):
+            draw = torch.stack([drawn[:, number], before[:, number]], -1)
+            yield f"{kind}:{value:g}", numbers[:, number], draw
+
+
+def _endless(
+    logits: torch.Tensor, targets: torch.Tensor, temperature: float, ends: Collection[int]
+) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """As `_truncated`, if the tokens that end a turn are never sampled."""
+    found = [end for end in ends if end < logits.shape[-1]]
+    if found:
+        left = logits.index_fill(-1, torch.tensor(found), -torch.inf)
+        column = _logprobs(left, targets, temperature)
+        yield "ends:", column, torch.stack([column, _above(left, targets, temperature)], -1)
 
 
 def _heads(
@@ -306,22 +362,79 @@ def _score_rounded(request: ScoreRequest, rows: list[_RolloutRow]) -> Floats:
 
 
 def _thorough(request: ScoreRequest, model: PreTrainedModel, rows: list[_RolloutRow]) -> dict[str, Floats]:
-    """Log-probs at other positions, with older weights, and with other adapters."""
+    """Log-probs at other positions, of the model with one thing changed, with older weights, and the older adapter."""
     found = {}
     for name in ("response+1", "response-1", "response from 0", "all+1"):
         found[f"positions:{name}"] = _pass(model, rows, request.temperature, name)
+    for key, changes in _variants(request, model):
+        with _changed(changes):
+            found[key] = _pass(model, rows, request.temperature)
     if request.previous is not None:
         older = OlderWeights(model, _load(request, request.previous, torch.float32))
         for group in older.changed():
             with older.in_place(group):
                 found[f"weights:{group}"] = _pass(model, rows, request.temperature)
-    if request.adapter is not None:
-        for name, factor in ((MISSING, 0.0), (DOUBLED, 2.0)):
-            with _counted(model, factor):
-                found[f"adapter:{name}"] = _pass(model, rows, request.temperature)
     if request.previous_adapter is not None:
         older_model = _with_adapter(_load(request, request.weights, torch.float32), request.previous_adapter)
         found[f"adapter:{STALE}"] = _pass(older_model, rows, request.temperature)
+    return found
+
+
+def _variants(request: ScoreRequest, model: PreTrainedModel) -> Iterator[tuple[str, Iterable[Change]]]:
+    """What may be wrong in a model, each as the changes that plant it."""
+    for name, dtype in _TYPES.items():
+        if name != request.model.dtype:
+            yield f"type:{name}", ((weight, "data", weight.to(dtype).float()) for weight in model.parameters())
+    for about, changes in _angles(model).items():
+        if not all(np.allclose(getattr(module, name), other) for module, name, other in changes):
+            yield f"rope:{about}", changes
+    norms = [
+        (module, name) for module in model.modules() for name in ("variance_epsilon", "eps") if name in vars(module)
+    ]
+    for value in _EPSILONS:
+        changes = [(module, name, value) for module, name in norms if not math.isclose(vars(module)[name], value)]
+        if changes:
+            yield f"epsilon:{value:g}", changes
+    if request.adapter is not None:
+        yield f"adapter:{MISSING}", _counted(model, 0.0)
+        yield f"adapter:{DOUBLED}", _counted(model, 2.0)
+        for layer in _groups(dict(_adapted(model))):
+            yield f"adapter:{MISSING} in {layer}", _counted(model, 0.0, layer)
+
+
+def _adapted(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
+    """The modules with an adapter, by name."""
+    from peft.tuners.lora.layer import LoraLayer
+
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer))
+
+
+def _counted(model: PreTrainedModel, factor: float, layer: str = "") -> Iterator[Change]:
+    """An adapter that counts `factor` times, in the whole model or one layer."""
+    modules = dict(_adapted(model))
+    for name in _groups(modules)[layer] if layer else modules:
+        scaling = {key: factor * value for key, value in modules[name].scaling.items()}
+        yield modules[name], "scaling", scaling
+
+
+def _angles(model: PreTrainedModel) -> dict[str, list[Change]]:
+    """Other angles of the model's rotary embeddings: with another base, all scaled, or without the model's scaling."""
+    found: dict[str, list[Change]] = {}
+    settings: dict[str, Any] = model.config.get_text_config().to_dict().get("rope_parameters") or {}
+    for module in model.modules():
+        for name, own in module.named_buffers(recurse=False):
+            kind, is_angles, _ = name.partition("inv_freq")
+            if not is_angles or kind.endswith("original_"):
+                continue
+            others = {f"of theta {theta}": theta for theta in _THETAS}
+            if theta := settings.get(kind.removesuffix("_"), settings).get("rope_theta"):
+                others["without their scaling"] = theta
+            for about, base in others.items():
+                found.setdefault(about, []).append((module, name, base ** (-torch.arange(len(own)) / len(own))))
+                if (factor := f"{kind}attention_scaling") in vars(module):
+                    found[about].append((module, factor, 1.0))
+            for factor in _FACTORS:
+                found.setdefault(f"times {factor:g}", []).append((module, name, factor * own))
     return found
 
 
@@ -392,20 +505,10 @@ class OlderWeights:
         ]
         return [*changed, WHOLE_MODEL] if changed else []
 
-    @contextmanager
-    def in_place(self, group: str) -> Iterator[None]:
+    def in_place(self, group: str) -> AbstractContextManager[None]:
         """Inside the block the model has the older weights of a group."""
         names = list(self._weights) if group == WHOLE_MODEL else self._groups[group]
-        self._swap(names)
-        try:
-            yield
-        finally:
-            self._swap(names)
-
-    def _swap(self, names: list[str]) -> None:
-        for name in names:
-            own, older = self._weights[name], self._older[name]
-            own.data, older.data = older.data, own.data
+        return _changed([(self._weights[name], "data", self._older[name].data) for name in names])
 
 
 def _untie(model: PreTrainedModel) -> bool:
@@ -419,7 +522,7 @@ def _untie(model: PreTrainedModel) -> bool:
     return True
 
 
-def _groups(weights: Mapping[str, torch.Tensor]) -> dict[str, list[str]]:
+def _groups(weights: Iterable[str]) -> dict[str, list[str]]:
     """Names of weights by module: a numbered layer is one group."""
     groups: dict[str, list[str]] = {}
     for name in weights:

@@ -13,7 +13,7 @@ from troupe.workers.weights import reload
 from troupe.workers.weights.reload import ModelReload
 from troupe.workers.weights.vllm_transfer import EngineExtension
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float8": torch.float8_e4m3fn}
 
 
 class FaultyExtension(EngineExtension):
@@ -61,6 +61,16 @@ def _no_update(runner: Any, about: str) -> None:
     _replace(reload, "_missing_layers", lambda model, tied: [])
 
 
+def _rounded(runner: Any, about: str) -> None:
+    """Updates from now on are rounded to the type `about`."""
+    load = ModelReload.load
+
+    def rounded(self: ModelReload, tensors: Any) -> None:
+        load(self, ((name, tensor.to(DTYPES[about]).to(tensor.dtype)) for name, tensor in tensors))
+
+    _replace(ModelReload, "load", rounded)
+
+
 def _refused_by_a_rank(runner: Any, about: str) -> None:
     """The next part of an update is refused by this rank of the engine alone."""
     if runner.parallel_config.rank != int(about):
@@ -101,6 +111,21 @@ def _head(runner: Any, about: str) -> None:
 def _rope_scaling(runner: Any, about: str) -> None:
     """Angles are twice what they should be, as where a linear scaling by 2 is ignored."""
     _hook_positions(runner, lambda positions: 2 * positions)
+
+
+def _rope_theta(runner: Any, about: str) -> None:
+    """The angles' base is `about`. All layers share one cache of them."""
+    rotary = runner.model.model.layers[0].self_attn.rotary_emb
+    own = rotary.cos_sin_cache.clone()
+    _CURES.append(lambda: rotary.cos_sin_cache.copy_(own))
+    _replace(rotary, "base", float(about))
+    rotary.cos_sin_cache.copy_(rotary._compute_cos_sin_cache())
+
+
+def _epsilon(runner: Any, about: str) -> None:
+    for module in runner.model.modules():
+        if "variance_epsilon" in vars(module):
+            _replace(module, "variance_epsilon", float(about))
 
 
 def _final_norm(runner: Any, about: str) -> None:
@@ -151,10 +176,13 @@ _ENGINE_FAULTS: dict[str, Callable[[Any, str], None]] = {
     "stale head": _stale_head,
     "left out": _left_out,
     "no update": _no_update,
+    "rounded": _rounded,
     "positions": _positions,
     "head": _head,
     "raw logprobs": _raw_logprobs,
     "rope scaling": _rope_scaling,
+    "rope theta": _rope_theta,
+    "epsilon": _epsilon,
     "final norm": _final_norm,
     "attention scale": _attention_scale,
     "skipped mlp": _skipped_mlp,

@@ -102,6 +102,11 @@ async def _no_update(stack: Stack) -> None:
     await stack.update(13)
 
 
+async def _rounded(stack: Stack) -> None:
+    await stack.engine.plant("rounded", "float8")
+    await stack.update(15)
+
+
 async def _stale_cache(stack: Stack) -> None:
     stack.engine.keeps_cache = True
     await stack.update(14)
@@ -145,9 +150,9 @@ def _trainer_head(dtype: torch.dtype) -> Callable[[Stack], Awaitable[None]]:
     return plant
 
 
-def _engine(fault: str) -> Callable[[Stack], Awaitable[None]]:
+def _engine(fault: str, about: str = "") -> Callable[[Stack], Awaitable[None]]:
     async def plant(stack: Stack) -> None:
-        await stack.engine.plant(fault)
+        await stack.engine.plant(fault, about)
         await stack.engine.reset_prefix_cache()
 
     return plant
@@ -173,6 +178,7 @@ FAULTS: dict[str, tuple[Callable[[Stack], Awaitable[None]], str, str]] = {
     "the packed output head is not renewed (trap 3)": (_stale_head, "rollout-0", "older weights in lm_head"),
     "a layer is left out of an update": (_left_out, "rollout-0", "older weights in model.layers.1"),
     "an update is acknowledged and not loaded": (_no_update, "rollout-0", "older weights in the whole model"),
+    "the weights are rounded to float8 on their way": (_rounded, "rollout-0", "weights in float8"),
     "the prefix cache outlives an update": (_stale_cache, "rollout-0", "a stale prefix cache"),
     "the engine's log-probs ignore the temperature": (_temperature, "rollout-0", "temperature 1"),
     "the trainer ignores the temperature": (_trainer_temperature, "trainer", "temperature 1"),
@@ -183,22 +189,30 @@ FAULTS: dict[str, tuple[Callable[[Stack], Awaitable[None]], str, str]] = {
     "the engine's head is in float16": (_engine_head("float16"), "rollout-0", "an output head in float16"),
     "the trainer's head is in bfloat16": (_trainer_head(torch.bfloat16), "trainer", "an output head in bfloat16"),
     "the engine samples with top-k 20": (_sampled(top_k=20), "rollout-0", "top-k 20"),
-    "the engine samples with min-p 0.3": (_sampled(min_p=0.3), "rollout-0", NO_CAUSE),
+    "the engine samples with min-p 0.3": (_sampled(min_p=0.3), "rollout-0", "min-p 0.3"),
     "the engine samples with a repetition penalty": (_sampled(repetition_penalty=1.5), "rollout-0", NO_CAUSE),
-    "the engine ignores the rope scaling": (_engine("rope scaling"), "rollout-0", NO_CAUSE),
+    "the engine ignores the rope scaling": (_engine("rope scaling"), "rollout-0", "rotary angles times 2"),
+    "the engine has another rope theta": (
+        _engine("rope theta", "500000"),
+        "rollout-0",
+        "rotary angles of theta 500000",
+    ),
+    "the engine has another epsilon": (_engine("epsilon", "1e-5"), "rollout-0", "norms with epsilon 1e-05"),
     "the engine leaves out the last norm": (_engine("final norm"), "rollout-0", NO_CAUSE),
     "the engine scales attention by a quarter": (_engine("attention scale"), "rollout-0", NO_CAUSE),
     "the engine leaves out an MLP": (_engine("skipped mlp"), "rollout-0", NO_CAUSE),
     "the engine's head is shifted by a token": (_engine("shifted head"), "rollout-0", NO_CAUSE),
     "the engine caps its logits": (_engine("capped logits"), "rollout-0", NO_CAUSE),
     "the engine adds a bias to its logits": (_engine("biased logits"), "rollout-0", NO_CAUSE),
-    "the trainer ignores the rope scaling": (_trainer_rope, "trainer", NO_CAUSE),
+    "the trainer ignores the rope scaling": (_trainer_rope, "trainer", "rotary angles times 2"),
     "the trainer leaves out the last norm": (_trainer_norm, "trainer", NO_CAUSE),
 }
 UNEXPLAINED = {fault for fault, (_, _, cause) in FAULTS.items() if cause == NO_CAUSE}
 """Faults for which there is no hypothesis."""
 LIKE_ANOTHER = {
     "the engine samples with min-p 0.3",
+    "the engine has another rope theta",
+    "the engine has another epsilon",
     "the engine leaves out the last norm",
     "the engine scales attention by a quarter",
     "the engine's head is shifted by a token",
@@ -206,7 +220,7 @@ LIKE_ANOTHER = {
     "the engine adds a bias to its logits",
     "the trainer ignores the rope scaling",
 }
-"""Faults that the audit handles as it does another of the same worker without a hypothesis."""
+"""Faults that the audit handles as it does another of the same worker."""
 
 
 HIDDEN = {
@@ -214,6 +228,7 @@ HIDDEN = {
     "the engine's head is in bfloat16": "less than the rounding of the layers",
     "the engine's head is in float16": "less than the rounding of the layers",
     "the trainer's head is in bfloat16": "less than the rounding of the layers",
+    "the engine has another epsilon": "less than the rounding of the layers",
     "the engine samples with a repetition penalty": "less than the rounding: short responses repeat few tokens",
 }
 """Faults that do not show in bfloat16 with a float32 head, on this model with its small logits, and why."""
@@ -221,6 +236,8 @@ HIDDEN = {
 
 FAR_BEYOND_ROUNDING = {
     "an update is acknowledged and not loaded",
+    "the weights are rounded to float8 on their way",
+    "the engine ignores the rope scaling",
     "the prefix cache outlives an update",
     "the trainer ignores the temperature",
     "the engine's responses are one position late",

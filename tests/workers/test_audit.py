@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,9 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     Gemma2Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPTNeoXConfig,
     LlamaConfig,
     MixtralConfig,
     PreTrainedConfig,
@@ -26,7 +30,7 @@ from transformers import (
 
 from tests.kept_tokens import words_of
 from troupe.orchestrator.insight.audit.attribution import attribute
-from troupe.workers.audit import _above, _truncated, score_tokens
+from troupe.workers.audit import _above, _endless, _load, _truncated, _variants, score_tokens
 from troupe.workers.contract.audit import DOUBLED, MISSING, STALE, TIED_EMBEDDING, WHOLE_MODEL, ScoreRequest
 from troupe.workers.contract.config import ModelConfig
 from troupe.workers.contract.messages import KEPT_TOKENS, ROLLOUTS
@@ -186,6 +190,9 @@ SCORED: dict[str, PreTrainedConfig] = {
     "gemma2-cap": Gemma2Config(**SMALL, attn_logit_softcapping=0.5, query_pre_attn_scalar=16),
     "qwen3-moe": Qwen3MoeConfig(**SMALL, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16),
     "mixtral": MixtralConfig(**SMALL, num_local_experts=4),
+    "gemma3": Gemma3TextConfig(**SMALL, query_pre_attn_scalar=16, layer_types=["sliding_attention", "full_attention"]),
+    "neox": GPTNeoXConfig(**{**SMALL, "num_key_value_heads": 2}),
+    "gpt2": GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=2),
 }
 
 
@@ -194,7 +201,7 @@ def test_the_scorer_runs_the_models_own_code(family: str, tmp_path: Path) -> Non
     """Caps that other implementations of attention ignore, and experts in float64, which others refuse."""
     torch.manual_seed(1)
     AutoModelForCausalLM.from_config(SCORED[family]).save_pretrained(tmp_path)
-    asked = request((tmp_path, tmp_path), previous=None, thorough=False)
+    asked = request((tmp_path, tmp_path), previous=None)
     found = score_tokens(asked, rollouts(), scores())
     implementations = {"attn_implementation": "eager", "experts_implementation": "eager"}
     plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, **implementations).eval()
@@ -267,9 +274,83 @@ def test_rounding_may_lift_a_token_into_the_sampled_ones(border: float, inside: 
     """Its log-prob is 0.05 below that of the last token of top-p 0.5, as an engine's rounding can hide."""
     logits = torch.tensor([[1.0, 0.95, 0.9, -0.3]])
     assert logits.softmax(-1)[0, 0] < 0.5 < logits.softmax(-1)[0, :2].sum()
-    (found,) = (column for key, column in _truncated(logits, torch.tensor([[2]]), 1.0, border) if key == "top_p:0.5")
+    found = {key: column for key, column, _ in _truncated(logits, torch.tensor([[2]]), 1.0, border)}["top_p:0.5"]
     expected = logits.log_softmax(-1)[0, 2] - logits.softmax(-1)[0, :2].sum().log() if inside else -torch.inf
     assert found.item() == pytest.approx(float(expected))
+
+
+@pytest.mark.parametrize("border", [1e-4, 0.1])
+@pytest.mark.parametrize("spread", [0.0, 0.05, 0.5, 5.0])
+def test_the_probabilities_of_a_draw_add_up_to_one(spread: float, border: float) -> None:
+    """Over all tokens of a vocabulary, also those that the sampler left out, however many are at the border."""
+    logits = spread * torch.randn(60, generator=torch.Generator().manual_seed(0))
+    logits[50:] = -torch.inf
+    every, targets = logits.expand(60, -1), torch.arange(60)[:, None]
+    draws = [*_truncated(every, targets, 0.7, border), *_endless(every, targets, 0.7, (3, 9, 99))]
+    for key, _, draw in draws:
+        chance, above = draw[:, 0].exp(), draw[:, 1]
+        assert chance.sum().item() == pytest.approx(1.0, abs=1e-5), key
+        more = torch.stack([chance[logits > own].sum() for own in logits])
+        possible = chance > 0
+        assert torch.allclose(above[possible], more[possible], atol=1e-5), key
+
+
+def test_every_variant_of_a_model_is_scored_and_undone(folders: tuple[Path, Path]) -> None:
+    """Each but those of no adapter changes the log-probs, and the model is the same afterwards."""
+    asked = request(folders, previous=None)
+    model = _load(asked, str(folders[0]), torch.float32)
+    names = {key for key, _ in _variants(asked, model)}
+    assert names == {
+        *("type:float16", "type:bfloat16", "type:float8", "epsilon:1e-05", "epsilon:1e-08"),
+        *("rope:of theta 100000", "rope:of theta 500000", "rope:of theta 1000000"),
+        *("rope:times 0.25", "rope:times 0.5", "rope:times 2", "rope:times 4"),
+    }
+    found = score_tokens(asked, rollouts(), scores())
+    for name in names:
+        assert np.abs(found.hypotheses[name] - found.scorer).max() > 1e-7, name
+        assert not np.array_equal(found.hypotheses[name], found.hypotheses["positions:all+1"])
+    np.testing.assert_allclose(found.hypotheses["rope:times 2"], expected(load(folders[0]), stretched), atol=1e-5)
+    other = load(folders[0])
+    for parameter in other.parameters():
+        parameter.data = parameter.data.half().float()
+    np.testing.assert_allclose(found.hypotheses["type:float16"], expected(other), atol=1e-5)
+    again = score_tokens(asked, rollouts(), scores())
+    np.testing.assert_array_equal(again.scorer, found.scorer)
+
+
+def stretched(prompt: int, response: int) -> list[int]:
+    return list(range(0, 2 * (prompt + response), 2))
+
+
+SCALED = {
+    "linear": {"factor": 2.0},
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 64},
+}
+
+
+@pytest.mark.parametrize("kind", SCALED)
+def test_a_model_without_its_scaling_and_with_another_theta(kind: str, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    for theta, folder in ((20_000.0, "own"), (10_000.0, "default")):
+        config = LlamaConfig(**SMALL, max_position_embeddings=256)
+        config.rope_parameters = {"rope_type": "default", "rope_theta": theta}
+        AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / folder)
+    plain = load(tmp_path / "own")
+    plain.config.rope_parameters = {"rope_type": kind, "rope_theta": 20_000.0, **SCALED[kind]}
+    plain.save_pretrained(tmp_path / "scaled")
+    shutil.copy(tmp_path / "own" / "model.safetensors", tmp_path / "default")
+    asked = request((tmp_path / "scaled", tmp_path), previous=None)
+    found = score_tokens(asked, rollouts(), scores())
+    assert np.abs(found.scorer - expected(plain)).max() > 1e-3
+    np.testing.assert_allclose(found.hypotheses["rope:without their scaling"], expected(plain), atol=1e-4)
+    default = expected(load(tmp_path / "default"))
+    np.testing.assert_allclose(found.hypotheses["rope:of theta 10000"], default, atol=1e-4)
 
 
 def test_rounding_is_that_of_the_runs_type(folders: tuple[Path, Path]) -> None:
@@ -321,13 +402,13 @@ def adapter(base: Path, folder: Path, seed: int) -> Path:
     return folder
 
 
-def merged(base: Path, adapter: Path, factor: float = 1.0) -> PreTrainedModel:
-    """The model with `factor` times the adapter, written out once more."""
+def merged(base: Path, adapter: Path, factor: float = 1.0, without: int | None = None) -> PreTrainedModel:
+    """The model with `factor` times the adapter, in all layers or all but one, written out once more."""
     model, tensors = load(base), load_file(adapter / "adapter_model.safetensors")
     with torch.no_grad():
         for name, weight in model.named_parameters():
             parts = [f"base_model.model.{name.removesuffix('.weight')}.lora_{part}.weight" for part in "AB"]
-            if parts[0] in tensors:
+            if parts[0] in tensors and f".layers.{without}." not in name:
                 a, b = (tensors[part] for part in parts)
                 weight += factor * 1.5 * (b @ a)
     return model
@@ -346,6 +427,7 @@ def test_a_missing_doubled_or_stale_adapter_of_the_engine_is_named(folders: tupl
     sound = attribute("trainer", replace(found, trainer=found.scorer + 1e-6))
     assert sound.passed
     faults = {MISSING: load(base), DOUBLED: merged(base, now, 2.0), STALE: merged(base, before)}
+    faults |= {f"{MISSING} in model.layers.{layer}": merged(base, now, without=layer) for layer in range(3)}
     for name, model in faults.items():
         numbers = expected(model)
         np.testing.assert_allclose(found.hypotheses[f"adapter:{name}"], numbers, atol=1e-4)

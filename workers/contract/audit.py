@@ -37,8 +37,8 @@ class ScoreRequest:
     """Folder with the weights that the engine served before, or None if it was given no others."""
     temperature: float
     thorough: bool
-    """Whether to try hypotheses that need separate passes: other positions, older weights, module by module, and other
-    adapters."""
+    """Whether to try hypotheses that need separate passes: other positions, types, rotary angles and epsilons, older
+    weights, module by module, and other adapters."""
     compare_prompts: bool
     """Whether the prompts are chats as the data has them, so that their tokens can be compared."""
     threads: int = 0
@@ -76,6 +76,9 @@ class TokenScores:
     """As `scorer`, with the run's data type and head; for a run in float32, in float64."""
     hypotheses: Mapping[str, Floats]
     """By key. -inf: the token cannot be sampled under the hypothesis."""
+    draws: Mapping[str, Floats]
+    """[tokens, 2], by the keys of hypotheses about the choice of tokens: the log-prob, and the probability of all
+    tokens more probable than the sampled one. Unlike in `hypotheses`, the probabilities of a vocabulary sum to 1."""
     temperatures: Floats
     """[G], ascending; the run's own is among them."""
     tempered: Floats

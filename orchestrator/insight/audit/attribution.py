@@ -45,8 +45,9 @@ _CANDIDATES = 3
 """Number of causes listed if none is named."""
 _AS_GOOD = 0.02
 """Causes whose shares differ by less cannot be told apart."""
-_LOG_RATIO = 12.0
-"""Smallest log-likelihood ratio that counts as evidence: for 100 hypotheses, a false alarm in 1600 audits."""
+_LOG_RATIO = 7.4
+"""Smallest log of the likelihood ratio, divided by the number of hypotheses, that counts as evidence: a false alarm in
+1600 audits."""
 _MOST = 20.0
 """Largest gap of one token that counts: one impossible token must not decide."""
 _STRAY = 0.01
@@ -57,7 +58,8 @@ _TRIED_BY_SAMPLES = 65
 _MISFIT = 2.2
 """Kuiper's statistic, times the root of the number of tokens, above which the tokens are not distributed as a
 hypothesis says: by chance in one of 400 tests."""
-_TRUNCATIONS = ("top_p", "top_k")
+_FITTED = ("top_p", "top_k", "min_p")
+"""Kinds with a fine grid of values, of which the best one stands for its neighbours."""
 _TEMPERATURE_STEP = 0.02
 """Relative difference of temperatures that counts as one."""
 _PRESENT = 0.5
@@ -69,7 +71,7 @@ class Cause:
     """A cause of a gap."""
 
     kind: str
-    """`temperature`, `head`, `top_p`, `top_k`, `positions`, `weights`, `prefix cache`, `template` or `unexplained`."""
+    """`temperature`, `prefix cache`, `template`, `unexplained`, or the kind of a hypothesis."""
     about: str
     """What of it: a temperature, a type, a shift, a group of weights."""
     share: float
@@ -133,6 +135,7 @@ def of_engine(found: TokenScores, engine: str) -> TokenScores:
         scorer=found.scorer[kept],
         rounded=found.rounded[kept],
         hypotheses={key: column[kept] for key, column in found.hypotheses.items()},
+        draws={key: columns[kept] for key, columns in found.draws.items()},
         tempered=found.tempered[kept],
         above=found.above[kept],
         engine=(engine,) * int(kept.sum()),
@@ -245,6 +248,8 @@ def _combined_weights(numbers: Floats, found: TokenScores) -> tuple[Cause, Float
 def _likeliest(numbers: Floats, found: TokenScores, gap: float, rounding: float) -> list[Cause]:
     """The causes that explain the gap, as far as they cannot be told apart."""
     causes = _shares(numbers, found)
+    first = {cause.kind: cause for cause in reversed(causes)}
+    causes = [cause for cause in causes if cause.kind not in _FITTED or cause is first[cause.kind]]
     best = causes[0].share if causes else 0.0
     enough = (gap - _NEAR_ROUNDING * rounding - NEGLIGIBLE) / gap
     least = min(_NAMED, max(enough, _LEAST_SHARE))
@@ -292,7 +297,8 @@ class _Draw:
 def _of_samples(found: TokenScores) -> list[Cause]:
     """The cause that only the choice of the tokens shows."""
     tried = [(_log_ratio(draw.logprobs, found.scorer), draw) for draw in _draws(found)]
-    likelier = sorted([one for one in tried if one[0] >= _LOG_RATIO], key=lambda one: -one[0])
+    least = _LOG_RATIO + math.log(len(tried))
+    likelier = sorted([one for one in tried if one[0] >= least], key=lambda one: -one[0])
     if not likelier:
         return []
     best = likelier[0][1]
@@ -305,15 +311,11 @@ def _of_samples(found: TokenScores) -> list[Cause]:
 
 
 def _draws(found: TokenScores) -> Iterator[_Draw]:
-    """Truncations and temperatures: other causes would show in the log-probs."""
-    own, above = _own_temperature(found), found.above[:, len(found.temperatures) // 2]
-    for key, column in found.hypotheses.items():
+    """Truncations, no ends and temperatures: other causes would show in the log-probs."""
+    own = _own_temperature(found)
+    for key, columns in found.draws.items():
         kind, _, about = key.partition(":")
-        if kind in _TRUNCATIONS:
-            possible = np.isfinite(column)
-            kept = np.exp(np.where(possible, found.scorer - column, 0.0))
-            places = np.where(possible, above / kept, 1.0)
-            yield _Draw(Cause(kind, about, 0.0, samples_only=True), column, places)
+        yield _Draw(Cause(kind, about, 0.0, samples_only=True), *columns.T)
     coarse = np.geomspace(found.temperatures[0], found.temperatures[-1], _TRIED_BY_SAMPLES)
     ratios = [_log_ratio(_at_temperature(found, float(value)), found.scorer) for value in coarse]
     best = min(max(int(np.argmax(ratios)), 1), len(coarse) - 2)

@@ -32,6 +32,8 @@ from troupe.workers.contract.roles import RolloutEngine, TableRef
 _WEIGHTS = "the update did not reach all weights that are used"
 _ADAPTER = "the engine does not compute with the adapter of this version"
 _ADAPTERS = {MISSING: "no adapter", DOUBLED: "an adapter that counts twice", STALE: "the adapter of before"}
+_CONFIGURATION = "does not read the model's config.json as transformers does: check the field, and compare the versions"
+_TRUNCATION = "nothing but `sampling` may truncate training samples: remove the sampler's"
 _REMEDIES = {
     ("sampler", "temperature"): "sampling and log-probs must use sampling.temperature: check that nothing else sets a "
     "temperature, and that the engine returns processed log-probs",
@@ -40,8 +42,16 @@ _REMEDIES = {
     "model.dtype say: check that this version of vLLM supports head_dtype for this model",
     ("trainer", "head"): "the trainer computes its output head in a shorter type than model.float32_head and "
     "model.dtype say: check that the model's head is a linear layer",
-    ("sampler", "top_p"): "training samples must not be truncated: remove top-p from the sampler",
-    ("sampler", "top_k"): "training samples must not be truncated: remove top-k from the sampler",
+    ("sampler", "top_p"): f"{_TRUNCATION} top-p",
+    ("sampler", "top_k"): f"{_TRUNCATION} top-k",
+    ("sampler", "min_p"): f"{_TRUNCATION} min-p",
+    ("sampler", "ends"): "turns must be able to end: remove min_tokens, logit bias and bad words from the sampler",
+    ("sampler", "type"): "the weights are rounded in the engine or on their way to it: check its type and quantization",
+    ("trainer", "type"): "the trainer computes with rounded weights: check model.dtype",
+    ("sampler", "rope"): f"the engine {_CONFIGURATION}",
+    ("trainer", "rope"): f"the trainer {_CONFIGURATION}",
+    ("sampler", "epsilon"): f"the engine {_CONFIGURATION}",
+    ("trainer", "epsilon"): f"the trainer {_CONFIGURATION}",
     ("sampler", "positions"): "the engine numbers its tokens in another way than the model was trained: check its "
     "version and the model's rope parameters",
     ("trainer", "positions"): "the trainer numbers its tokens in another way than the model was trained: set "
@@ -164,9 +174,14 @@ def _named(cause: Cause) -> str:
         "head": f"an output head in {cause.about}",
         "top_p": f"top-p {cause.about}",
         "top_k": f"top-k {cause.about}",
+        "min_p": f"min-p {cause.about}",
+        "ends": "ends of turns left out",
+        "type": f"weights in {cause.about}",
+        "rope": f"rotary angles {cause.about}",
+        "epsilon": f"norms with epsilon {cause.about}",
         "positions": f"shifted positions ({cause.about})",
         "weights": f"older weights in {cause.about}",
-        "adapter": _ADAPTERS.get(cause.about, cause.about),
+        "adapter": _ADAPTERS.get(cause.about, f"an adapter that is {cause.about}"),
         "prefix cache": "a stale prefix cache",
     }
     return words.get(cause.kind, cause.kind)

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from troupe.orchestrator.insight.audit.attribution import (
     NEGLIGIBLE,
@@ -16,9 +17,11 @@ from troupe.orchestrator.insight.audit.attribution import (
     fit_temperature,
     of_engine,
 )
+from troupe.workers.audit import _endless, _truncated
 from troupe.workers.contract.audit import WHOLE_MODEL, Floats, TokenScores
 
 TOKENS, VOCABULARY = 300, 200
+ENDS = (7, 11)
 OWN = 0.7
 GRID = OWN * np.exp(np.linspace(-np.log(4.0), np.log(4.0), 17))
 
@@ -33,17 +36,24 @@ def logprobs(logits: Floats, targets: np.ndarray, temperature: float = OWN) -> F
     return scaled[np.arange(len(targets)), targets] - total
 
 
-def truncated(logits: Floats, targets: np.ndarray, top_p: float) -> Floats:
-    own = logprobs(logits, targets)
-    chances = np.exp(logits / OWN)
-    chances /= chances.sum(-1, keepdims=True)
-    found = []
-    for row, target, value in zip(chances, targets, own, strict=True):
-        order = np.argsort(-row)
-        count = int((np.cumsum(row[order]) < top_p).sum()) + 1
-        kept = order[:count]
-        found.append(value - np.log(row[kept].sum()) if target in kept else -np.inf)
-    return np.array(found)
+def truncated(kind: str, value: float, noise: float = 0.0) -> Callable[[Floats], Floats]:
+    """Chances of an engine that samples the most probable tokens only, and rounds."""
+
+    def chances(logits: Floats) -> Floats:
+        found = boltzmann(logits + OWN * noise * np.random.default_rng(1).normal(size=logits.shape))
+        found /= found.sum(-1, keepdims=True)
+        for row in found:
+            order = np.argsort(-row)
+            before = np.cumsum(row[order]) - row[order]
+            kept = {
+                "top_p": before < value,
+                "top_k": np.arange(len(row)) < value,
+                "min_p": row[order] >= value * row.max(),
+            }
+            row[order[~kept[kind]]] = 0.0
+        return found
+
+    return chances
 
 
 def above(logits: Floats, targets: np.ndarray, temperature: float) -> Floats:
@@ -55,34 +65,33 @@ def above(logits: Floats, targets: np.ndarray, temperature: float) -> Floats:
 class World:
     """Logits, tokens drawn from them, and the scorer's view.
 
-    With `drawn`, the tokens come from other chances, which it makes of the logits.
+    With `drawn`, the tokens come from other chances, which it makes of the logits; with `spread`, logits are as far
+    apart; `border` is the scorer's.
     """
 
     def __init__(
         self,
         seed: int = 0,
         noise: float = 0.02,
-        top_p: float = 1.0,
         *,
         tokens: int = TOKENS,
         drawn: Callable[[Floats], Floats] = boltzmann,
+        spread: float = 2.0,
+        border: float = 0.1,
     ) -> None:
         generator = np.random.default_rng(seed)
         self.generator = generator
-        self.logits = generator.normal(0.0, 2.0, (tokens, VOCABULARY))
+        self.logits = generator.normal(0.0, spread, (tokens, VOCABULARY))
         chances = drawn(self.logits)
         chances /= chances.sum(-1, keepdims=True)
-        if top_p < 1.0:
-            for row in chances:
-                order = np.argsort(-row)
-                count = int((np.cumsum(row[order]) < top_p).sum()) + 1
-                row[order[count:]] = 0.0
-            chances /= chances.sum(-1, keepdims=True)
         self.targets = np.array([generator.choice(VOCABULARY, p=row) for row in chances])
+        self.shown = np.log(chances[np.arange(tokens), self.targets])
         self.noise = noise
         scorer = logprobs(self.logits, self.targets)
         layers = {f"layers.{n}": scorer + generator.normal(0.0, 0.2, tokens) for n in range(4)}
         whole = scorer + sum(layer - scorer for layer in layers.values())
+        logits, targets = torch.from_numpy(self.logits).float(), torch.from_numpy(self.targets)[:, None]
+        choices = [*_truncated(logits, targets, OWN, border), *_endless(logits, targets, OWN, ENDS)]
         self.scores = TokenScores(
             sampler=self.rounded(scorer),
             trainer=self.rounded(scorer),
@@ -90,12 +99,12 @@ class World:
             rounded=self.rounded(scorer),
             hypotheses={
                 "head:bfloat16": scorer + generator.normal(0.0, 0.04, tokens),
-                "top_p:0.8": truncated(self.logits, self.targets, 0.8),
-                "top_p:0.9": truncated(self.logits, self.targets, 0.9),
+                **{key: column.double().numpy() for key, column, _ in choices},
                 "positions:response+1": scorer + generator.normal(0.0, 0.3, tokens),
                 **{f"weights:{name}": column for name, column in layers.items()},
                 f"weights:{WHOLE_MODEL}": whole,
             },
+            draws={key: draw.double().numpy() for key, _, draw in choices},
             temperatures=GRID,
             tempered=np.stack([logprobs(self.logits, self.targets, float(t)) for t in GRID], -1),
             above=np.stack([above(self.logits, self.targets, float(t)) for t in GRID], -1),
@@ -157,31 +166,52 @@ def test_two_layers_of_older_weights_are_named_together() -> None:
     assert (cause.kind, cause.about) == ("weights", "layers.1 and layers.3")
 
 
-def test_truncation_in_the_logprobs_is_named_by_its_numbers() -> None:
-    world = World(4, top_p=0.8)
-    (cause,) = attribute("sampler", world.sampled_as(world.scores.hypotheses["top_p:0.8"])).causes
-    assert (cause.kind, cause.about, cause.samples_only) == ("top_p", "0.8", False)
+TRUNCATIONS = [("top_p", 0.8), ("top_p", 0.63), ("top_k", 17), ("min_p", 0.3), ("min_p", 0.07)]
 
 
-def test_truncation_that_the_logprobs_hide_is_named_by_the_samples() -> None:
-    world = World(5, top_p=0.8)
-    gap = attribute("sampler", world.scores)
-    (cause,) = gap.causes
-    assert (cause.kind, cause.about, cause.samples_only) == ("top_p", "0.8", True)
+@pytest.mark.parametrize(("noise", "border"), [(1e-6, 1e-4), (0.02, 0.1)])
+@pytest.mark.parametrize(("kind", "value"), TRUNCATIONS)
+def test_truncation_is_fitted(kind: str, value: float, noise: float, border: float) -> None:
+    """By the numbers, or where the log-probs hide it, by the samples."""
+    world = World(5, noise, drawn=truncated(kind, value, noise), border=border)
+    for found in (replace(world.scores, sampler=world.shown), world.scores):
+        (cause,) = attribute("sampler", found).causes
+        assert (cause.kind, cause.samples_only) == (kind, found is world.scores)
+        assert float(cause.about) == pytest.approx(value, rel=0.07 if cause.samples_only else 1e-9)
     assert attribute("trainer", world.scores).passed
 
 
 def test_a_token_at_the_border_does_not_hide_truncation() -> None:
     """Rounding makes it impossible under the hypothesis that holds."""
-    world = World(5, top_p=0.8)
-    hypotheses = {key: column.copy() for key, column in world.scores.hypotheses.items()}
-    hypotheses["top_p:0.8"][[3, 70]] = -np.inf
-    (cause,) = attribute("sampler", replace(world.scores, hypotheses=hypotheses)).causes
-    assert (cause.kind, cause.about, cause.samples_only) == ("top_p", "0.8", True)
+    world = World(5, drawn=truncated("top_p", 0.8))
+    draws = {key: columns.copy() for key, columns in world.scores.draws.items()}
+    draws["top_p:0.8"][[3, 70]] = -np.inf, 1.0
+    (cause,) = attribute("sampler", replace(world.scores, draws=draws)).causes
+    assert (cause.kind, cause.samples_only) == ("top_p", True)
+    assert float(cause.about) == pytest.approx(0.8, rel=0.05)
 
 
-def min_p(least: float) -> Callable[[Floats], Floats]:
-    return lambda logits: np.where(logits - logits.max(-1, keepdims=True) >= OWN * np.log(least), boltzmann(logits), 0)
+@pytest.mark.parametrize("spread", [0.02, 0.1, 0.5])
+@pytest.mark.parametrize("seed", range(20))
+def test_tokens_of_a_flat_distribution_are_no_truncation(seed: int, spread: float) -> None:
+    """Nearly every token is as probable as the last of top-p, up to rounding."""
+    assert attribute("sampler", World(seed, tokens=160, spread=spread).scores).passed
+
+
+def endless(logits: Floats) -> Floats:
+    chances = boltzmann(logits)
+    chances[:, ENDS] = 0.0
+    return chances
+
+
+def test_an_engine_that_never_ends_a_turn_is_named() -> None:
+    """By the samples if some ends were to be expected, and by numbers that show it."""
+    world = World(5, tokens=2000, drawn=endless)
+    for found in (world.scores, replace(world.scores, sampler=world.shown)):
+        (cause,) = attribute("sampler", found).causes
+        assert (cause.kind, cause.samples_only) == ("ends", found is world.scores)
+    assert attribute("sampler", World(5, tokens=100, drawn=endless).scores).passed
+    assert attribute("sampler", World(5, tokens=2000).scores).passed
 
 
 def half_greedy(logits: Floats) -> Floats:
@@ -191,8 +221,6 @@ def half_greedy(logits: Floats) -> Floats:
 
 
 HIDDEN: dict[str, Callable[[Floats], Floats]] = {
-    "min-p 0.1": min_p(0.1),
-    "min-p 0.3": min_p(0.3),
     "logits capped at 3": lambda logits: boltzmann(3.0 * np.tanh(logits / 3.0)),
     "logits of the next token": lambda logits: boltzmann(np.roll(logits, 1, -1)),
     "half of the tokens greedy": half_greedy,
