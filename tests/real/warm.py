@@ -130,10 +130,14 @@ class _Forked:
         self._connection.shutdown(socket.SHUT_WR)
 
     @cached_property
+    def pid(self) -> int:
+        with self._connection:
+            return int(self._connection.recv(16))
+
+    @cached_property
     def _ended(self) -> int:
         """Descriptor that is readable once the process has ended."""
-        with self._connection:
-            return os.pidfd_open(int(self._connection.recv(16)))
+        return os.pidfd_open(self.pid)
 
     def poll(self) -> int | None:
         return 0 if select.select([self._ended], [], [], 0)[0] else None
