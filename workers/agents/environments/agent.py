@@ -121,6 +121,7 @@ class Agent(Environment):
         for (choice, response), (_, sampled) in zip(responses, given, strict=True):
             self._begun += not choice.known and "refused" not in response
             # The tokens of a turn with a call that the agent did not get differ from its history's.
+            self._known.pop(choice.conversation, None)
             if "refused" not in response and not _has_fewer_calls(response, sampled):
                 self._known[choice.conversation] = ([*choice.messages, plain(response)], choice.tools)
             if not choice.answer.done():
@@ -159,7 +160,8 @@ class Agent(Environment):
             info = {name: float(count) for name, count in counts.items()}
             return Observation(reward=reward, done=True, info=info)
         waiting = [request.result(), *self._waiting_now()]
-        rewritten = [note for choice in waiting if (note := self._place(choice))]
+        taken = set[str]()
+        rewritten = [note for choice in waiting if (note := self._place(choice, taken))]
         self._rewritten += len(rewritten)
         self._notes += rewritten[:1]
         self._pending = sorted(waiting, key=lambda choice: not choice.known)
@@ -167,28 +169,29 @@ class Agent(Environment):
         note = self._notes.pop(0) if self._notes else ""
         return replace(main.observation, note=note, also=[choice.observation for choice in others])
 
-    def _place(self, choice: Choice) -> str:
-        """Give a request the longest conversation that it continues, or a new one.
+    def _place(self, choice: Choice, taken: set[str]) -> str:
+        """Give a request the longest conversation that it continues and that is not `taken` already, or a new one.
 
         Returns:
             How it repeats a conversation with a difference; empty if it does not.
         """
         self._requests += 1
-        repeated = ""
+        repeated, beside = "", False
         for name, (known, tools) in sorted(self._known.items(), key=lambda item: -len(item[1][0])):
             found = first_difference(known, choice.messages) or (
                 "" if tools == choice.tools else "the tools are others"
             )
-            if not found:
+            if not found and name not in taken:
+                taken.add(name)
                 choice.conversation, choice.known = name, len(known)
-                del self._known[name]  # until this turn is answered
                 return ""
+            beside = beside or not found
             asked = next((place for place, message in enumerate(known) if message["role"] == "assistant"), 1)
             if len(choice.messages) >= len(known) and not first_difference(known[:asked], choice.messages[:asked]):
                 repeated = repeated or found
         choice.conversation = f"conversation {self._requests}"
         begins = "a request repeats its conversation, but begins a new row of the sample with the whole prompt"
-        return f"{begins}: {repeated}" if repeated else ""
+        return f"{begins}: {repeated}" if repeated and not beside else ""
 
     def _waiting_now(self) -> list[Choice]:
         """Takes the choices that wait, without waiting for any."""

@@ -248,12 +248,12 @@ def planner(row: Row, client: OpenAI) -> float:
 
 
 def picks_a_choice(row: Row, client: OpenAI) -> float:
-    """Continues the second of three choices, and then the first."""
+    """Continues the second of three choices, and then the first with two more."""
     create: Any = client.chat.completions.create
     messages: list[Any] = list(row.messages)
     choices = create(model="any", messages=messages, n=3).choices
-    for choice in (choices[1], choices[0]):
-        create(model="any", messages=[*messages, choice.message, {"role": "user", "content": "more"}])
+    for choice, number in ((choices[1], 1), (choices[0], 2)):
+        create(model="any", messages=[*messages, choice.message, {"role": "user", "content": "more"}], n=number)
     return 1.0
 
 

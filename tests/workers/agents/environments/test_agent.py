@@ -135,7 +135,7 @@ def test_several_choices_and_branches_are_rows_of_their_own() -> None:
         ("subagents", 2, 8, [8]),
         ("parallel_subagents", 2, 8, range(4, 9)),
         ("planner", 4, 6, [6]),
-        ("picks_a_choice", 3, 5, [3]),
+        ("picks_a_choice", 4, 6, [3]),
     ],
 )
 def test_conversations_that_alternate_keep_their_rows(
@@ -145,6 +145,7 @@ def test_conversations_that_alternate_keep_their_rows(
     assert (played.last.status, len(played.asked)) == ("ok", turns) and len(played.together) in steps
     assert len({asked.conversation for asked in played.asked}) == rows == sum(asked.restart for asked in played.asked)
     assert all(len(asked.messages) == 1 for asked in played.asked if not asked.restart)
+    assert [asked.note for asked in played.asked if asked.note] == []
     assert played.last.observation.info == {"requests": turns, "restarted": rows - 1.0, "rewritten": 0.0}
 
 
