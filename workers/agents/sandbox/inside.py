@@ -31,7 +31,7 @@ import time
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
-from troupe.workers.agents.sandbox.seccomp import build_filter
+from troupe.workers.agents.sandbox.seccomp import PR_SET_THP_DISABLE, build_filter
 
 INSIDE_ID = 1000
 """User and group of the program, inside."""
@@ -58,6 +58,12 @@ _SYSTEM = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "nix/store", "etc/ld.s
 _DEVICES = {"null": "null", "zero": "full", "full": "full", "random": "random", "urandom": "urandom"}
 """The host's device behind each of the sandbox. A shared mapping of `zero` is memory that belongs to no process; `full`
 reads as the same zeros and cannot be mapped."""
+
+_SEND_BUFFER = 212_992
+"""Bytes that a socket may hold unread by default, on a machine that does not say."""
+_STREAM, _HELD, _QUEUED = "0001", 2, 12
+"""Type of a stream in the list of Unix sockets, and the buffers that one and another kind hold at most: the last write
+begins while there is room, and ten datagrams wait for a reader, whose senders may be closed."""
 
 # PyDLL keeps the interpreter lock during a call: after a clone there is no other thread that could give it back.
 _libc = ctypes.PyDLL(None, use_errno=True)
@@ -316,11 +322,11 @@ def _write_files(request: dict[str, Any]) -> None:
 
 
 def _watch(program: int, limit: int) -> bool:
-    """Wait for the program. Returns whether it was killed because the memory of all processes exceeded the limit."""
+    """Wait for the program. Returns whether it was killed because its processes and sockets exceeded the limit."""
     waiting = select.poll()
     waiting.register(os.pidfd_open(program), select.POLLIN)
     while not waiting.poll(WATCH_INTERVAL_MS):
-        if _used_memory() > limit:
+        if _used_memory() + _socket_memory() > limit:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(-1, signal.SIGKILL)  # everything in this namespace but the init itself
             return True
@@ -341,6 +347,26 @@ def _used_memory() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
+def _socket_memory() -> int:
+    """Bytes that the buffers of all Unix sockets may hold; also of sockets that no process has open: sent to another
+    one, or waiting to be accepted. Internet sockets have nobody to send to."""
+    with open("/proc/1/net/unix", encoding="utf-8", errors="replace") as file:
+        kinds = [columns[4] for line in file if len(columns := line.split()) > 4][1:]
+    streams = kinds.count(_STREAM)
+    return (_HELD * streams + _QUEUED * (len(kinds) - streams)) * _send_buffer
+
+
+def _default_send_buffer() -> int:
+    try:
+        with open("/proc/sys/net/core/wmem_default", encoding="ascii") as file:
+            return int(file.read())
+    except OSError:  # kernels show it to the first network namespace only
+        return _SEND_BUFFER
+
+
+_send_buffer = _default_send_buffer()
+
+
 def _become_program(request: dict[str, Any], status: int, drops_user: bool) -> NoReturn:
     """Give up every right and start the interpreter."""
     try:
@@ -355,6 +381,7 @@ def _become_program(request: dict[str, Any], status: int, drops_user: bool) -> N
             _limit(request["limits"], 0 if drops_user else 1)
             _drop_rights(drops_user)
             os.closerange(4, 2**31 - 1)
+            _call("prctl", _libc.prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0))  # unmapped but for a page, one would stay whole
             _filter_calls()
             os.execve(request["command"][0], request["command"], request["environment"])
     except SetupError as error:

@@ -3,8 +3,8 @@
 The filter is the second wall: namespaces, limits and missing capabilities stop most of these calls already. It keeps
 code away from parts of the kernel that have a history of faults and that Python programs do not need, and closes what
 namespaces and limits leave open: memory that belongs to no process (memfd, System V segments, shared mappings without a
-file), and sockets of other kinds than internet and Unix ones, such as vsock, which reaches the host of a virtual
-machine.
+file, pages in pipes, large buffers of sockets, huge pages of which a part is unmapped), and sockets
+of other kinds than internet and Unix ones, such as vsock, which reaches the host of a virtual machine.
 """
 
 from __future__ import annotations
@@ -52,6 +52,8 @@ _DENIED: dict[str, tuple[int, int | None]] = {
     "memfd_create": (319, 279),
     "memfd_secret": (447, 447),
     "shmget": (29, 194),
+    "semget": (64, 190),
+    "vmsplice": (278, 75),
     "msgget": (68, 186),
     "kexec_load": (246, 104),
     "kexec_file_load": (320, 294),
@@ -78,11 +80,14 @@ _DENIED: dict[str, tuple[int, int | None]] = {
     "modify_ldt": (154, None),
     "uselib": (134, None),
 }
-_CLONE, _CLONE3, _SOCKET, _MMAP = (56, 220), (435, 435), (41, 198), (9, 222)
+_CLONE, _CLONE3, _SOCKET, _MMAP, _PRCTL, _SETSOCKOPT = (56, 220), (435, 435), (41, 198), (9, 222), (157, 167), (54, 208)
 _NEW_NAMESPACES = 0x7E020080
 """The CLONE_NEW... flags: namespaces for mounts, cgroups, host names, IPC, users, processes, network and time."""
 _SOCKET_FAMILIES = (1, 2, 10)
 """AF_UNIX, AF_INET, AF_INET6."""
+_SOL_SOCKET, _BUFFER_SIZES = 1, (7, 8, 32, 33)
+"""SO_SNDBUF, SO_RCVBUF, and both by force: the memory of a socket's buffers is counted with their default size."""
+PR_SET_THP_DISABLE = 41
 _MAP_ANONYMOUS = 0x20
 _MAP_SHARED_OR_HUGETLB = 0x40001
 """Flags of mappings whose pages the memory of a process does not show: shared pages stay when a process unmaps all but
@@ -93,7 +98,7 @@ _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 _X32 = 0x40000000
 _ALLOW, _KILL, _FAIL = 0x7FFF0000, 0x80000000, 0x00050000
 _LOAD, _RETURN, _EQUAL, _AT_LEAST, _ANY_BIT = 0x20, 0x06, 0x15, 0x35, 0x45
-_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT, _FOURTH_ARGUMENT = 0, 4, 16, 40
+_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT, _SECOND_ARGUMENT, _THIRD_ARGUMENT, _FOURTH_ARGUMENT = 0, 4, 16, 24, 32, 40
 """Offsets in the kernel's `struct seccomp_data`, little-endian."""
 
 
@@ -128,6 +133,17 @@ def build_filter(machine: str | None = None) -> bytes:
         (_LOAD, 0, 0, _FOURTH_ARGUMENT),
         *((_ANY_BIT, 0, 2, _MAP_ANONYMOUS), (_ANY_BIT, 0, 1, _MAP_SHARED_OR_HUGETLB)),
         *((_RETURN, 0, 0, _FAIL | errno.EPERM), (_RETURN, 0, 0, _ALLOW)),
+    ]
+    steps += [
+        *((_EQUAL, 0, 4, _PRCTL[column]), (_LOAD, 0, 0, _FIRST_ARGUMENT), (_EQUAL, 0, 1, PR_SET_THP_DISABLE)),
+        *((_RETURN, 0, 0, _FAIL | errno.EPERM), (_RETURN, 0, 0, _ALLOW)),
+    ]
+    sizes = len(_BUFFER_SIZES)
+    steps += [
+        *((_EQUAL, 0, sizes + 5, _SETSOCKOPT[column]), (_LOAD, 0, 0, _SECOND_ARGUMENT)),
+        *((_EQUAL, 0, sizes + 1, _SOL_SOCKET), (_LOAD, 0, 0, _THIRD_ARGUMENT)),
+        *((_EQUAL, sizes - at, 0, option) for at, option in enumerate(_BUFFER_SIZES)),
+        *((_RETURN, 0, 0, _ALLOW), (_RETURN, 0, 0, _FAIL | errno.EPERM)),
     ]
     families = len(_SOCKET_FAMILIES)
     steps += [(_EQUAL, 0, families + 2, _SOCKET[column]), (_LOAD, 0, 0, _FIRST_ARGUMENT)]

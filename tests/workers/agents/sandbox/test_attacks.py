@@ -453,14 +453,23 @@ def test_the_memory_of_all_processes_together_is_bounded(marked: Marked) -> None
 def test_memory_that_belongs_to_no_process_is_refused() -> None:
     """Unmapped but for a page, or only inherited, such memory would stay and be in no process's size."""
     code = """
-    import ctypes, mmap, os
+    import ctypes, mmap, os, socket
     libc = ctypes.CDLL(None, use_errno=True)
     try:
         os.memfd_create("x")
         print("memfd")
     except OSError:
         pass
-    print(libc.shmget(0, 2**20, 0o1600), libc.msgget(0, 0o1600))
+    print(libc.shmget(0, 2**20, 0o1600), libc.msgget(0, 0o1600), libc.semget(0, 1, 0o1600))
+    read, write = os.pipe()
+    print(libc.vmsplice(write, (ctypes.c_size_t * 2)(ctypes.addressof(ctypes.create_string_buffer(4096)), 4096), 1, 0))
+    print(libc.prctl(42, 0, 0, 0, 0), libc.prctl(41, 0, 0, 0, 0))  # huge pages are off, and stay off
+    for option in (7, 8, 32, 33):
+        try:
+            socket.socketpair()[0].setsockopt(socket.SOL_SOCKET, option, 2**26)
+            print("buffer of", option)
+        except OSError:
+            pass
     HUGETLB, POPULATE = 0x40000, 0x8000
     for flags in (mmap.MAP_SHARED, mmap.MAP_SHARED | POPULATE, mmap.MAP_PRIVATE | HUGETLB, mmap.MAP_PRIVATE):
         try:
@@ -476,7 +485,35 @@ def test_memory_that_belongs_to_no_process_is_refused() -> None:
         except OSError:
             pass
     """
-    assert attack(code).stdout.splitlines() == ["-1 -1", *["[Errno 1] Operation not permitted"] * 3, "mapped 1048576"]
+    refused = ["-1 -1 -1", "-1", "1 -1", *["[Errno 1] Operation not permitted"] * 3]
+    assert attack(code).stdout.splitlines() == [*refused, "mapped 1048576"]
+
+
+@pytest.mark.parametrize("kind", ["waiting to be accepted", "of datagrams"])
+def test_what_sockets_may_hold_counts(kind: str, marked: Marked) -> None:
+    """What was written to them is in the memory of no process, and some are open in none."""
+    code = f"""
+    import socket, time
+    if {kind!r} == "waiting to be accepted":
+        server = socket.socket(socket.AF_UNIX)
+        server.bind("/tmp/s")
+        server.listen(4096)
+        for _ in range(600):
+            with socket.socket(socket.AF_UNIX) as client:
+                client.connect("/tmp/s")
+                client.send(b"x")
+    else:
+        kept = [socket.socketpair(type=socket.SOCK_DGRAM) for _ in range(28)]
+    time.sleep(5)
+    """
+    result = attack(code, replace(SMALL, timeout_s=20.0), prefix=marked.prefix)
+    assert result.out_of_memory and not result.timed_out, result
+
+
+def test_a_few_sockets_are_within_the_limit_of_the_memory() -> None:
+    code = "import asyncio\nprint(asyncio.run(asyncio.sleep(0.2, 'slept')))"
+    result = attack(code)
+    assert result.stdout == "slept\n" and not result.out_of_memory, result
 
 
 def test_processes_share_memory_in_files_within_the_limit_of_the_disk() -> None:

@@ -305,11 +305,14 @@ def test_an_unsupported_architecture_is_refused(monkeypatch: pytest.MonkeyPatch)
 # The filter
 
 
-def judge(machine: str, number: int, argument: int = 0, architecture: int | None = None, flags: int = 0) -> int:
+def judge(
+    machine: str, number: int, argument: int = 0, architecture: int | None = None, flags: int = 0, option: int = 0
+) -> int:
     """What the filter answers to a system call: an interpreter of the few instructions that it uses."""
     program = seccomp.build_filter(machine)
     known = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}[machine]
-    fields = {0: number, 4: known if architecture is None else architecture, 16: argument, 40: flags}
+    fields = {0: number, 4: known if architecture is None else architecture, 16: argument}
+    fields |= {24: argument, 32: option, 40: flags}
     position, loaded = 0, 0
     while True:
         at = position * 8
@@ -348,5 +351,10 @@ def test_the_filter_denies_what_it_names_and_allows_the_rest(machine: str) -> No
         assert judge(machine, mmap_call, flags=flags) == allowed, hex(flags)
     for flags in (0x21, 0x8021, 0x40022, 0x40021, 0x23):  # shared without a file; huge pages
         assert judge(machine, mmap_call, flags=flags) == denied, hex(flags)
+    control, set_option = ((157, 54), (167, 208))[column]
+    assert judge(machine, control, 15) == allowed and judge(machine, control, 41) == denied  # its name; huge pages
+    for option in (7, 8, 32, 33):  # the sizes of a socket's buffers, and of another level
+        assert judge(machine, set_option, 1, option=option) == denied
+        assert judge(machine, set_option, 6, option=option) == judge(machine, set_option, 1, option=2) == allowed
     assert judge(machine, 0, architecture=0x40000003) == killed  # a 32-bit call
     assert judge("x86_64", 0x40000000 | 101) == killed  # a call of the x32 kind
