@@ -30,7 +30,7 @@ from troupe.workers.contract.messages import (
     RewardSummary,
     WorkerHealth,
 )
-from troupe.workers.contract.rewards import ENVIRONMENT_REWARD, JUDGE_REWARD, differ, not_usable, total
+from troupe.workers.contract.rewards import COMPARED, ENVIRONMENT_REWARD, JUDGE_REWARD, differ, not_usable, total
 from troupe.workers.data.kept_tables import Kept, keep_groups, read_group
 from troupe.workers.data.plain_text import response_text
 from troupe.workers.data.trajectories import write_evaluation, write_trajectories
@@ -175,6 +175,8 @@ class _Rewards:
         self.functions = [component(function, n) for function, n in zip(config.functions, before, strict=True)]
         self.has_model = config.model is not None
         self.gives_steps = any(function.process for function in config.functions)
+        compared = [one for one in config.functions if one.weight and one.name in COMPARED]
+        self.voting = {"reward": compared[0].name, "args": compared[0].args} if len(compared) == 1 else {}
         self.splits_text = any(f.process and f.name != ENVIRONMENT_REWARD for f in config.functions)
 
 
@@ -209,7 +211,7 @@ class RewardWorker:
         self._processes = [part for part in self._components.values() if isinstance(part, RewardProcess)]
         self._family = FamilyPeak()
         self._judges = [part for part in self._components.values() if isinstance(part, JudgeReward)]
-        self._votes: RewardProcess | None = None
+        self._votes: dict[str, RewardProcess] = {}
         self._model: RewardModel | None = None
         self._tokenizer: Any = None
 
@@ -295,7 +297,7 @@ class RewardWorker:
                 label: tuple(outcome.value for outcome in outcomes)
                 for label, outcomes in zip(asked.labels, components, strict=True)
             },
-            answers=self._answers(rollouts) if vote else (),
+            answers=self._answers(asked, rollouts) if vote else (),
             steps_differ=differ(reward for sample in combined for _, reward in sample.spans),
             faults=(*find_faults(asked.labels, scored), *sum_faults(combined, per_sample), *episode_faults(statuses)),
             seconds=time.perf_counter() - started,
@@ -348,13 +350,15 @@ class RewardWorker:
             found = [*(future.result() for future in futures), *model]
         return [[bounded(outcome) for outcome in outcomes] for outcomes in found]
 
-    def _answers(self, rollouts: pa.Table) -> tuple[int | None, ...]:
+    def _answers(self, asked: _Rewards, rollouts: pa.Table) -> tuple[int | None, ...]:
         """Number of each sample's answer. The process starts with the first vote."""
-        if self._votes is None:
-            config = RewardFunctionConfig(name=VOTES, batched=True, timeout_s=_VOTE_S)
-            self._votes = RewardProcess(with_opened_thoughts(config, self.policy), self.config.memory_limit_mib)
-            self._processes.append(self._votes)
-        outcomes = self._votes.score(_samples(rollouts))
+        config = RewardFunctionConfig(name=VOTES, batched=True, timeout_s=_VOTE_S, args=asked.voting)
+        process = self._votes.get(config.model_dump_json())
+        if process is None:
+            process = RewardProcess(with_opened_thoughts(config, self.policy), self.config.memory_limit_mib)
+            self._votes[config.model_dump_json()] = process
+            self._processes.append(process)
+        outcomes = process.score(_samples(rollouts))
         return tuple(None if outcome.value is None else int(outcome.value) for outcome in outcomes)
 
     def _with_spans(

@@ -467,9 +467,9 @@ class EvaluationConfig(BaseEvaluation):
     """How responses are sampled."""
     solved_at: Annotated[float | None, EVALUATED] = None
     """A sample with at least this reward counts as solved: `eval/accuracy` is the share of such samples, and pass@k
-    counts them. null: the weight of the only reward component with a weight, if that is `exact_match`,
-    `last_number`, `numeric`, `regex`, `reasoning_gym` or `python_tests`; for any other reward there is neither
-    metric."""
+    counts them. null: the weight of the only reward component with a weight, if that is `choice`,
+    `exact_match`, `last_number`, `numeric`, `regex`, `reasoning_gym` or `python_tests`; for any other reward there is
+    neither metric."""
 
 
 class WeightSyncConfig(Frozen):

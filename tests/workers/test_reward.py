@@ -161,17 +161,14 @@ def test_a_failed_component_fails_the_reward_and_says_which(worker: RewardWorker
     assert table["status"].to_pylist() == list(summary.statuses)
 
 
-def test_an_answer_whose_value_takes_forever_fails_alone_and_its_function_goes_on() -> None:
-    config = RewardConfig(functions=(RewardFunctionConfig(name="numeric", timeout_s=4.0),))
-    worker = RewardWorker(config, "reward-0")
+def test_an_answer_whose_value_takes_forever_is_wrong() -> None:
+    worker = RewardWorker(RewardConfig(functions=(function("numeric"),)), "reward-0")
     worker.start()
     try:
         summary, _ = worker.score(rollouts(["9^9^9^9", "It is 7.", r"\boxed{99999999!}", "It is 8."], answer="7"))
     finally:
         worker.close()
-    assert summary.rewards == (None, 1.0, None, 0.0)
-    assert [status == "ok" for status in summary.statuses] == [False, True, False, True]
-    assert [(fault.cause, fault.samples) for fault in summary.faults] == [("numeric: timeout after 4 s", 2)]
+    assert summary.rewards == (0.0, 1.0, 0.0, 0.0)
 
 
 def test_a_long_response_takes_no_square_of_its_length() -> None:

@@ -18,6 +18,7 @@ REWARD_FUNCTIONS = (
     ENVIRONMENT_REWARD,
     JUDGE_REWARD,
     "exact_match",
+    "choice",
     "last_number",
     "numeric",
     "regex",
@@ -33,8 +34,12 @@ REWARD_FUNCTIONS = (
 STEP_FUNCTIONS = (ENVIRONMENT_REWARD, "letter_share", "equations")
 """Built-in reward functions that can return process rewards."""
 
-RIGHT_OR_WRONG = ("exact_match", "last_number", "numeric", "regex", "reasoning_gym", "python_tests")
+RIGHT_OR_WRONG = ("choice", "exact_match", "last_number", "numeric", "regex", "reasoning_gym", "python_tests")
 """Built-in reward functions whose value is 1 if the response is right, and less if it is not."""
+
+
+COMPARED = ("choice", "exact_match", "last_number", "numeric")
+"""Built-in reward functions that compare the answer of a response with the right one."""
 
 
 TOLERANCE = 1e-9

@@ -14,6 +14,7 @@ from typing import Any, Literal, overload
 
 from troupe.workers.rewards.answer_text import answer_part, plain
 from troupe.workers.rewards.results import Steps
+from troupe.workers.rewards.statements import same_words, stated_words, words
 
 # A minus directly after a digit is a subtraction ("7-5"), not a sign; commas count only between groups of three.
 _NUMBER = re.compile(
@@ -30,15 +31,43 @@ def right_answers(answer: str, metadata: Metadata) -> list[str]:
 
 
 def exact_match(
-    response: str, answer: str, metadata: Metadata, *, strip: bool = True, ignore_case: bool = False
+    response: str,
+    answer: str,
+    metadata: Metadata,
+    *,
+    strip: bool = True,
+    ignore_case: bool = False,
+    opens_thought: bool = False,
 ) -> float:
-    """1 if the response equals a right answer. `strip` ignores surrounding white space, `ignore_case` ignores case."""
+    """1 if the response, or what its last <answer> tags hold, equals a right answer; thoughts do not count.
 
-    def form(text: str) -> str:
-        text = text.strip() if strip else text
-        return text.casefold() if ignore_case else text
+    `strip` ignores surrounding white space, `ignore_case` ignores case, and `opens_thought` is as for `last_number`.
+    """
+    said = exact_text(response, strip=strip, ignore_case=ignore_case, opens_thought=opens_thought)
+    whole = exact_form(response, strip, ignore_case) if not opens_thought else said
+    right = [exact_form(text, strip, ignore_case) for text in right_answers(answer, metadata)]
+    return float(said in right or whole in right)
 
-    return float(form(response) in map(form, right_answers(answer, metadata)))
+
+def exact_text(response: str, *, strip: bool = True, ignore_case: bool = False, opens_thought: bool = False) -> str:
+    """The text that `exact_match` compares."""
+    return exact_form(answer_part(response, opens_thought=opens_thought)[0], strip, ignore_case)
+
+
+def exact_form(text: str, strip: bool, ignore_case: bool) -> str:
+    """The text without what `exact_match` ignores."""
+    text = text.strip() if strip else text
+    return text.casefold() if ignore_case else text
+
+
+def choice(response: str, answer: str, metadata: Metadata, *, opens_thought: bool = False) -> float:
+    r"""1 if the response states a right answer as text, or the letter of one: "The answer is B.", (B), \text{B}, B) 7.
+
+    That is what the last <answer> tags hold, else the last \boxed{}, else what is named the answer, else the last line;
+    without regard to case, formatting, white space and a full stop. Thoughts do not count, as for `numeric`.
+    """
+    said = stated_words(answer_part(response, opens_thought=opens_thought)[0])
+    return float(any(same_words(words(text), said) for text in right_answers(answer, metadata)))
 
 
 def find_last_number(text: str) -> Decimal | None:

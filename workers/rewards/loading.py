@@ -12,6 +12,7 @@ from troupe.workers.contract.rewards import ENVIRONMENT_REWARD, JUDGE_REWARD
 
 SHIPPED = {
     "equations": "troupe.workers.rewards.equations:equations",
+    "choice": "troupe.workers.rewards.functions:choice",
     "exact_match": "troupe.workers.rewards.functions:exact_match",
     "last_number": "troupe.workers.rewards.functions:last_number",
     "length": "troupe.workers.rewards.functions:length",

@@ -1,40 +1,43 @@
-"""Mathematical equality, by math-verify: of a response and the right answers, and among the responses of a group.
-
-`answer_classes` finds the samples of a group that give the same answer, for the vote of all of them (maj@k). The answer
-of a sample is what the last <answer> tags of the visible response (the part behind its thought) hold. It is a
-mathematical one if a right answer of the prompt is: it has a digit or a LaTeX command, and math-verify parses it.
-Then it is the last box of that text, else the expression that `numeric` would read in it, and two are the same if
-math-verify finds them equal, in the order of the samples. Otherwise it is the content of the last box, else all of the
-text, and two are the same if they are equal but for case, white space and a final full stop.
-"""
+"""Reward for the mathematical answer that a response states, and the vote on the answers of a group."""
 
 from __future__ import annotations
 
-import logging
 import re
-from collections.abc import Callable, Iterator
-from decimal import Decimal
+from collections.abc import Callable, Mapping
 from typing import Any
-from unicodedata import normalize
-
-from math_verify import parse, verify
 
 from troupe.workers.contract.rewards import NO_ANSWER
-from troupe.workers.rewards.answer_text import answer_part, last_box, plain
-from troupe.workers.rewards.functions import right_answers
+from troupe.workers.rewards.answer_text import answer_part, last_box
+from troupe.workers.rewards.functions import (
+    choice,
+    exact_match,
+    exact_text,
+    find_last_number,
+    last_number,
+    right_answers,
+)
+from troupe.workers.rewards.mathematics import LONGEST, TooCostly, parse_expression, same_expression
+from troupe.workers.rewards.statements import chosen, same_words, spelled_out, stated, stated_words, words
 
-# math-verify warns that its own timeout is disabled. It is disabled because a timeout must give a failed sample, as the
-# timeout of the process does, whereas math-verify would return a wrong answer.
-logging.getLogger("math_verify").setLevel(logging.ERROR)
+_MATHEMATICAL = re.compile(r"[0-9\\∞π√]|^\W*[A-Za-z]\W*$|[A-Za-z] ?[-+*/^=<>≤≥] ?[A-Za-z(]|[A-Za-z]\([A-Za-z]\)")
+_WORD = r"(?!(?:pi|sqrt|sin|cos|tan|log|exp|and|infinity|infty)\b)[A-Za-z]{3,}"
+_TEXT = re.compile(
+    # Words, of which math-verify would make a product of letters; a number may have a unit
+    rf"(?!\W*[0-9][0-9.,/ ]*%?\s*[A-Za-z]+\W*$)[^\\]*\b{_WORD}[^\\]*"
+    # Dates, telephone numbers, ratios, times, versions, and numbers to a base
+    r"|[^\\A-Za-z]*[0-9](?:-[0-9]+){2,}|[0-9]{2,}-[0-9]+|[0-9]+(?::[0-9]+)+|[0-9]+(?:\.[0-9]+){2,}"
+    r"|[0-9A-F]+_\{?[0-9]+\}?"
+)
+_CODE = re.compile(r"[0-9]+(?:-[0-9]+){2,}|[0-9]+(?::[0-9]+)+|[0-9A-F]+_\{?[0-9]+\}?")
+_UNIT = re.compile(rf"(?<=[0-9])(?:\s*\b{_WORD}\.?)+$")
+_OPERATION = re.compile(r"\\(?:int|sum|prod|lim)(?![A-Za-z])|\\frac\{d\}")
+"""What is left to compute is no answer, and takes sympy the longest."""
+_BASE = re.compile(r"_\{?[0-9]+\}?$")
+_LAYOUT = re.compile(r"\s|\{,\}|\\(?:[,;!:]|left|right|displaystyle)|(?<=\\)[dt](?=frac)")
+_LONGEST_TEXT = 100
 
-_NAMES = re.compile("答案|答え|정답")
-_CJK = "\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
-_BORDERS = re.compile(rf"(?<=[{_CJK}])(?=[-+$\\(]?[0-9])|(?<=[0-9])(?=[{_CJK}])")
-_EMPHASIS = re.compile(r"(?<![\w*`])([*`]{1,3}|_{1,3})(?=\S)([^*`\n]{1,500}?)(?<=\S)\1(?![\w*`])")
-_COLON = re.compile(r"(?<=[^\W\d])(\s*:\**)(?=[^\s/*])")
-_BRACKETS = re.compile(r"(?<![\w\\)])[(\[]\s*(-?[0-9][0-9.,/]*)\s*[)\]](?!\s*[\w(])")
-_MATHEMATICAL = re.compile(r"[0-9\\]")
-"""math-verify would read a word as a product of its letters."""
+Said = tuple[str, bool]
+"""A right answer, and whether it is a text rather than mathematics."""
 
 
 def numeric(response: str, answer: str, metadata: dict[str, Any], *, opens_thought: bool = False) -> float:
@@ -44,166 +47,141 @@ def numeric(response: str, answer: str, metadata: dict[str, Any], *, opens_thoug
     answer, else the last one found. Thoughts do not count; a thought that does not end, or with `opens_thought` (the
     chat template opens it) a response without the end of one, gives 0. Answer and response may have plain numbers,
     fractions, percentages or LaTeX: 1/2, 0.5 and \frac{1}{2} are equal, and so are 3 1/2 and 3.5, 1.2e3,
-    1.2 × 10^3 and 1200.
+    1.2 × 10^3 and 1200. Right answers that are words, dates, ratios or numbers to a base compare as texts. A response
+    that takes too much work to compare gives 0.
 
     Raises:
-        ValueError: no answer is a mathematical expression.
+        ValueError: no answer is a mathematical expression, or one takes too much work.
     """
-    expected = [_parsed_answer(text) for text in right_answers(answer, metadata)]
-    if not any(expected):
+    right = [one for text in right_answers(answer, metadata) if (one := _right(text)) is not None]
+    if not right:
         raise ValueError(f"the answer is not a mathematical expression: {answer[:80]!r}")
     part, tagged = answer_part(response, opens_thought=opens_thought)
-    return float(any(_equal(expected, found) for found in _expressions(_spelled_out(part), tagged)))
+    said = list(stated(part, tagged))
+    texts = stated_words(part) if any(is_text for _, is_text in right) else ""
+    return float(
+        any(_equal(one, other) for one in right for other in said)
+        or any(is_text and same_words(words(one), texts) for one, is_text in right)
+    )
 
 
-def _ascii(text: str) -> str:
-    return normalize("NFKC", text).replace("\N{FRACTION SLASH}", "/").replace("\N{MINUS SIGN}", "-")
+def _right(text: str) -> Said | None:
+    """A right answer; of a solution that ends with `#### 7`, as in GSM8K, or with a box, that end. None if it is none.
 
-
-def _improper(found: re.Match[str]) -> str:
-    whole, part, parts = (int(number) for number in found.groups())
-    return f"{whole * parts + part}/{parts}" if part < parts else found[0]
-
-
-_FORMS: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] = (
-    # Long white space, which takes the patterns of math-verify seconds: their time grows with its square
-    (re.compile(r"\s{3,}"), lambda found: "\n\n" if "\n" in found[0] else " "),
-    # 1.000,5 and 3{,}5
-    (
-        re.compile(r"(?<![0-9.,])([0-9]{1,3}(?:\.[0-9]{3})+),([0-9]+)(?![0-9.,])"),
-        lambda found: found[1].replace(".", "") + "." + found[2],
-    ),
-    (re.compile(r"(?<=[0-9])\{,\}(?=[0-9])"), "."),
-    # ####7, 90°, 2π and √16
-    (re.compile(r"(?<=##)(?=[-+.0-9])"), " "),
-    (re.compile(r"(?<!\s)\s*°\s*[CF]?(?![A-Za-z])"), r"^\\circ "),
-    (re.compile("π"), r"\\pi "),
-    (re.compile(r"√\s*([0-9]+)"), r"\\sqrt{\1}"),
-    # 3½ and 2³
-    (re.compile("[¼-¾⅐-⅞]"), lambda found: f" {_ascii(found[0])}"),
-    (re.compile(r"(?<=[\w)])[⁻⁰¹²³⁴-⁹]+"), lambda found: f"^{{{_ascii(found[0])}}}"),
-    # 3 × 10^8 and 3·10^{-8}
-    (
-        re.compile(
-            r"(?<![\w.,^/*×·}])([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s?(?:[×·x*]|\\times|\\cdot)\s?10\s?(?:\^|\*\*)\s?"
-            r"(?:\{([-+]?[0-9]{1,2})\}|([-+]?[0-9]{1,2}))(?![\w.]*[0-9])"
-        ),
-        lambda found: format(Decimal(f"{found[1]}e{found[2] or found[3]}"), "f"),
-    ),
-    # US$7, ~7 and \textbf{7}
-    (re.compile(r"\b(?:US|AU|NZ|CA|HK|SG)\\?\$\s?(?=[0-9])"), ""),
-    (re.compile(r"(?:^|(?<=\s))~(?=\.?[0-9])"), ""),
-    (re.compile(r"\\(?:math(?:bf|rm|it|sf)|text(?:bf|it)|bm)\{\s*(-?[0-9][0-9.,/]*)\s*\}"), r"\1"),
-    # +7 and minus 7, unless they are added to or taken from something before them
-    (
-        re.compile(
-            r"(?:^|(?<=[\n:=${(\[>])|(?<=[:=${(\[] )|(?<=[a-z]{2} ))(\+|minus |negative )(?=\.?[0-9])", re.IGNORECASE
-        ),
-        lambda found: "" if found[1] == "+" else "-",
-    ),
-    # 1.2e3, .5 and 3 1/2
-    (
-        re.compile(r"(?<![\w.])([0-9]+(?:\.[0-9]+)?|\.[0-9]+)[eE]([-+]?[0-9]{1,2})(?![\w.]*[0-9])"),
-        lambda found: format(Decimal(found[0]), "f"),
-    ),
-    (re.compile(r"(?<![\w.)}])(?=\.[0-9])"), "0"),
-    (re.compile(r"(?<![\w.,/^])([0-9]{1,15}) ([0-9]{1,15})/([0-9]{1,15})(?![\w/])"), _improper),
-)
-"""Forms of numbers that math-verify does not read, with what it reads."""
-
-
-def _spelled_out(text: str) -> str:
-    """Plain text, with numbers in forms that math-verify does not read written out."""
-    text = plain(text)
-    for form, written_out in _FORMS:
-        text = form.sub(written_out, text)
-    return text
-
-
-def _equal(expected: list[Any], found: Any) -> bool:
-    return any(right and verify(right, found, timeout_seconds=0) for right in expected)
-
-
-def _stated(part: str, tagged: bool) -> Any:
-    """The expression that a response states: the first that `numeric` would compare, or None if it states none.
-
-    Args:
-        part: The part of the response with its answer.
-        tagged: Whether it stood inside of <answer> tags.
+    Raises:
+        ValueError: reading it takes too much work.
     """
-    return next((found for found in _expressions(_spelled_out(part), tagged) if found), None)
-
-
-def _parsed_answer(text: str) -> Any:
-    """A right answer; of a solution that ends with `#### 7`, as in GSM8K, or with a box, that end."""
-    text = _spelled_out(text).rpartition("####")[2].strip()
+    text = text.rpartition("####")[2].strip()
     box, _ = last_box(text)
-    inner = (text if box is None else box).strip().strip("$").strip()
-    return parse(f"${inner}$", parsing_timeout=0, fallback_mode="no_fallback")
+    text = (text if box is None else box).strip().strip("$").strip()
+    if _TEXT.fullmatch(text.replace("\n", " ")) or not _MATHEMATICAL.search(text):
+        return (text, True) if 0 < len(text) <= _LONGEST_TEXT else None
+    text = _UNIT.sub("", spelled_out(text).strip())
+    try:
+        return None if parse_expression(text, max(LONGEST, len(text))) is None else (text, False)
+    except (TooCostly, RecursionError):
+        raise ValueError(f"the answer takes too much work to compare: {text[:80]!r}") from None
 
 
-def _expressions(text: str, tagged: bool) -> Iterator[Any]:
-    """What the text may mean: the box alone, or the text as formula (inside of tags) and as prose."""
-    box, before = last_box(text)
-    if box is not None:
-        # math-verify combines all boxes into one set; only the last box is the answer.
-        yield parse(f"\\boxed{{{box.strip().rstrip('.')}}}", parsing_timeout=0)
-        return
-    prose = _EMPHASIS.sub(r"\2", _NAMES.sub(" answer ", before).replace("\\$", "$"))
-    prose = _COLON.sub(r"\1 ", _BORDERS.sub(" ", prose))
-    if tagged and "$" not in text and "\n" not in text.strip():
-        yield parse(f"${text.strip()}$", parsing_timeout=0)
-    # A number in brackets is a reference more often than an answer: it counts if nothing else does.
-    found = parse(prose, parsing_timeout=0)
-    yield found
-    if all(isinstance(one, str) for one in found):
-        yield parse(_BRACKETS.sub(r" \1 ", prose), parsing_timeout=0)
+def _equal(right: Said, said: str) -> bool:
+    text, is_text = right
+    said = _UNIT.sub("", said)
+    if (form := _LAYOUT.sub("", text)) == _LAYOUT.sub("", said):
+        return True
+    if is_text:
+        plain = words(form).replace(" ", "")
+        return words(said).replace(" ", "") in (plain, _BASE.sub("", plain))
+    if _CODE.fullmatch(said) or (_OPERATION.search(said) and not _OPERATION.search(text)):
+        return False
+    try:
+        expression = parse_expression(said, max(LONGEST, 2 * len(text)))
+        return expression is not None and same_expression(parse_expression(text, max(LONGEST, len(text))), expression)
+    except (TooCostly, Exception):  # nothing that a response has may fail its sample
+        return False
 
 
 def answer_classes(
-    responses: list[str], answers: list[str], metadata: list[dict[str, Any]], *, opens_thought: bool = False
+    responses: list[str],
+    answers: list[str],
+    metadata: list[dict[str, Any]],
+    *,
+    reward: str = "",
+    args: Mapping[str, Any] | None = None,
+    opens_thought: bool = False,
 ) -> list[float]:
     """Number of the answer of each response; the same number: the same answer; `NO_ANSWER`: it has none.
+
+    What the reward takes for the same right answer has the same number, and no wrong answer has it. Other answers are
+    the same if the reward would take one for the other, or both for a third.
 
     Args:
         responses: Responses to one prompt.
         answers: The right answer, for each of them.
         metadata: Metadata of the prompt, for each of them.
+        reward: The reward function that compares answers. If it is none of those that do, answers are compared as
+            mathematics if a right answer is mathematical, and else as texts.
+        args: Its arguments.
         opens_thought: Whether the chat template opens the thought of a response.
     """
-    parts = [answer_part(response, opens_thought=opens_thought) for response in responses]
-    if any(map(_is_mathematical, right_answers(answers[0], metadata[0]))):
-        return _mathematical(parts)
-    return _textual([text for text, _ in parts])
+    right = right_answers(answers[0], metadata[0])
+    if reward not in _STATED or reward == "numeric":
+        reward = "numeric" if any(map(_is_mathematical, right)) else "choice"
+    function, states = _STATED[reward]
+    given = {"opens_thought": opens_thought, **(args or {})}
+
+    def same(one: str, other: str) -> bool:
+        return one == other or (reward == "numeric" and _equal((one, _CODE.fullmatch(one) is not None), other))
+
+    classes: list[list[str]] = []
+    known: dict[str, list[str] | None] = {}
+    for response in responses:
+        if response in known:
+            continue
+        said = states(response, right[0], given)
+        key = next((f"\0{place}" for place, one in enumerate(right) if _earns(function, response, one, given)), said)
+        if not key:
+            known[response] = None
+            continue
+        equal = [found for found in classes if key in found or (key == said and any(same(one, key) for one in found))]
+        merged = equal[0] if equal else []
+        for other in equal[1:]:
+            merged.extend(other)
+            known = {text: merged if found is other else found for text, found in known.items()}
+        classes = [one for one in classes if not any(one is other for other in equal)] + [merged]
+        merged.append(key)
+        known[response] = merged
+    numbers: dict[int, float] = {}
+    return [
+        NO_ANSWER if (found := known[response]) is None else numbers.setdefault(id(found), float(len(numbers)))
+        for response in responses
+    ]
+
+
+def _earns(function: Callable[..., Any], response: str, right: str, args: Mapping[str, Any]) -> bool:
+    try:
+        return function(response, right, {}, **args) == 1
+    except ValueError:  # it is no answer of the reward's kind, but another one may be
+        return False
 
 
 def _is_mathematical(answer: str) -> bool:
-    return _MATHEMATICAL.search(answer) is not None and bool(_parsed_answer(answer))
+    right = _right(answer) if re.search(r"[0-9\\]", answer) else None
+    return right is not None and not right[1]
 
 
-def _textual(texts: list[str]) -> list[float]:
-    numbers: dict[str, float] = {}
-    found = []
-    for text in texts:
-        box, _ = last_box(text)
-        form = " ".join(plain(text if box is None else box).casefold().split()).removesuffix(".").rstrip()
-        found.append(numbers.setdefault(form, float(len(numbers))) if form else NO_ANSWER)
-    return found
+def _number(text: str) -> str:
+    number = find_last_number(text)
+    return "" if number is None else str(number.normalize())
 
 
-def _mathematical(parts: list[tuple[str, bool]]) -> list[float]:
-    classes: list[Any] = []
-    known: dict[tuple[str, bool], float] = {}
-    for part in parts:
-        if part in known:
-            continue
-        expression = _stated(*part)
-        if expression is None:
-            known[part] = NO_ANSWER
-            continue
-        equal = (number for number, first in enumerate(classes) if verify(first, expression, timeout_seconds=0))
-        number = next(equal, len(classes))
-        if number == len(classes):
-            classes.append(expression)
-        known[part] = float(number)
-    return [known[part] for part in parts]
+def _part(response: str, args: Mapping[str, Any]) -> tuple[str, bool]:
+    return answer_part(response, opens_thought=args["opens_thought"])
+
+
+_STATED: Mapping[str, tuple[Callable[..., float], Callable[[str, str, Mapping[str, Any]], str]]] = {
+    "numeric": (numeric, lambda response, right, args: next(stated(*_part(response, args)), "")),
+    "choice": (choice, lambda response, right, args: chosen(stated_words(_part(response, args)[0]), words(right))),
+    "exact_match": (exact_match, lambda response, right, args: exact_text(response, **args)),
+    "last_number": (last_number, lambda response, right, args: _number(_part(response, args)[0])),
+}
+"""The functions that compare answers, and the form of what a response states to each."""

@@ -13,7 +13,7 @@ OPENS_THOUGHT = "opens_thought"
 """Argument of the reward functions that have to know."""
 VOTES = "troupe.workers.rewards.numeric:answer_classes"
 """Function that finds the samples of a group that give the same answer."""
-_FUNCTIONS = ("last_number", "numeric", "python_tests", "reasoning_gym", VOTES)
+_FUNCTIONS = ("choice", "exact_match", "last_number", "numeric", "python_tests", "reasoning_gym", VOTES)
 _ENVIRONMENTS = {"retry": "last_number", "tools": None}
 """Built-in environments that score answers with a reward function (their arguments `function` and `args`), and the
 function that they take by default."""

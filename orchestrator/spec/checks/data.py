@@ -24,9 +24,9 @@ from troupe.orchestrator.spec.sections import CurriculumConfig, EvaluationConfig
 from troupe.orchestrator.spec.sources import DataSource, HeldOut, MixedSource, ReasoningGymSource
 from troupe.workers.contract.config import STEP_ESTIMATORS, EvalSampling, RewardFunctionConfig
 from troupe.workers.contract.judges import TEMPLATE_FIELDS, template_fields
-from troupe.workers.contract.rewards import JUDGE_REWARD, REWARD_FUNCTIONS, STEP_FUNCTIONS
+from troupe.workers.contract.rewards import COMPARED, JUDGE_REWARD, REWARD_FUNCTIONS, STEP_FUNCTIONS
 
-NEEDS_ANSWER = frozenset({"exact_match", "last_number", "numeric"})
+NEEDS_ANSWER = frozenset(COMPARED)
 
 
 def reward_problems(spec: RolloutSpec) -> Iterator[Finding]:

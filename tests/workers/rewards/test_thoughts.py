@@ -71,7 +71,7 @@ def test_an_environment_does_not_reward_a_cut_thought(name: str, args: dict[str,
 
 def test_an_environment_whose_reward_has_nothing_to_know_keeps_its_arguments(thinking: ModelConfig) -> None:
     for name, args in [
-        ("retry", {"function": "exact_match"}),
+        ("retry", {"function": "regex"}),
         ("retry", {"args": {"opens_thought": False}}),
         ("tools", {"tools": TOOLS}),
         ("single_turn", {}),

@@ -1,0 +1,393 @@
+"""What a response states as its answer: the one reader of all rewards that compare answers, and of the vote.
+
+The text with the answer (`answer_text.answer_part`) is read in this order: the last box; what directly follows the last
+"answer is", "answer:" or "####"; the last expression. An expression is read whole or not at all: "12π" is
+never 12. All patterns take time in proportion to the length of the text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from decimal import Decimal
+from unicodedata import normalize
+
+from troupe.workers.rewards.answer_text import last_box, plain
+
+_NAMES = re.compile("答案[是为]?|答えは?|정답은?")
+_CJK = "\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
+_BORDERS = re.compile(rf"(?<=[{_CJK}])(?=[-+$\\(]?[0-9])|(?<=[0-9])(?=[{_CJK}])")
+_EMPHASIS = re.compile(r"(?<![\w*`])([*`]{1,3}|_{1,3})(?=\S)([^*`\n]{1,500}?)(?<=\S)\1(?![\w*`])")
+_COLON = re.compile(r"(?<=[^\W\d])(\s*:\**)(?=[^\s/*])")
+
+
+def _ascii(text: str) -> str:
+    return normalize("NFKC", text).replace("\N{FRACTION SLASH}", "/").replace("\N{MINUS SIGN}", "-")
+
+
+def _improper(found: re.Match[str]) -> str:
+    whole, part, parts = (int(number) for number in found.groups())
+    return f"{whole * parts + part}/{parts}" if part < parts else found[0]
+
+
+def _scaled(found: re.Match[str]) -> str:
+    size = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}[found[2].lower()]
+    return format(Decimal(f"{found[1].replace(',', '')}e{size}").normalize(), "f")
+
+
+_SYMBOLS = {
+    "π": r"\pi ",
+    "∞": r"\infty ",
+    "≤": r"\le ",
+    "≥": r"\ge ",
+    "≠": r"\ne ",
+    "×": r"\times ",
+    "·": r"\cdot ",
+    "÷": r"\div ",
+    "±": r"\pm ",
+    "∪": r"\cup ",
+    "∈": r"\in ",
+    "∅": r"\emptyset ",
+    "⋅": r"\cdot ",
+    "θ": r"\theta ",
+}
+_FORMS: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] = (
+    (re.compile(r"\s{3,}"), lambda found: "\n\n" if "\n" in found[0] else " "),
+    # 1.000,5 and 3{,}5 and 10 000
+    (
+        re.compile(r"(?<![0-9.,])([0-9]{1,3}(?:\.[0-9]{3})+),([0-9]+)(?![0-9.,])"),
+        lambda found: found[1].replace(".", "") + "." + found[2],
+    ),
+    (re.compile(r"(?<=[0-9])\{,\}(?=[0-9])"), "."),
+    (
+        re.compile(r"(?<![\w.,])(?<![\w.,] )[1-9][0-9]{0,2}(?: [0-9]{3})+(?![\w/]|[., ]+[0-9])"),
+        lambda found: found[0].replace(" ", ""),
+    ),
+    # ####7, 90° and √16
+    (re.compile(r"(?<=##)(?=[-+.0-9])"), " "),
+    (re.compile(r"(?<!\s)\s*°\s*[CF]?(?![A-Za-z])"), r"^\\circ "),
+    (re.compile(r"√\s*([0-9]+|[a-z](?![a-z]))"), r"\\sqrt{\1}"),
+    (re.compile(r"(?:√\s*|(?<![\\A-Za-z])sqrt\s?)\(([^()\n]{1,100})\)"), r"\\sqrt{\1}"),
+    # 3½ and 2³
+    (re.compile("[¼-¾⅐-⅞]"), lambda found: f" {_ascii(found[0])}"),
+    (re.compile(r"(?<=[\w)])[⁻⁰¹²³⁴-⁹]+"), lambda found: f"^{{{_ascii(found[0])}}}"),
+    # 3 × 10^8 and 3·10^{-8}
+    (
+        re.compile(
+            r"(?<![\w.,^/*×·}])([0-9]{1,40}(?:\.[0-9]{1,40})?|\.[0-9]{1,40})\s?(?:[×·x*]|\\times|\\cdot)\s?10\s?(?:\^|\*\*)\s?"
+            r"(?:\{([-+]?[0-9]{1,2})\}|([-+]?[0-9]{1,2}))(?![\w.]*[0-9])"
+        ),
+        lambda found: format(Decimal(f"{found[1]}e{found[2] or found[3]}"), "f"),
+    ),
+    (re.compile("[π∞≤≥≠×·÷±∪∈∅⋅θ]"), lambda found: _SYMBOLS[found[0]]),
+    (re.compile(r"<=|>="), lambda found: r"\le " if found[0] == "<=" else r"\ge "),
+    # US$7, €7, -$7, ~7 and \textbf{7}
+    (re.compile(r"\b(?:US|AU|NZ|CA|HK|SG)\\?\$\s?(?=[0-9])"), ""),
+    (re.compile(r"(?<=-)\\?[$€£¥₹]\s?(?=[.0-9])|[€£¥₹]\s?(?=-?[.0-9])|(?<=[0-9])\s?[€£¥₹]"), ""),
+    (re.compile(r"(?:^|(?<=\s))~(?=\.?[0-9])"), ""),
+    (re.compile(r"\\(?:math(?:bf|rm|it|sf)|text(?:bf|it)?|bm)\{\s*(-?[0-9][0-9.,/]*)\s*\}"), r"\1"),
+    # +7 and minus 7, unless they are added to or taken from something before them
+    (
+        re.compile(
+            r"(?:^|(?<=[\n:=${(\[>])|(?<=[:=${(\[] )|(?<=[a-z]{2} ))(\+|minus |negative )(?=\.?[0-9])", re.IGNORECASE
+        ),
+        lambda found: "" if found[1] == "+" else "-",
+    ),
+    # 1.2e3, .5, 3 1/2, 1 million, 50 percent and 12th
+    (
+        re.compile(r"(?<![\w.])([0-9]+(?:\.[0-9]+)?|\.[0-9]+)[eE]([-+]?[0-9]{1,2})(?![\w.]*[0-9])"),
+        lambda found: format(Decimal(found[0]), "f"),
+    ),
+    (re.compile(r"(?<![\w.)}])(?=\.[0-9])"), "0"),
+    (re.compile(r"(?<![\w.,/^])([0-9]{1,15}) ([0-9]{1,15})/([0-9]{1,15})(?![\w/])"), _improper),
+    (
+        re.compile(r"(?<![\w.,])([0-9][0-9,]{0,20}(?:\.[0-9]{1,20})?)[ -](thousand|million|billion|trillion)\b", re.I),
+        _scaled,
+    ),
+    (re.compile(r"(?<=[0-9]) : (?=[0-9])"), ":"),
+    (re.compile(r"(?<=[0-9])\s?(?:percent\b|per cent\b)"), "%"),
+    (re.compile(r"(?<=[0-9])(?:st|nd|rd|th)\b"), ""),
+)
+"""Forms of numbers and symbols that math-verify does not read, with what it reads."""
+
+_ONES = re.findall(
+    "[a-z]+",
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
+    "eighteen nineteen",
+)
+_TENS = re.findall("[a-z]+", "twenty thirty forty fifty sixty seventy eighty ninety")
+_VALUES = {**{word: n for n, word in enumerate(_ONES)}, **{word: 10 * n for n, word in enumerate(_TENS, 2)}}
+_NUMBER_WORDS = re.compile(rf"({'|'.join(_VALUES)})(?:[ -]({'|'.join(_ONES[1:10])}))?\b", re.IGNORECASE)
+
+_NAMED = r"pi|sqrt|sin|cos|tan|cot|sec|csc|arcsin|arccos|arctan|log|ln|exp|theta|alpha|beta|infinity|infty"
+_MATHS = re.compile(
+    rf"""
+    (?P<formula>\$\$[^$]{{1,1000}}\$\$ | \$(?![\s,.])[^$\n]{{1,400}}\$
+        | \\\[[^\]]{{1,1000}}\\\] | \\\([^\n]{{1,400}}?\\\))
+  | (?P<code>(?<![\w.:])[0-9]{{1,20}}(?:[-:][0-9]{{1,20}}){{2,9}}(?![\w:])
+        | (?<![\w.:])[0-9]{{1,20}}:[0-9]{{1,20}}(?![\w:])
+        | (?<![\w.])[0-9]{{1,40}}_\{{?[0-9]{{1,3}}\}}?)
+  | (?P<number>[0-9]{{1,3}}(?:,[0-9]{{3}})+(?:\.[0-9]+)?(?![0-9]) | [0-9]+(?:[.,][0-9]+)*)
+  | (?P<command>\\(?:text|mbox|mathrm)\{{[^{{}}]{{0,60}}\}} | \\[A-Za-z]+ | \\[{{}}%!])
+  | (?P<name>\b(?:{_NAMED})(?![A-Za-z]) | (?<=[0-9])(?:pi|sqrt)(?![A-Za-z]))
+  | (?P<word>(?![xyz]{{2,3}}\^)[^\W\d_]{{2,}}(?:\^\{{?-?[0-9]\}}?)? | [xyz]{{2,3}} | [^\W\d_])
+  | (?P<open>[(\[{{])
+  | (?P<close>[)\]}}])
+  | (?P<sign>\*\*|[-+*/^=<>%!_|])
+  | (?P<comma>[,;](?=\s?[-\\(\w]))
+  | (?P<space>[ \t]+)
+    """,
+    re.VERBOSE,
+)
+_PAIRS = {"(": ")]", "[": ")]", "{": "}"}
+_ANCHOR = re.compile(r"####|\banswer\b(?:[^.\n:=]{0,80}?(?:\b(?:is|are|be|equals)\b|[:=]))?", re.IGNORECASE)
+_DENIED = re.compile(r"(?:\bnot|\bnever|n't|\bcannot)(?:\s+(?:be|equal(?: to)?|is))?\s*$", re.IGNORECASE)
+_DIRECTLY = re.compile(
+    r"[\s:=*]*(?:(?:is|are|be|equals)\b[\s:=]*)?(?:(?:the|just|exactly|about|approximately|simply|an?)\s+)?"
+)
+_MODULUS = re.compile(r"\s*(?:\(\s*\\?mod\b[^()\n]{0,40}\)|\\p?mod\b\s*(?:\{[^{}\n]{0,40}\}|[0-9]+))")
+_RESTATED = re.compile(r"\s?[A-Za-z]+ \((?=[-0-9])")
+_LISTED = re.compile(r"\s?(?:,\s?(?:and|or)|,|and|or)\s")
+_REFERENCE = re.compile(r"[(\[]\s*-?[0-9]+\s*[)\]]")
+
+
+@dataclass(frozen=True)
+class Expression:
+    """An expression in a text."""
+
+    text: str
+    start: int
+    end: int
+
+    @property
+    def is_strong(self) -> bool:
+        """Whether it is one also where nothing names it the answer: not a letter, and not a number in brackets."""
+        return re.search(r"[0-9]|\\[a-z]", self.text) is not None and not _REFERENCE.fullmatch(self.text)
+
+
+def spelled_out(text: str) -> str:
+    """Plain text, with forms of numbers that math-verify does not read written out."""
+    text = plain(text)
+    for form, written_out in _FORMS:
+        text = form.sub(written_out, text)
+    return text
+
+
+def stated(part: str, tagged: bool) -> Iterator[str]:
+    """Mathematical expressions that a response may state, the most probable one first; nearly always one.
+
+    Args:
+        part: The part of the response with its answer.
+        tagged: Whether it stood inside of <answer> tags.
+    """
+    text = spelled_out(part)
+    box, before = last_box(text)
+    if box is not None:
+        yield _undelimited(box.strip().rstrip("."))
+        return
+    prose = _EMPHASIS.sub(r"\2", _NAMES.sub(" answer: ", before).replace("\\$", "$"))
+    prose = _MODULUS.sub("", _COLON.sub(r"\1 ", _BORDERS.sub(" ", prose)))
+    if tagged and "\n" not in text.strip() and not re.search(r"[A-Za-z]{2}", re.sub(r"\\[A-Za-z]+", "", text)):
+        yield _undelimited(text.strip().rstrip("."))
+    yield from _in_prose(prose)
+
+
+def _in_prose(prose: str) -> Iterator[str]:
+    found = [one for one in expressions(prose) if not _DENIED.search(prose, max(0, one.start - 30), one.start)]
+    anchors = list(_ANCHOR.finditer(prose))
+    after = anchors[-1].end() if anchors else len(prose)
+    named = [one for one in found if one.start >= after]
+    direct = _DIRECTLY.match(prose, after)
+    start = direct.end() if direct else after
+    spelled = _NUMBER_WORDS.match(prose, start if anchors else len(prose) - len(prose.lstrip()))
+    if spelled and (anchors or not prose[spelled.end() :].strip(" .\n")):
+        yield str(sum(_VALUES[word.lower()] for word in spelled.groups() if word))
+        return
+    if found and not anchors and not prose[: found[0].start].strip():
+        whole = _listed(prose, found[0], found)
+        if whole is not None and "\n" not in prose.strip():
+            yield whole
+            return
+    chosen = next((one for one in named if one.start == start or (one.is_strong and one.start < after + 120)), None)
+    if chosen is None:
+        chosen = next((one for one in reversed(found) if one.is_strong), found[-1] if found else None)
+    elif (whole := _listed(prose, chosen, named)) is not None:
+        yield whole
+        return
+    if chosen is None:
+        return
+    yield chosen.text
+    if chosen.text.endswith("!") and prose[: chosen.start].strip() and not prose[chosen.end :].strip():  # a cry
+        yield chosen.text.rstrip("!")
+    if restated := _RESTATED.match(prose, chosen.end):
+        yield from (one.text for one in named if one.start == restated.end())
+
+
+def _listed(prose: str, first: Expression, found: list[Expression]) -> str | None:
+    """A list that is the rest of its sentence, such as `1, 2 and 3`."""
+    parts = [first]
+    for one in found[found.index(first) + 1 :]:
+        if not _LISTED.fullmatch(prose, parts[-1].end, one.start):
+            break
+        parts.append(one)
+    ends = re.match(r"\s*(?:\.(?![0-9])|\n|$)", prose[parts[-1].end : parts[-1].end + 20])
+    return ", ".join(part.text for part in parts) if len(parts) > 1 and ends else None
+
+
+def expressions(text: str) -> Iterator[Expression]:
+    """The expressions of a text, in order; each as long as it can be."""
+    run: list[re.Match[str]] = []
+    place = 0
+    while place < len(text):
+        token = _MATHS.match(text, place)
+        if token is None or token.lastgroup is None:
+            yield from _finished(text, run)
+            run, place = [], place + 1
+            continue
+        place = token.end()
+        kind = token.lastgroup
+        if kind in ("formula", "code") and not (
+            kind == "formula" and re.search(r"(?<![\\A-Za-z{])[A-Za-z]{3}", token[0])
+        ):
+            yield from _finished(text, run)
+            run = []
+            yield Expression(_undelimited(token[0]), token.start(), token.end())
+        elif kind == "formula":  # two prices, with words between them
+            yield from _finished(text, run)
+            run, place = [], token.start() + 1
+        elif _joins(text, token, run):
+            run.append(token)
+        else:
+            yield from _finished(text, run)
+            run = []
+    yield from _finished(text, run)
+
+
+def _joins(text: str, token: re.Match[str], run: list[re.Match[str]]) -> bool:
+    """Whether a token continues, or begins, an expression."""
+    kind = token.lastgroup
+    if kind == "comma":
+        depth = sum((one.lastgroup == "open") - (one.lastgroup == "close") for one in run)
+        return depth > 0
+    if kind == "space":
+        return bool(run) and run[-1].lastgroup != "space"
+    if kind == "number" and len(run) > 1 and run[-1].lastgroup == "space" and run[-2].lastgroup == "number":
+        return False
+    if kind == "word":
+        if token[0] == "i" and len(run) > 1 and run[-1].lastgroup == "space" and run[-2].lastgroup == "number":
+            return True
+        if token[0].lower() == "x" and len(run) > 1 and run[-1].lastgroup == "space" and run[-2].lastgroup == "number":
+            return re.match(r"\s[0-9(]", text[token.end() : token.end() + 2]) is not None
+        if len(token[0]) > 1:
+            return re.fullmatch("[xyz]{2,3}", token[0]) is not None and bool(run) and run[-1].lastgroup != "space"
+        touches = bool(run) and run[-1].lastgroup in ("number", "close", "sign", "open", "command", "name")
+        signed = (
+            len(run) > 1 and run[-1].lastgroup == "space" and run[-2].lastgroup in ("sign", "comma", "command", "name")
+        )
+        begins = not run and re.match(
+            r"\s?(?:[-+*/^=<>_]|\\[ligcnt]|[,;]\s?\w\s?=)|[(!]|\W*$", text[token.end() : token.end() + 9]
+        )
+        return bool(touches or signed or begins)
+    return True
+
+
+def _finished(text: str, run: list[re.Match[str]]) -> Iterator[Expression]:
+    """The expressions of a run of tokens: it is cut at brackets without their other half, and freed of loose ends."""
+    opened: list[int] = []
+    cuts: set[int] = set()
+    for place, token in enumerate(run):
+        if token.lastgroup == "open":
+            opened.append(place)
+        elif token.lastgroup == "close":
+            if opened and token[0] in _PAIRS[run[opened[-1]][0]]:
+                opened.pop()
+            else:
+                cuts.add(place)
+    cuts.update(opened)
+    part: list[re.Match[str]] = []
+    for place, token in enumerate(run):
+        if place in cuts:
+            yield from _trimmed(text, part)
+            part = []
+        else:
+            part.append(token)
+    yield from _trimmed(text, part)
+
+
+def _trimmed(text: str, part: list[re.Match[str]]) -> Iterator[Expression]:
+    while part and (
+        part[-1].lastgroup in ("space", "comma") or (part[-1].lastgroup == "sign" and part[-1][0] not in "%!|")
+    ):
+        part = part[:-1]
+    while part and (
+        part[0].lastgroup in ("space", "comma") or (part[0].lastgroup == "sign" and part[0][0] not in "-|")
+    ):
+        part = part[1:]
+    if any(one.lastgroup in ("number", "word", "name", "command") for one in part):
+        written = [f"\\{one[0]} " if one.lastgroup == "name" else one[0] for one in part]
+        joined = "".join(
+            r"\times"
+            if one.lower() == "x"
+            and n
+            and part[n - 1].lastgroup == "space"
+            and part[n].lastgroup == "word"
+            and n > 1
+            and part[n - 2].lastgroup == "number"
+            else one
+            for n, one in enumerate(written)
+        )
+        yield Expression(joined.replace("**", "^").strip(), part[0].start(), part[-1].end())
+
+
+def _undelimited(text: str) -> str:
+    text = text.strip()
+    for opens, closes in (("$$", "$$"), ("\\[", "\\]"), ("\\(", "\\)"), ("$", "$")):
+        if text.startswith(opens) and text.endswith(closes) and len(text) > 2 * len(opens):
+            return text[len(opens) : -len(closes)].strip()
+    return text.strip("$").strip()
+
+
+_WRAPPERS = re.compile(r"\\(?:text|mbox|mathrm|mathbf|textbf|textit|textrm|boxed|operatorname)\s*(?=\{)")
+_SPACING = re.compile(r"\\(?:left|right|displaystyle|quad|qquad|[,;:! ])(?![A-Za-z])|[{}$*`]|\\[()\[\]]")
+_CHOICE = re.compile(r"(?:option |choice |answer )?[(\[]?([a-z])(?:[)\].:,]+\s*|\s(?=(?:is|and not)\b)|$)")
+"""The letter of a choice, in the form of `words`: (b), b. and b) paris."""
+_NAMED_WORDS = re.compile(
+    r"####|\b(?:answer|option|choice)\b[^.\n:=]{0,60}?(?:\b(?:is|are|be)\b\s*:?|[:=])", re.IGNORECASE
+)
+_CLAUSE = re.compile(r"\n|[.!](?=\s|$)|,? (?:because|since|as|which|so|not)\b")
+
+
+def words(text: str) -> str:
+    """The form in which texts are compared: without LaTeX, formatting, repeated white space, case and a full stop."""
+    text = _SPACING.sub("", _WRAPPERS.sub("", plain(text)))
+    return " ".join(text.casefold().split()).rstrip(".!").strip()
+
+
+def stated_words(part: str) -> str:
+    """What a response states as its answer, in the form of `words`; empty if nothing.
+
+    That is the last box, what the last "answer is" or "answer:" names, or the last line.
+    """
+    box, before = last_box(part)
+    if box is not None:
+        return words(box)
+    text = _EMPHASIS.sub(r"\2", _NAMES.sub(" answer: ", plain(before))).strip()
+    anchors = list(_NAMED_WORDS.finditer(text))
+    if not anchors:
+        return words(text.rpartition("\n")[2])
+    named = text[anchors[-1].end() :].lstrip(": \n")
+    return words(next((one for one in _CLAUSE.split(named) if words(one)), ""))
+
+
+def chosen(text: str, right: str) -> str:
+    """What a text in the form of `words` chooses: its letter if the right answer is one, else the rest."""
+    found = _CHOICE.match(text)
+    if re.fullmatch(r"\W?[a-z]\W?", right):
+        return found[1] if found else ""
+    return text[found.end() :] if found and found.end() < len(text) else text
+
+
+def same_words(right: str, said: str) -> bool:
+    """Whether two texts in the form of `words` are the same answer; the letter of a choice stands for it."""
+    return bool(said) and (right == said or chosen(right, right) == chosen(said, right))
