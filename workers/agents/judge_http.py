@@ -106,21 +106,26 @@ class HttpJudge:
             http_client=DefaultAsyncHttpxClient(event_hooks={"response": [note]}),
         )
 
-        async def read(question: list[Message]) -> JudgeAnswer:
+        async def read(question: list[Message], left: int) -> JudgeAnswer:
             # What the endpoint sent, unread: the client accepts whatever is JSON, and text that is not.
             create = client.chat.completions.with_streaming_response.create
             async with create(model=config.model, messages=question, **options) as response:
                 body = bytearray()
-                async for chunk in response.iter_bytes():
-                    body += chunk
-                    if len(body) > _LONGEST_BODY:
-                        return JudgeAnswer(failure=f"an answer of more than {_LONGEST_BODY} bytes")
-            return read_completion(bytes(body))
+                try:
+                    async for chunk in response.iter_bytes():
+                        body += chunk
+                        if len(body) > _LONGEST_BODY:
+                            return JudgeAnswer(failure=f"an answer of more than {_LONGEST_BODY} bytes")
+                    return read_completion(bytes(body))
+                except Exception:  # the transport's: the client repeats only requests that no answer has begun to
+                    if not left:
+                        raise
+            return await read(question, left - 1)
 
         async def one(question: list[Message]) -> JudgeAnswer:
             try:
                 async with asyncio.timeout(timeout_s), places:
-                    return await read(question)
+                    return await read(question, config.retries)
             except TimeoutError:
                 why = f"timeout after {timeout_s:g} s"
             except Exception as error:  # the client's, its transport's, or half a character, which cannot be sent

@@ -441,12 +441,34 @@ def test_a_wait_that_is_longer_than_the_bound_is_said() -> None:
     def script(number: int, body: dict[str, Any]) -> Any:
         return web.json_response({"error": {"message": "busy"}}, status=429, headers={"Retry-After": waits})
 
-    for waits, status in ("3600", "judge: RateLimitError: Error code: 429"), ("30", "judge: timeout after 1 s"):
+    refused, late = "judge: RateLimitError: Error code: 429", "judge: timeout after 5 s"
+    for waits, timeout_s, status in ("3600", 60.0, refused), ("30", 5.0, late):
         with endpoint(script) as served:
             asked = {"url": served.url, "model": "m", "retries": 4}
-            (outcome,) = judge(1.0, endpoint=asked).score([sample("a")])
+            (outcome,) = judge(timeout_s, endpoint=asked).score([sample("a")])
         assert outcome.status.startswith(status) and outcome.status.endswith(f": 'Retry-After: {waits}'")
         assert outcome.cause.startswith(status) and waits not in outcome.cause and len(served.bodies) == 1
+
+
+class Lost(web.Response):
+    """An answer whose connection ends within its body."""
+
+    async def prepare(self, request: web.BaseRequest) -> Any:
+        prepared = await super().prepare(request)
+        await super().write(b'{"choices": [')
+        assert request.transport is not None
+        request.transport.close()
+        return prepared
+
+
+def test_an_answer_that_is_lost_on_its_way_is_asked_for_again() -> None:
+    with endpoint(lambda number, body: Lost(headers={"Content-Length": "500"}) if number < 3 else "Score: 5") as served:
+        asked = {"url": served.url, "model": "m"}
+        patient, impatient = (judge(endpoint=asked | {"retries": retries}) for retries in (2, 0))
+        assert patient.score([sample("a")]) == [RewardResult(0.5)] and len(served.bodies) == 3
+        served.bodies.clear()
+        (status,) = statuses(impatient.score([sample("a")]))
+    assert status.startswith("judge: RemoteProtocolError: ") and len(served.bodies) == 1
 
 
 def test_the_body_of_an_answer_is_bounded() -> None:
