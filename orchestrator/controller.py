@@ -102,6 +102,7 @@ class RunOutcome:
     stopped: bool
     first_eval: dict[str, float]
     last_eval: dict[str, float]
+    """Of the step `evaluated`."""
     ledger: dict[str, int]
     drop_reasons: dict[str, int]
     peak_memory: str
@@ -112,6 +113,8 @@ class RunOutcome:
     """The best evaluations."""
     interrupted: bool = False
     """Whether it was asked to stop, so that what its records show is left to `troupe report`."""
+    evaluated: int | None = None
+    """The step that was evaluated last, or None if none was."""
 
     def summary(self, out: Path) -> dict[str, str]:
         """The lines shown at the end of a run, by label."""
@@ -119,18 +122,23 @@ class RunOutcome:
         note = " (stopped; continue with --resume)" if self.stopped else ""
         note = f" ({self.ended_early})" if self.ended_early else note
         lines = {"steps": f"{self.steps_done}{note}"}
+        when = "after" if self.evaluated in (None, self.steps_done) else f"after step {self.evaluated}"
         for name in ("accuracy", "reward", "loss"):
             before, after = self.first_eval.get(f"eval/{name}"), self.last_eval.get(f"eval/{name}")
             if after is not None and self.last_eval is self.first_eval:  # the run was stopped before the next one
                 lines[f"held-out {name}"] = f"{after:.3f} before training"
             elif after is not None:
                 first = f"{before:.3f} before, " if before is not None else ""
-                lines[f"held-out {name}"] = f"{first}{after:.3f} after"
+                lines[f"held-out {name}"] = f"{first}{after:.3f} {when}"
         lines |= held_out_lines(self.first_eval, self.last_eval)
         if self.best.steps:
             first = self.best.steps[0]
             lines["best checkpoint"] = f"step {first.step}, {self.best.metric} {first.value:.4g}"
         lines["samples"] = "{dispatched} dispatched, {trained} trained, {dropped} dropped".format_map(counts)
+        if open_samples := counts.get("in_flight", 0):
+            lines["samples"] += f", {open_samples} in flight" + (
+                ", which --resume samples again" if self.stopped else ""
+            )
         lines |= {f"dropped: {reason}": str(count) for reason, count in self.drop_reasons.items()}
         lines["peak memory"] = self.peak_memory
         for name in ("metrics.jsonl", "trajectories", "evaluation", "checkpoints", "tensorboard"):
@@ -196,7 +204,7 @@ class Controller:
                 await self._recorder.end_step(0)  # start-up; a resumed run's is part of its first step
             source.start()
             self._timers = self._new_timers()
-            while self.version < spec.schedule.steps and not (self.parts.alarm.stops or self.parts.best.no_gain):
+            while self.version < spec.schedule.steps and not (self.parts.alarm.stops or await self._is_over(watch)):
                 async with asyncio.timeout(spec.schedule.step_timeout_s):
                     step = self.step(self.version)
                     step = step if self._weights is None else self._weights.guard(step)
@@ -239,7 +247,17 @@ class Controller:
             self.components.peaks.summary(),
             early,
             self.parts.best.state,
+            evaluated=self.parts.evaluations.last_step,
         )
+
+    async def _is_over(self, watch: asyncio.Task[None]) -> bool:
+        """Whether the run ends early (`checkpoint.patience`): not if its newest model, evaluated then, is a gain."""
+        if self.parts.best.no_gain and self.version:
+            if self._weights is not None:
+                await self._weights.settle()
+            evaluation = self.parts.evaluations.evaluate_end(self.version)
+            await unless_stopped(self.stop, unless_failed(watch, evaluation))
+        return bool(self.parts.best.no_gain)
 
     async def _settle(self) -> SourceSnapshot:
         """Waits for background work; returns what to save, before the groups in flight are cancelled."""

@@ -101,7 +101,7 @@ class ActorEnvironments:
     async def _call(self, worker: str, method: Callable[..., object], timeout_s: float, *args: Any) -> EpisodeReply:
         """The reply of a worker; one that has died gets no further episodes."""
         if worker not in self._actors:
-            raise EnvironmentGone(f"{worker} has died")
+            raise EnvironmentGone(f"{worker} is gone")
         try:
             reply = await within(timeout_s, submit(self._actors[worker], method, *args))
         except TimeoutError:
@@ -113,7 +113,7 @@ class ActorEnvironments:
         except RayActorError as error:
             self._actors.pop(worker, None)
             self._open.pop(worker, None)
-            raise EnvironmentGone(f"{worker} has died") from error
+            raise EnvironmentGone(f"{worker} is gone") from error
         if reply.observation.done:
             self._closed(worker)
         return reply

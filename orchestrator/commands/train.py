@@ -32,6 +32,7 @@ from troupe.orchestrator.spec.examples import PREFIX
 
 if TYPE_CHECKING:
     from troupe.orchestrator.library import Outcome
+    from troupe.orchestrator.runs.checkpoints import SavedRun
     from troupe.orchestrator.runs.session import RunRequest
     from troupe.orchestrator.telemetry.console import Console
 
@@ -117,10 +118,12 @@ def train(spec: Path, runs: Sequence[PlannedRun], resume: bool, address: str | N
 
 
 def _train(spec: Path, runs: Sequence[PlannedRun], resume: bool, address: str | None) -> None:
+    from troupe.orchestrator.runs.session import RunRequest
     from troupe.orchestrator.telemetry.console import Console
 
     requests = [(planned, _request(planned, resume, address)) for planned in runs]
-    read_data([planned for planned, request in requests if request is not None][1:])  # the first run reads its own
+    left = [planned for planned, request in requests if isinstance(request, RunRequest)]
+    read_data(left[1:])  # the first run reads its own
     consoles = [Console() for _ in requests]
     try:
         last = _train_each(requests, consoles)
@@ -137,17 +140,20 @@ def _train(spec: Path, runs: Sequence[PlannedRun], resume: bool, address: str | 
 
 
 def _train_each(
-    requests: Sequence[tuple[PlannedRun, RunRequest | None]], consoles: Sequence[Console]
+    requests: Sequence[tuple[PlannedRun, RunRequest | SavedRun]], consoles: Sequence[Console]
 ) -> Outcome | None:
     """Train one run after the other, each shown on its console, until one is stopped; the last one's outcome, or None
     if all were complete. Raises TroupeError."""
     from troupe.orchestrator.library import train as train_run
+    from troupe.orchestrator.runs.checkpoints import SavedRun
 
     last: Outcome | None = None
     for (planned, request), console in zip(requests, consoles, strict=True):
-        if request is None:
-            steps = planned.spec.schedule.steps
-            typer.echo(f"{planned.spec.name}: already complete in {planned.out} (schedule.steps: {steps})")
+        if isinstance(request, SavedRun):
+            of = f"of {planned.spec.schedule.steps}"
+            early = request.ended_early and f"step {request.step} {of}: {request.ended_early}"
+            why = early or f"schedule.steps: {planned.spec.schedule.steps}"
+            typer.echo(f"{planned.spec.name}: already complete in {planned.out} ({why})")
         elif (last := train_run(request, console)).stopped:
             break
     return last
@@ -174,8 +180,8 @@ def _saved_steps(out: Path) -> int:
     return max(CheckpointStore(out / "checkpoints", keep=1).steps(), default=0)
 
 
-def _request(planned: PlannedRun, resume: bool, address: str | None) -> RunRequest | None:
-    """The request for one run, or None if it resumes a run that is already complete.
+def _request(planned: PlannedRun, resume: bool, address: str | None) -> RunRequest | SavedRun:
+    """The request for one run, or the saved one if it resumes a run that is already complete.
 
     `--resume` resumes a plain spec; in a chain it skips complete stages, resumes the interrupted one and starts the
     rest.
@@ -188,7 +194,7 @@ def _request(planned: PlannedRun, resume: bool, address: str | None) -> RunReque
         return request
     done = saved_run(planned.spec, planned.out)
     if done.complete:
-        return None
+        return done
     return replace(request, resume=done.step > 0) if planned.stage else request
 
 

@@ -7,7 +7,7 @@ import json
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Generic, Literal, Protocol, TypeVar
 
@@ -52,6 +52,10 @@ class Pool:
     """What columns that nobody reads say against the spec's reading."""
     alike: int = 0
     """Rows with another pool's question in another form: with another system message or template."""
+    shared: int = 0
+    """Rows whose prompt an earlier source of the mixture has."""
+    contradicted: int = 0
+    """Rows whose prompt has another answer in an earlier row, of this source or another, those left out among them."""
     parts: Mapping[str, Pool] = field(default_factory=dict)
     """The pools of a mixture by the name of their source, in the order of their rows; empty if there is one source."""
 
@@ -74,6 +78,8 @@ class Collected(Generic[RowT]):
     skipped: Counter[str] = field(default_factory=Counter)
     wrong: list[tuple[str, str]] = field(default_factory=list)
     """Field and reason of each row in another form than the spec's."""
+    shared: int = 0
+    contradicted: int = 0
 
     def pool(self, table: pa.Table, contents: Iterable[bytes]) -> Pool:
         """The pool of these rows, as a table; `contents` is what the digest covers."""
@@ -81,23 +87,42 @@ class Collected(Generic[RowT]):
         for content in contents:
             digest.update(len(content).to_bytes(8, "little") + content)
         counts = (self.left_out, self.repeated, self.deduped, dict(self.skipped))
-        return Pool(table, digest.hexdigest(), self.bad_rows, tuple(self.problems), *counts)
+        pool = Pool(table, digest.hexdigest(), self.bad_rows, tuple(self.problems), *counts)
+        return replace(pool, shared=self.shared, contradicted=self.contradicted)
 
 
 class Repeats(Generic[RowT]):
-    """Finds rows that repeat an earlier one."""
+    """Finds rows that repeat an earlier one, or that answer its prompt in another way."""
 
-    def __init__(self, content: Callable[[RowT], str], leave_out: bool) -> None:
-        """`content`: what a row repeats; `leave_out`: whether a pool is to have it once."""
+    def __init__(
+        self,
+        content: Callable[[RowT], str],
+        leave_out: bool,
+        answer: Callable[[RowT], str] = lambda row: "",
+        earlier: dict[str, str] | None = None,
+    ) -> None:
+        """`content`: what a row repeats; `leave_out`: whether a pool is to have it once; `answer`: what is said to it;
+        `earlier`: contents of the sources before, with their answers; this one's are added by `end`."""
         self._content = content
+        self._answer = answer
         self.leave_out = leave_out
-        self._seen: set[str] = set()
+        self._earlier = {} if earlier is None else earlier
+        self._seen: dict[str, str] = {}
+        self.shared = self.contradicted = 0
 
     def __call__(self, row: RowT) -> bool:
-        """Whether an earlier row has the content of this one."""
-        before = len(self._seen)
-        self._seen.add(self._content(row))
-        return len(self._seen) == before
+        """Whether an earlier row of the source has the content of this one."""
+        content, answer = self._content(row), self._answer(row)
+        repeated = content in self._seen
+        known = self._seen.get(content, self._earlier.get(content))
+        self.shared += content in self._earlier and not (repeated and self.leave_out)
+        self.contradicted += known is not None and known != answer
+        self._seen.setdefault(content, answer)
+        return repeated
+
+    def end(self) -> None:
+        """The source has been read: the next one's rows are compared with its rows."""
+        self._earlier |= self._seen
 
 
 def collect(
@@ -153,6 +178,9 @@ def collect(
     if found.wrong:
         field_, problem = found.wrong[0]
         raise DataError(f"{label}.{field_}: does not fit {len(found.wrong)} rows; the first: {problem}")
+    if repeats is not None:
+        repeats.end()
+        found.shared, found.contradicted = repeats.shared, repeats.contradicted
     if not found.rows:
         raise DataError(f"{label}: {_why_empty(found)}")
     return found

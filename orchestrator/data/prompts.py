@@ -112,7 +112,12 @@ def _questions(source: DataSource, pool: Pool) -> list[bytes]:
 
 def load_train_pool(data: DataConfig, on_bad_row: OnBadRow = "skip", *, plain: bool = False) -> Pool:
     """The pool for training: the only source's, or the pools of a mixture one after another. Raises DataError."""
-    pool = of_sources(data.train, "data.train", lambda source, label: load_pool(source, on_bad_row, label, plain=plain))
+    asked: dict[str, str] = {}
+
+    def load(source: DataSource, label: str) -> Pool:
+        return load_pool(source, on_bad_row, label, plain=plain, earlier=asked)
+
+    pool = of_sources(data.train, "data.train", load)
     rows = pa.array(range(pool.rows), pa.int64())
     return replace(pool, table=pool.table.set_column(0, PROMPTS.field("row"), rows))
 
@@ -124,6 +129,7 @@ def load_pool(
     without: Pool | None = None,
     *,
     plain: bool = False,
+    earlier: dict[str, str] | None = None,
 ) -> Pool:
     """Read a source into a pool with schema PROMPTS, whose column `row` counts from 0.
 
@@ -133,6 +139,7 @@ def load_pool(
         label: Path of that section, for error messages.
         without: Exclude the prompts of this pool.
         plain: There is no chat template: prompts are texts.
+        earlier: Prompts of the sources before, with their answers; this one's are added.
 
     Raises:
         DataError: The source cannot be read, a row is bad with `stop`, or no row is left.
@@ -144,7 +151,7 @@ def load_pool(
         label,
         on_bad_row,
         lambda row: row.messages in taken,
-        Repeats(lambda row: row.messages, source.dedupe),
+        Repeats(lambda row: row.messages, source.dedupe, lambda row: row.answer, earlier),
     )
     rows = found.rows
     texts = [[row.messages for row in rows], [row.answer for row in rows], [row.metadata for row in rows]]

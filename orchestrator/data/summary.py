@@ -109,6 +109,10 @@ def _parts(pool: Pool) -> list[str]:
         parts.append(f"{pool.repeated} repeat an earlier one (dedupe: true leaves them out)")
     if pool.deduped:
         parts.append(f"{pool.deduped} that repeat an earlier one left out (dedupe)")
+    if pool.shared:
+        parts.append(f"{pool.shared} have a prompt of an earlier source")
+    if pool.contradicted:
+        parts.append(f"{pool.contradicted} have another answer than an earlier row with the same prompt")
     parts += [f"{count} {kind} left out" for kind, count in pool.skipped.items()]
     parts += [f"warning: {doubt}" for doubt in pool.doubts]
     if pool.bad_rows:

@@ -144,7 +144,8 @@ class _Asking:
         options: dict[str, Any] = {"temperature": 0.0 if request.greedy else request.temperature}
         options |= {} if request.greedy else {"seed": sampling_seed(request.seed, str(index))}
         options["top_p"] = request.top_p  # servers have other defaults
-        options["extra_body"] = {**self.extensions, **({"top_k": request.top_k} if request.top_k else {})}
+        extensions = {"top_k": request.top_k, "min_p": request.min_p}
+        options["extra_body"] = {**self.extensions, **{name: value for name, value in extensions.items() if value}}
         try:
             async with self.places, asyncio.timeout(self.timeout_s):
                 done = await self.client.chat.completions.create(

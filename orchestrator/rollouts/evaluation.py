@@ -244,6 +244,8 @@ class Evaluator:
             greedy=sampling.temperature == 0.0,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            stop=sampling.stop,
             temperature=sampling.temperature,
             max_tokens=sampling.max_tokens,
             environment=held_out.settings.environment,

@@ -45,6 +45,8 @@ class SavedRun:
     complete: bool
     """Whether it is the last step of the spec, or the one at which the run has ended early, valid, and has the exported
     model."""
+    ended_early: str = ""
+    """Why it has ended before the last step; empty if it has not."""
 
 
 def folder_checkpoints(spec: RunSpec, out: Path) -> RunCheckpoints:
@@ -94,8 +96,8 @@ def saved_run(spec: RunSpec, out: Path) -> SavedRun:
     found = store.latest()
     if found is None:
         return SavedRun(0, False)
-    early = _best(found).is_over(checkpoint)
-    return SavedRun(found.step, (found.step >= steps or early) and found.exported)
+    early = "" if found.step >= steps else _best(found).no_gain(checkpoint)
+    return SavedRun(found.step, (found.step >= steps or bool(early)) and found.exported, early)
 
 
 def best_step(checkpoints: Path) -> int:

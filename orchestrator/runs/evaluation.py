@@ -125,7 +125,9 @@ def _require_chat(spec: RolloutSpec) -> None:
     """Raises UsageError if an endpoint would not sample what the spec asks for."""
     refused = {
         "roles.environment": any(one.environment is not None for one in held_out_sets(spec)),
-        "sampling.stop": bool(spec.sampling.stop),
+        "sampling.stop": any(
+            spec.sampling.stop if one.sampling.stop is None else one.sampling.stop for one in held_out_sets(spec)
+        ),
         "sampling.structured": spec.sampling.structured is not None,
         "model.chat_template: none": spec.model.plain,
     }

@@ -26,7 +26,7 @@ SHOWN_STEPS = 8
 """Rows of the live table."""
 UNWRITABLE = (OSError, ValueError)
 """What a stream raises and what ends no run: a full disk, no reader, a stream that is closed or lacks a character."""
-NO_UPDATE = "no update: no group has a signal"
+NO_UPDATE = "no update: no sample has an advantage"
 QUIET_S = 30.0
 """Without a terminal: seconds of silence after which the progress of the current phase is printed."""
 

@@ -21,6 +21,8 @@ _MOST = 4096
 """Number of steps whose learned value is kept."""
 _CLEAR = 2.0
 """A difference of two means counts as a change from this many standard errors on."""
+SCORING = 0.7
+"""Share of the wait for samples from which on a busy reward worker is what it is for."""
 _GENERATE, _TRAIN = "seconds/generate", ("seconds/prepare", "seconds/update")
 
 
@@ -75,11 +77,17 @@ class RunSummary:
         return f"{generate:.0%} waiting for samples, {train:.0%} training"
 
     def bottleneck(self) -> str:
-        """Which side of a step takes longer: `engines` or `trainer`; empty if unknown."""
+        """What takes longest in a step: engines, environment, reward workers or trainer; empty if unknown."""
         generate, train = self.shares()
         if not generate:
             return ""  # offline, or no step yet
-        return "engines" if generate > train else "trainer"
+        if generate <= train:
+            return "trainer"
+        busy, waited = (fmean(self._recent_values(name) or [0.0]) for name in ("seconds/reward", _GENERATE))
+        workers = max(1.0, *self._recent_values("workers/reward"), 0.0)
+        if busy / workers >= SCORING * waited:
+            return "reward workers"
+        return "engines and environment" if self._recent_values("episodes/turns") else "engines"
 
     def _recent_values(self, name: str) -> list[float]:
         found = (metrics.get(name) for metrics in [*self._recent])

@@ -39,9 +39,7 @@ class BestCheckpoints(RunPart):
     @property
     def no_gain(self) -> str:
         """Why the run ends early (`checkpoint.patience`), or empty if it does not."""
-        if not self.state.is_over(self._checkpoint):
-            return ""
-        return f"no gain of {self.state.metric} in {self.state.without_gain} evaluations (checkpoint.patience)"
+        return self.state.no_gain(self._checkpoint)
 
     def restore(self, state: Any) -> None:
         """Takes over the state of a checkpoint (see `RunPart`)."""

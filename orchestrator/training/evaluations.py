@@ -67,6 +67,9 @@ class RunEvaluations(RunPart):
         self.first: Metrics = {}
         """Metrics of the model before training."""
         self.last: Metrics = {}
+        """Metrics of the last evaluation."""
+        self.last_step: int | None = None
+        """The step that it is of."""
 
     def restore(self, state: Any) -> None:
         """Takes over the state of a checkpoint (see `RunPart`)."""
@@ -158,6 +161,12 @@ class RunEvaluations(RunPart):
             self._recorder.events.record("evaluation", of=step, ok=True)
             await self._take(step, metrics, late=True)
 
+    async def evaluate_end(self, step: int) -> None:
+        """Evaluates the step at which the run ends early, if the last one is to be evaluated and it has not been."""
+        await self.settle()
+        if self._config is not None and self._config.at_end and self.last_step != step:
+            await self.evaluate(step, late=True)
+
     async def leave(self, step: int) -> None:
         """Before the last checkpoint: the evaluated step's checkpoint records that its evaluation is due."""
         await self.collect()
@@ -188,7 +197,7 @@ class RunEvaluations(RunPart):
 
     async def _take(self, step: int, metrics: Metrics, late: bool) -> None:
         """Compares and shows an evaluation; one that is `late` is not in the line with the step's other metrics."""
-        self.last = metrics
+        self.last, self.last_step = metrics, step
         if not step:
             self.first = metrics
         await self._saves.compare(step, metrics)

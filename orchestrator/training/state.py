@@ -70,11 +70,17 @@ class BestState(Frozen):
         """The state with other best steps: the previous ones if the newest step's checkpoint cannot be written."""
         return self.model_copy(update={"steps": steps})
 
-    def is_over(self, checkpoint: CheckpointConfig) -> bool:
-        """Whether the run has had as many evaluations without a gain as `checkpoint.patience` allows."""
+    def no_gain(self, checkpoint: CheckpointConfig) -> str:
+        """Why the run ends early: it has had as many evaluations without a gain as `checkpoint.patience` allows.
+
+        Empty if it does not end.
+        """
         if checkpoint.best is None or checkpoint.patience is None:
-            return False
-        return self.of(checkpoint.best).without_gain >= checkpoint.patience
+            return ""
+        state = self.of(checkpoint.best)
+        if state.without_gain < checkpoint.patience:
+            return ""
+        return f"no gain of {state.metric} in {state.without_gain} evaluations (checkpoint.patience)"
 
     @property
     def saved(self) -> frozenset[int]:

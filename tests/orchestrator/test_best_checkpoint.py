@@ -20,7 +20,7 @@ from tests.orchestrator.test_controller import RolloutRun
 from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.library import model_of
 from troupe.orchestrator.rollouts.evaluation_log import described_sets, settings_of
-from troupe.orchestrator.runs.checkpoints import best_step, saved_run
+from troupe.orchestrator.runs.checkpoints import SavedRun, best_step, saved_run
 from troupe.orchestrator.spec.derived.digests import evaluation_digest, plays_and_judges, reward_digest
 from troupe.orchestrator.spec.derived.sampling import held_out_sets
 from troupe.orchestrator.spec.rollout import RolloutSpec
@@ -104,7 +104,7 @@ def test_the_run_ends_normally_after_evaluations_without_a_gain(tmp_path: Path) 
     assert steps_of(tmp_path) == [1, 3]
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert events[-1] | {"how": "finished", "detail": outcome.ended_early} == events[-1]
-    assert saved_run(run.spec, tmp_path).complete
+    assert saved_run(run.spec, tmp_path) == SavedRun(3, True, outcome.ended_early)
     again = run_of(tmp_path, 0.1, 0.3, 0.3, 0.2, 0.4, 0.5, resume=True, patience=3)
     assert not saved_run(again.spec, tmp_path).complete
     assert again.run().steps_done == 5

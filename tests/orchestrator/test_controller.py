@@ -253,7 +253,7 @@ def test_a_step_counts_the_samples_of_groups_that_failed_as_a_whole(tmp_path: Pa
     assert (first["failed_samples"], first["dispatched_samples"]) == (9.0, 28.0)
     assert (second["failed_samples"], second["dispatched_samples"]) == (0.0, 20.0)
     history = History.of(run.lines(), run.spec.model_dump(mode="json"))
-    assert history.share_of_samples("failed_samples").values == (9 / 28, 0.0)
+    assert history.share_of_samples(history["failed_samples"]).values == (9 / 28, 0.0)
     assert [found.name for found in failing_rewards(History.of(run.lines()[:1]))] == ["failing-rewards"]
     assert not list(dropped_samples(history))
 

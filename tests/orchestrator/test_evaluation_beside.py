@@ -176,12 +176,31 @@ def test_a_candidate_that_is_not_saved_is_none_of_the_best(tmp_path: Path, monke
 
 
 def test_patience_counts_evaluations_and_ends_the_run_when_the_last_of_them_has_ended(tmp_path: Path) -> None:
-    """That of step 6 is the second without a gain, and ends while step 7 is made."""
-    values = (0.1, 0, 0.5, 0, 0.4, 0, 0.3, 0, 0.2, 0, 0.1)
+    """That of step 6 is the second without a gain, and ends while step 7 is made, which is evaluated at the end."""
+    values = (0.1, 0, 0.5, 0, 0.4, 0, 0.3, 0.2, 0.2, 0, 0.1)
     outcome = run(tmp_path, *values, every=2, patience=2, late=1).run()
     assert outcome.steps_done == 7 and not outcome.stopped
-    assert outcome.ended_early == "no gain of eval/reward in 2 evaluations (checkpoint.patience)"
+    assert outcome.ended_early == "no gain of eval/reward in 3 evaluations (checkpoint.patience)"
     assert steps_of(tmp_path) == [2, 7]
+    assert merged(tmp_path)[-1] == (7, 0.2)
+    assert outcome.summary(tmp_path)["held-out reward"] == "0.100 before, 0.200 after"
+
+
+def test_a_run_whose_newest_model_is_a_gain_does_not_end_early(tmp_path: Path) -> None:
+    values = (0.1, 0, 0.5, 0, 0.4, 0, 0.3, 0.6, 0.2, 0, 0.1)
+    outcome = run(tmp_path, *values, every=2, patience=2, late=1).run()
+    assert (outcome.steps_done, outcome.ended_early) == (
+        10,
+        "",
+    )
+
+
+def test_without_an_evaluation_at_the_end_the_summary_says_of_which_step_it_is(tmp_path: Path) -> None:
+    beside = run(tmp_path, *(0.1, 0, 0.5, 0, 0.4, 0, 0.3, 0.6, 0.2), every=2, patience=2, late=1)
+    beside.change(evaluation={"every_steps": 2, "beside": True, "at_end": False})
+    outcome = beside.run()
+    assert (outcome.steps_done, outcome.stopped) == (7, False)
+    assert outcome.summary(tmp_path)["held-out reward"] == "0.100 before, 0.300 after step 6"
 
 
 def test_a_checkpoint_of_a_later_step_waits_for_the_evaluation(tmp_path: Path) -> None:

@@ -196,6 +196,10 @@ class EvalSampling(Frozen):
     """Nucleus sampling: sample from the smallest set of tokens with at least this total probability."""
     top_k: int = Field(default=0, ge=0, le=MAX_TOP_K)
     """Sample from the k most probable tokens; 0: from all."""
+    min_p: Annotated[float, EVALUATED_IF_SET] = Field(default=0.0, ge=0.0, lt=1.0)
+    """Sample from the tokens whose probability is at least this share of the most probable one's; 0: from all."""
+    stop: Annotated[tuple[Annotated[str, Field(min_length=1)], ...] | None, EVALUATED_IF_SET] = None
+    """Strings that end a response, which includes them, besides the model's ends of a turn; null: `sampling.stop`."""
     max_tokens: int | None = Field(default=None, ge=1)
     """Longest response, in tokens; null: `sampling.max_tokens`."""
     samples: int = Field(default=1, ge=1)

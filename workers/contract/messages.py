@@ -220,6 +220,10 @@ class GroupRequest:
     """Only with a separate temperature."""
     top_k: int = 0
     """Only with a separate temperature; 0: all tokens."""
+    min_p: float = 0.0
+    """Only with a separate temperature."""
+    stop: tuple[str, ...] | None = None
+    """Strings that end a response; of an episode, a turn, besides the environment's. If None, as in training."""
     temperature: float | None = None
     """If None, sampled as in training, with the temperature, top-p, top-k and min-p of `sampling`."""
     candidates: bool = False

@@ -231,12 +231,12 @@ class Generation:
         limits = limits or TurnLimits(0, request.max_tokens or sampling.max_tokens)
         temperature = sampling.temperature if request.temperature is None else request.temperature
         trained = _as_in_training(request)
-        stop = [*sampling.stop, *limits.stop]
+        stop = [*(sampling.stop if request.stop is None else request.stop), *limits.stop]
         return SamplingParams(
             temperature=0.0 if request.greedy else temperature,
             top_p=sampling.top_p if trained else request.top_p,
             top_k=sampling.top_k if trained else request.top_k,
-            min_p=sampling.min_p if trained else 0.0,
+            min_p=sampling.min_p if trained else request.min_p,
             max_tokens=min(limits.max_tokens, request.max_tokens or limits.max_tokens),
             stop=stop,
             # vLLM refuses others: an end that the model has no logit for is never sampled.

@@ -325,6 +325,8 @@ def sampling_text(sampling: Mapping[str, Any]) -> str:
     parts = ["greedy" if temperature == 0 else f"{count} at temperature {temperature:g}"]
     parts += [f"top-p {sampling['top_p']:g}"] if sampling["top_p"] < 1 else []
     parts += [f"top-k {sampling['top_k']}"] if sampling["top_k"] else []
+    parts += [f"min-p {sampling['min_p']:g}"] if sampling.get("min_p") else []
+    parts += [f"until {', '.join(map(repr, sampling['stop']))}"] if sampling.get("stop") else []
     return ", ".join([*parts, f"at most {sampling['max_tokens']} tokens"])
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from troupe.orchestrator.errors import TroupeError
-from troupe.orchestrator.insight.verdicts import data, learning, speed, updates
+from troupe.orchestrator.insight.verdicts import data, ending, learning, speed, updates
 from troupe.orchestrator.insight.verdicts.history import History
 from troupe.orchestrator.insight.verdicts.verdict import Level, Remedy, Verdict
 from troupe.orchestrator.plan.placement import demand, place, role_sizes
@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 Rule = Callable[[History], Iterator[Verdict]]
 RULES: tuple[Rule, ...] = (
+    *(ending.failed, ending.no_steps),
     *(learning.entropy_collapse, learning.reward_hacking, learning.no_signal, learning.reward_falls),
     *(learning.penalty_dominates, learning.overfitting),
     *(learning.length_explosion, learning.length_collapse, learning.truncation),
@@ -181,6 +182,8 @@ class RunningVerdicts:
         self._folder = folder
         self._say = say
         self._said: dict[str, Level] = {}
+        self._titles: dict[str, str] = {}
+        """Of what was said."""
         self._due = 0
         self._thread: threading.Thread | None = None
 
@@ -200,14 +203,18 @@ class RunningVerdicts:
 
     def at_end(self, complete: bool) -> EndLines:
         """What a terminal shows of all verdicts at the end of the run; `healthy` only of a complete one."""
-        verdicts = self.final()
-        return EndLines(alarm_lines(verdicts, HEALTHY if complete else ""), faster(verdicts))
+        verdicts = [one for one in self.final() if complete or one.name != ending.FAILED]  # its error is shown
+        alarms = {one.name for one in verdicts if one.is_alarm}
+        over = "; ".join(title for name, title in self._titles.items() if name not in alarms)
+        healthy = f"healthy at the end; no longer an alarm: {over}" if over else HEALTHY
+        return EndLines(alarm_lines(verdicts, healthy if complete else ""), faster(verdicts))
 
     def _look(self) -> None:
         for verdict in self._found():
             # One that has become a problem is said again, one that was a problem is not.
             if verdict.is_alarm and self._said.get(verdict.name) not in (verdict.level, Level.PROBLEM):
                 self._said[verdict.name] = verdict.level
+                self._titles[verdict.name] = verdict.title
                 for line in verdict.lines():
                     self._say(line)
 

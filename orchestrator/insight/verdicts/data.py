@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from troupe.orchestrator.insight.verdicts.history import History
 from troupe.orchestrator.insight.verdicts.verdict import Level, Remedy, Verdict, field, flow, while_it_lasts
@@ -14,12 +15,15 @@ _DROPPED = 0.1
 
 
 def failing_rewards(run: History) -> Iterator[Verdict]:
-    """Samples without a reward."""
-    for name, what, remedy in (
-        ("failed_samples", "have no reward: their function raised or timed out", "Try the function on these responses"),
-        ("episodes/failed", "ended without a result", "Read the reasons in the log"),
+    """Samples without a reward. A failed episode is one of them, and no fault of a function."""
+    episodes = dict(run["episodes/failed"])
+    functions = run["failed_samples"]
+    functions = replace(functions, values=tuple(max(n - episodes.get(step, 0.0), 0.0) for step, n in functions))
+    for name, failed, what, remedies in (
+        ("failed_samples", functions, "have no reward: their function failed", _of_functions(run)),
+        ("episodes/failed", run["episodes/failed"], "ended without a result", ()),
     ):
-        failed, shares = run[name], run.share_of_samples(name)
+        shares = run.share_of_samples(failed)
         found = shares.stretch(lambda value: value > _SOME, at_least=1)
         if found is None:
             continue
@@ -35,12 +39,18 @@ def failing_rewards(run: History) -> Iterator[Verdict]:
             (name, "reward/mean"),
             (
                 Remedy(
-                    f"{remedy}: their `status` is the reason (filter the samples by `status`). "
+                    "Read their `status`, the reason (filter the samples by `status`). "
                     "The ledger in this report lists the reasons of groups that were replaced as a whole, too."
                 ),
-                Remedy("Give slow functions more time.", _more_time(run)),
+                *remedies,
             ),
         )
+
+
+def _of_functions(run: History) -> tuple[Remedy, ...]:
+    """More time for the reward functions, if the spec has them."""
+    lines = _more_time(run)
+    return (Remedy("If it is a timeout, give the functions more time.", lines),) if lines else ()
 
 
 def _more_time(run: History) -> str:
@@ -53,22 +63,27 @@ def _more_time(run: History) -> str:
 
 def repeated_data(run: History) -> Iterator[Verdict]:
     """The same prompts again and again."""
-    rows, per_step = run["data/train_rows"], int(run.get("schedule.prompts_per_step", 0))
-    if not rows or not per_step or rows.last <= 0:
+    steps, total = run.last_step, int(run.get("schedule.prompts_per_step", 0))
+    mixed = [(str(own["name"]), float(own.get("weight") or 1.0)) for own in run.sources]
+    shares = {name: total * weight / sum(weight for _, weight in mixed) for name, weight in mixed} or {"": total}
+    rows = {name: run[f"source/{name}/rows" if name else "data/train_rows"] for name in shares}
+    passes = {name: steps * shares[name] / rows[name].last for name in shares if rows[name] and rows[name].last > 0}
+    name = max(passes, key=lambda name: passes[name], default=None)
+    if name is None or not shares[name]:
         return
-    passes = run.last_step * per_step / rows.last
-    within = rows.last < per_step
-    if not within and passes < _MOST_PASSES:
+    per_step, series = shares[name], rows[name]
+    within = series.last < per_step
+    if not within and passes[name] < _MOST_PASSES:
         return
     yield Verdict(
         "repeated-data",
         Level.WARNING,
         "The prompts repeat",
-        f"{rows.last:.0f} prompts for {per_step} a step: each was trained {passes:.0f} times"
-        + (", several times within a step." if within else "."),
-        int(rows.last // per_step) + 1,
+        f"{series.last:.0f} prompts{name and f' of {name}'} for {per_step:.3g} a step: each was drawn "
+        f"{passes[name]:.0f} times" + (", several times within a step." if within else "."),
+        int(series.last // per_step) + 1,
         None,
-        ("data/train_rows", "reward/mean", "eval/reward"),
+        (series.name, "reward/mean", "eval/reward"),
         (
             Remedy("Use more prompts.", field("data.train.size", 4 * per_step * max(run.last_step, 1)))
             if run.get("data.train.kind") == "reasoning_gym"

@@ -10,6 +10,10 @@ from typing import Any
 
 SHORTEST = 3
 """Fewest values in a row that show something: one or two may be chance."""
+EQUAL = 1e-9
+"""Spread of rewards up to which they are equal."""
+FEW_MIXED = 0.1
+"""Share of groups with different rewards below which most of a batch is wasted."""
 
 
 @dataclass(frozen=True)
@@ -225,16 +229,16 @@ class History:
         started = [event.get("capacity") for event in self.events if event.get("event") == "run_started"]
         return started[-1] if started and isinstance(started[-1], Mapping) else {}
 
-    def share_of_samples(self, name: str) -> Series:
-        """A metric that counts samples of the step, as a share of the samples dispatched for the step.
+    def share_of_samples(self, counted: Series) -> Series:
+        """Counts of samples of the step, as shares of the samples dispatched for the step.
 
         Steps recorded before `dispatched_samples` existed are judged by their batch as the spec has it.
         """
-        dispatched, counted = dict(self["dispatched_samples"]), self[name]
+        dispatched = dict(self["dispatched_samples"])
         shares = [
             (step, count / size) for step, count in counted if (size := dispatched.get(step, self._samples_per_batch))
         ]
-        return Series(name, tuple(step for step, _ in shares), tuple(share for _, share in shares))
+        return Series(counted.name, tuple(step for step, _ in shares), tuple(share for _, share in shares))
 
     @property
     def _samples_per_batch(self) -> int:
@@ -244,9 +248,31 @@ class History:
     @property
     def group_sizes(self) -> frozenset[int]:
         """Samples per prompt, of all sources; 1 if the spec does not set it."""
-        usual, sources = int(self.get("algorithm.group_size", 1)), self.get("data.train")
-        own = [one.get("group_size") for one in sources] if isinstance(sources, list) else []
+        usual = int(self.get("algorithm.group_size", 1))
+        own = [one.get("group_size") for one in self.sources]
         return frozenset(size or usual for size in own or [usual])
+
+    @property
+    def sources(self) -> Sequence[Mapping[str, Any]]:
+        """The sources of a mixture; empty if there is one source."""
+        sources = self.get("data.train")
+        return [one for one in sources if isinstance(one, Mapping)] if isinstance(sources, list) else []
+
+    @property
+    def end(self) -> Mapping[str, Any]:
+        """The event with which the run ended last; empty if it has not ended since its last start."""
+        ends = [event for event in self.events if event.get("event") in ("run_started", "run_ended")]
+        return ends[-1] if ends and ends[-1]["event"] == "run_ended" else {}
+
+    @property
+    def alone(self) -> bool:
+        """Whether groups have one sample: nothing is compared within them."""
+        return self.get("algorithm.group_size") is not None and self.group_sizes == {1}
+
+    @property
+    def no_signal(self) -> bool:
+        """Whether the samples of the last steps have equal rewards."""
+        return self["reward/std"].last <= EQUAL or (not self.alone and self["groups/mixed"].last <= FEW_MIXED)
 
     @property
     def reward_rises(self) -> bool:

@@ -6,14 +6,12 @@ import math
 import re
 from collections.abc import Iterator
 
-from troupe.orchestrator.insight.verdicts.history import SHORTEST, History
+from troupe.orchestrator.insight.verdicts.history import EQUAL, FEW_MIXED, SHORTEST, History, Stretch
 from troupe.orchestrator.insight.verdicts.verdict import Level, Remedy, Verdict, field, flow, while_it_lasts
 
 _HELD_OUT_REWARD = re.compile(r"eval/(?:([a-z0-9-]+)/)?reward")
 _LOW_ENTROPY, _LOST_ENTROPY = 0.05, 0.15
 """Nats per token; share of the entropy at the start."""
-_FEW_MIXED = 0.1
-"""Share of groups with different rewards below which most of a batch is wasted."""
 _MOST_KL, _MOST_REPETITION = 0.5, 0.3
 _MOST_PENALTY = 0.3
 _LEARNING_RATE = "roles.policy.learning_rate"
@@ -44,19 +42,21 @@ def entropy_collapse(run: History) -> Iterator[Verdict]:
     found = entropy.stretch(lambda value: value < limit, at_least=2)
     if found is None:
         return
+    fell = entropy.first >= limit
+    now = f"{entropy.typical(found):.3g} nats per token, below {limit:.3g}"
     yield Verdict(
         "entropy-collapse",
         while_it_lasts(found, Level.WARNING if run.reward_rises else Level.PROBLEM),
-        "The policy no longer explores",
-        f"Entropy fell from {entropy.first:.3g} to {entropy.typical(found):.3g} nats per token, below {limit:.3g}. "
-        "Samples of a prompt become alike, and there is nothing left to compare.",
+        "The policy no longer explores" if fell else "The policy hardly explores",
+        (f"Entropy fell from {entropy.first:.3g} to {now}. " if fell else f"Entropy is {now}, as at the start. ")
+        + "Samples of a prompt are much alike, and there is little to compare.",
         found.start,
         found.until,
         ("policy/entropy", "groups/mixed", "reward/mean"),
         (
-            lower_learning_rate(run),
+            *((lower_learning_rate(run),) if fell else ()),
             Remedy("Add an entropy bonus.", field("algorithm.entropy_coef", 0.003)),
-            add_kl(run),
+            *((add_kl(run),) if fell else (Remedy("Start from a model that is less sure of its responses."),)),
         ),
     )
 
@@ -70,13 +70,16 @@ def reward_hacking(run: History) -> Iterator[Verdict]:
         since = [*since, alarms[0]]
     if not (alarms or (signs and reward.trend().rises)):
         return
-    why = "; ".join(signs) or "a limit of failures.alarm was exceeded"
+    why, rises = "; ".join(signs) or "a limit of failures.alarm was exceeded", reward.trend().rises
+    rose = f"The reward rose from {reward.first:.3g} to {reward.last:.3g} while {why}."
+    above = f"In {len(alarms)} of {len(reward)} steps the reward was above its mean so far while {why}."
     yield Verdict(
         "reward-hacking",
         Level.PROBLEM if len(signs) > 1 or "eval/reward" in evidence else Level.WARNING,
-        "The reward rises, the text gets worse",
-        f"The reward rose from {reward.first:.3g} to {reward.last:.3g} while {why}. Read the best samples of the last "
-        "steps: the policy may have found what the reward function does not check.",
+        "The reward rises, the text gets worse" if rises else "An alarm was raised",
+        f"{rose if rises else above} Read the best samples of "
+        f"{'the last steps' if rises else 'these steps'}: the policy may have found what the reward function does not "
+        "check.",
         min(since),
         None,
         ("reward/mean", *evidence),
@@ -126,19 +129,21 @@ def _scale(values: tuple[float, ...]) -> float:
 def no_signal(run: History) -> Iterator[Verdict]:
     """Groups whose samples have equal rewards give no gradient."""
     mixed, spread, reward = run["groups/mixed"], run["reward/std"], run["reward/mean"]
-    # Then groups compare no samples.
-    alone = run.get("algorithm.group_size") is not None and run.group_sizes == {1}
-    series, limit = (spread, 1e-9) if alone or not mixed else (mixed, _FEW_MIXED)
+    alone = run.alone
+    series, limit = (spread, EQUAL) if alone or not mixed else (mixed, FEW_MIXED)
     found = series.stretch(lambda value: value <= limit, at_least=2)
     if found is None:
         return
     at = reward.typical(found)
-    constant = spread.smooth.during(found).highest <= 1e-9
+    constant = spread.smooth.during(found).highest <= EQUAL
     equal = 1 - mixed.typical(found)
     what = f"Every sample has the same reward, {at:.3g}" if constant else f"{equal:.0%} of the groups are equal"
     learned = run.reward_rises and found.start > run.last_step // 3
-    remedies = (
+    groups = (
         Remedy("Sample more per prompt, so that groups differ.", field("algorithm.group_size", _more_samples(run))),
+    )
+    remedies = (
+        *(() if alone else groups),
         Remedy("Draw prompts that the policy solves only sometimes.", "data:\n  curriculum: {}"),
         Remedy("Replace groups without signal, as DAPO does.", field("algorithm.name", "dapo")),
         Remedy("Try the reward function on the samples below: it may give every text the same reward."),
@@ -147,7 +152,7 @@ def no_signal(run: History) -> Iterator[Verdict]:
         "no-signal",
         while_it_lasts(found, Level.WARNING if learned else Level.PROBLEM),
         "The rewards carry no signal",
-        f"{what}, and such groups have no gradient. "
+        f"{what}, and {'nothing tells them apart' if alone else 'such groups have no gradient'}. "
         + (
             "The task may be solved."
             if learned
@@ -173,15 +178,17 @@ def reward_falls(run: History) -> Iterator[Verdict]:
     if not trend.falls or not spread or -trend.change < 0.5 * spread:
         return
     best = max(range(len(reward)), key=lambda i: reward.smooth.values[i])
+    harder = run.get("data.curriculum") is not None
     yield Verdict(
         "reward-falls",
-        Level.PROBLEM,
+        Level.NOTE if harder else Level.PROBLEM,
         "The reward falls",
-        f"The reward fell from {reward.smooth.values[best]:.3g} at step {reward.steps[best]} to {reward.last:.3g}.",
+        f"The reward fell from {reward.smooth.values[best]:.3g} at step {reward.steps[best]} to {reward.last:.3g}."
+        + (" A curriculum draws harder prompts as the policy learns: held-out data tell whether it does." * harder),
         reward.steps[best],
         None,
         (reward.name, "policy/kl_exact", "policy/entropy"),
-        (lower_learning_rate(run), add_kl(run)),
+        () if harder else (lower_learning_rate(run), add_kl(run)),
     )
 
 
@@ -195,7 +202,8 @@ def penalty_dominates(run: History) -> Iterator[Verdict]:
     held = penalty.stretch(lambda value: value > _MOST_PENALTY)
     if coef < 1.0 and (held is None or not held.ongoing):
         return
-    if run.reward_rises or len(reward) < 2 * SHORTEST:
+    moved = run["kl_ref"].last > _MOST_KL
+    if run.reward_rises or len(reward) < 2 * SHORTEST or run.no_signal or moved:
         return
     yield Verdict(
         "penalty-dominates",
@@ -261,7 +269,8 @@ def length_explosion(run: History) -> Iterator[Verdict]:
         Level.NOTE if pays else while_it_lasts(found, Level.WARNING),
         "Responses become much longer",
         f"Responses grew from {length.first:.0f} to {length.typical(found):.0f} tokens"
-        + (" while the reward rises." if pays else f"; {cut.typical(found):.0%} are cut, and the reward stands still."),
+        + ("" if pays or not cut else f"; {cut.typical(found):.0%} are cut,")
+        + (" while the reward rises." if run.reward_rises else " while the reward does not rise."),
         found.start,
         found.until,
         (length.name, cut.name, "reward/mean"),
@@ -306,18 +315,29 @@ def truncation(run: History) -> Iterator[Verdict]:
     rises = cut.trend().rises and cut.last > cut.first + 0.2
     always = min(cut.values) > 0.99 and run["reward/std"].last > 0.0  # then the reward scores cut responses as such
     harmless = (run.reward_rises or always) and not rises
-    longest = _longest(run)
+    limits, remedies = _limits(run, found)
     yield Verdict(
         "truncation",
         Level.NOTE if harmless else while_it_lasts(found, Level.WARNING),
         "Responses are truncated",
-        f"{cut.typical(found):.0%} of the responses reach `sampling.max_tokens` ({longest})"
-        + ("; the reward still tells them apart." if harmless else "; the truncated part earns no reward."),
+        f"{cut.typical(found):.0%} of the responses reach {limits}; "
+        + ("rewards still differ." if harmless else "what would follow is neither scored nor trained."),
         found.start,
         found.until,
         (cut.name, "response_tokens/mean", "reward/mean"),
-        (
-            Remedy("Allow longer responses.", field("sampling.max_tokens", 2 * longest)),
-            Remedy("Leave truncated responses out of the loss.", field("algorithm.mask_truncated", "true")),
-        ),
+        (*remedies, Remedy("Leave truncated responses out of the loss.", field("algorithm.mask_truncated", "true"))),
     )
+
+
+def _limits(run: History, found: Stretch) -> tuple[str, list[Remedy]]:
+    """The limits that responses reach, each with its value, and what raises them: a source may have its own."""
+    cut = {n: run[f"source/{own.get('name')}/truncated"].during(found) for n, own in enumerate(run.sources)}
+    reach = {n: run.sources[n].get("max_tokens") for n, share in cut.items() if not share or share.last > _CUT}
+    own = {f"data.train.{n}.max_tokens": most for n, most in reach.items() if most is not None}
+    longest, remedies = _longest(run), [Remedy(f"Allow longer responses: raise `{path}`.") for path in own]
+    if not own or None in reach.values():
+        own["sampling.max_tokens"] = longest
+        remedies.append(Remedy("Allow longer responses.", field("sampling.max_tokens", 2 * longest)))
+    if run.get("roles.environment") is not None:
+        own["roles.rollout.max_model_len"] = run.get("roles.rollout.max_model_len", "-")
+    return " or ".join(f"`{path}` ({most})" for path, most in own.items()), remedies

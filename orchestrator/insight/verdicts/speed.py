@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from fractions import Fraction
+from itertools import pairwise
 
-from troupe.orchestrator.insight.verdicts.history import SHORTEST, History
+from troupe.orchestrator.insight.verdicts.history import SHORTEST, History, Series
 from troupe.orchestrator.insight.verdicts.verdict import Level, Remedy, Verdict, field, while_it_lasts
 from troupe.orchestrator.roles.table import SAMPLERS, TRAINERS
+from troupe.orchestrator.telemetry.run_summary import SCORING
 
 _WAITS, _NEVER_WAITS = 0.3, 0.03
 """Share of a step that the trainer waits for samples: above it engines are short, below it the engines wait."""
-_SCORING = 0.7
 _GROWTH_GIB, _GROWTH = 0.1, 0.05
 _GROWTH_STEPS = 6
 """Fewest steps, after the first third of a run, over which memory must grow."""
@@ -45,16 +46,19 @@ def trainer_seconds(run: History) -> float:
     return sum(_typical(run, f"seconds/{phase}") for phase in ("prepare", "update", "sync"))
 
 
+def _scoring(run: History) -> tuple[float, float]:
+    """Seconds of a step for which a reward worker is busy, and for which the step waits for samples."""
+    return _typical(run, "seconds/reward") / _workers(run, "reward"), _typical(run, "seconds/generate")
+
+
 def slow_rewards(run: History) -> Iterator[Verdict]:
     """Scoring, not sampling, is what a step waits for."""
-    generate, reward = _typical(run, "seconds/generate"), _typical(run, "seconds/reward")
-    workers = _workers(run, "reward")
-    busy = reward / workers
+    workers, (busy, generate) = _workers(run, "reward"), _scoring(run)
     late = run["seconds/reward"].after(_WARM_UP)
     if (
         len(late) < SHORTEST
         or generate < 0.5
-        or busy < _SCORING * generate
+        or busy < SCORING * generate
         or generate < 0.2 * _typical(run, "seconds/step")
     ):
         return
@@ -89,7 +93,8 @@ def starved_trainer(run: History) -> Iterator[Verdict]:
     remedies: list[Remedy] = []
     if not stale and not _cores_short(run, engines):
         remedies.append(Remedy("Generate during the updates.", field("schedule.max_staleness", 1)))
-    if (stale or training >= 0.1 * rounds) and not _cores_short(run, wanted):
+    busy, waited = _scoring(run)
+    if (stale or training >= 0.1 * rounds) and not _cores_short(run, wanted) and busy < SCORING * waited:
         balance = f"Add engines: {_ratio(ratio)} engines to policy workers balance this run."
         remedies.append(Remedy(balance, field("roles.rollout.workers", wanted)))
     yield Verdict(
@@ -177,10 +182,10 @@ def growing_memory(run: History) -> Iterator[Verdict]:
 
 
 def lost_workers(run: History) -> Iterator[Verdict]:
-    """Workers died, or groups had to be sampled again."""
-    retries, restarts = run["ledger/retries"], run["trainer_restarts"]
+    """Workers died, or groups had to be sampled again, other than by a resumption or by fewer workers."""
+    retries, restarts = _unplanned(run), run["trainer_restarts"]
     lost = [event for event in run.events if event.get("event") in {"worker_lost", "worker_replaced"}]
-    counts = [int(retries.highest) if retries else 0, int(restarts.highest) if restarts else 0]
+    counts = [int(sum(retries.values)), int(restarts.highest) if restarts else 0]
     if not any(counts) and not lost:
         return
     first = [step for series in (retries, restarts) for step, value in series if value > 0]
@@ -197,3 +202,12 @@ def lost_workers(run: History) -> Iterator[Verdict]:
         ("ledger/retries", "trainer_restarts"),
         (Remedy("`troupe why RUN` shows the last error of a dead worker; memory is the usual cause."),),
     )
+
+
+def _unplanned(run: History) -> Series:
+    """Groups that a step sampled again, but for those that a resumption or a change of workers has interrupted."""
+    steps, totals = run["ledger/retries"].steps, (0.0, *run["ledger/retries"].values)
+    added = Series("retries", steps, tuple(max(now - before, 0.0) for before, now in pairwise(totals)))
+    resumed = {(event.get("resume_at") or 0) + 1 for event in run.events if event.get("event") == "run_started"}
+    scaled = {event.get("step") for event in run.events if event.get("event") == "scaled"}
+    return added.where(lambda step, _: step not in (resumed - {1}) | scaled)

@@ -39,16 +39,17 @@ def kl_explosion(run: History) -> Iterator[Verdict]:
     for name in ("kl_ref", "policy/kl_ref"):
         kl = run[name]
         if found := kl.stretch(lambda value: value > _MOST_KL_REF, at_least=2):
+            left = kl.first <= _MOST_KL_REF
             yield Verdict(
                 "kl-explosion",
                 while_it_lasts(found, Level.WARNING if run.reward_rises else Level.PROBLEM),
-                "The policy has left the reference",
+                "The policy has left the reference" if left else "The reference is another model",
                 f"KL to the reference {'is' if found.ongoing else 'was'} {kl.typical(found):.3g} nats per token "
-                f"(below 0.5 is usual), from {kl.first:.3g} at the start.",
+                f"(below 0.5 is usual), {'from' if left else 'and was'} {kl.first:.3g} at the start.",
                 found.start,
                 found.until,
                 (kl.name, "reward/mean", "policy/entropy"),
-                (add_kl(run), lower_learning_rate(run)),
+                (add_kl(run), lower_learning_rate(run)) if left else (Remedy("Check `roles.reference.model`."),),
             )
             return
 
@@ -88,8 +89,8 @@ def clip_fraction_stuck(run: History) -> Iterator[Verdict]:
         "clip-fraction",
         while_it_lasts(found, Level.WARNING),
         "Most tokens are clipped",
-        f"{clipped.typical(found):.0%} of the tokens are beyond the clip bounds and have no gradient (below 30% is "
-        "usual): the updates after the first one are mostly lost.",
+        f"{clipped.typical(found):.0%} of the tokens are beyond the clip bounds, which take their gradient or bound it "
+        "(below 30% is usual).",
         found.start,
         found.until,
         (clipped.name, "policy/ratio_max", "policy/kl_old"),
@@ -191,7 +192,7 @@ def clipped_gradients(run: History) -> Iterator[Verdict]:
             Level.WARNING,
             f"The gradient of the {role.replace('_', ' ')} is clipped to a small part",
             f"Its norm is {norm.during(found).median:.3g} in most steps, {norm.highest:.3g} at most, and is clipped to "
-            f"{most:g}: all updates have the same length, and a few extreme samples decide their direction.",
+            f"{most:g}: what is left of a batch with large rewards is as large as of any other.",
             found.start,
             None,
             (norm.name, "reward/std", "reward/mean"),
@@ -209,6 +210,8 @@ def blind_critic(run: History) -> Iterator[Verdict]:
     warm = int(run.get("roles.critic.warmup_steps", 0)) + _WARM_UP
     late = explained.after(warm)
     if len(late) < SHORTEST:
+        return
+    if late.last == 0.0:  # the returns do not vary: there is nothing to explain
         return
     worse = late.last < -0.05
     blind = len(late) >= 3 * _WARM_UP and late.last < 0.05

@@ -75,9 +75,12 @@ def _run_failed(facts: Facts) -> Diagnosis | None:
     summary, text = f"{where} failed: {facts.error}", facts.error.lower()
     if full := _full(facts, nearly=any(word in text for word in _SPACE)):
         return Diagnosis("full", f"{full} is full, and {summary}", full)
-    if _kills(facts) or any(word in text for word in _MEMORY):
+    words = next(iter(facts.exit_reasons), "")
+    # The killer also ends processes of others: it explains a worker that has ended without an error of its own.
+    killed = _kills(facts) and any("SIGKILL" in reason for reason in facts.exit_reasons)
+    if killed or any(word in text for word in _MEMORY):
         return Diagnosis("memory", f"{summary}; the node has run out of memory", "")
-    if words := next(iter(facts.exit_reasons), ""):
+    if words:
         summary = f"{summary}; {words}"
     return Diagnosis("run_failed", summary)
 
@@ -90,6 +93,8 @@ def _driver_stopped(facts: Facts) -> Diagnosis | None:
 
 
 def _ray_stopped(facts: Facts) -> Diagnosis | None:
+    if facts.run.phase == "close":  # they are ended on purpose
+        return None
     for process in facts.processes:
         if process.worker in _SERVICES and process.state in ("T", "Z", ""):
             how = "is stopped (SIGSTOP, state T)" if process.state == "T" else "has ended"

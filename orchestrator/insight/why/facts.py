@@ -66,7 +66,7 @@ class RunFacts:
     @property
     def location(self) -> str:
         """The step or phase that the run is in, as the subject of a sentence."""
-        if not self.steps and self.phase.startswith(("start", "download", "close")):
+        if self.phase == "close" or (not self.steps and self.phase.startswith(("start", "download"))):
             return f"the run ({self.phase})"
         return f"step {self.steps + 1}"
 

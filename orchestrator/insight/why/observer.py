@@ -217,6 +217,8 @@ class RunObserver:
     def _too_long(self) -> object | None:
         """What has taken too long, if it has not been reported."""
         now, progress = time.time(), self._console.progress()
+        if progress.phase == "close":  # the workers and Ray are ended on purpose
+            return None
         usual = self._usual_step(progress.steps)
         late: list[object] = []
         started = progress.steps > 0  # a resumed run knows the usual step before it has started its workers

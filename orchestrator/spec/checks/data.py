@@ -313,7 +313,7 @@ def _eval_sampling(spec: RolloutSpec, path: str, sampling: EvalSampling) -> Iter
     if sampling.temperature == 0:
         if sampling.samples > 1:
             yield f"{path}.samples", "greedy samples are all the same; set a temperature above 0"
-        for name in ("top_p", "top_k"):
+        for name in ("top_p", "top_k", "min_p"):
             if changed(sampling, name):
                 yield f"{path}.{name}", "has no effect on greedy decoding; set a temperature above 0"
     longest = sampling.max_tokens

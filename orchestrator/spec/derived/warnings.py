@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from troupe.orchestrator.algorithms import section
@@ -21,8 +22,8 @@ _LENGTHS = frozenset({"overlong", "length"})
 def warnings_of(spec: RunSpec) -> list[str]:
     """One line for each: adapters of models that nothing verifies or that were trained with other chat templates,
     held-out data that no evaluation uses, profiles of what the run does not have, restarts that cannot be, learning
-    rates that do not reach their peak, groups that differ in length alone, prices of lengths that no response has, and
-    roles with more workers than work."""
+    rates that do not reach their peak, sources that the run does not draw from, groups that differ in length alone,
+    prices of lengths that no response has, and roles with more workers than work."""
     return [
         *unverified_adapters(spec.models()),
         *forgotten_templates(spec.models()),
@@ -30,6 +31,7 @@ def warnings_of(spec: RunSpec) -> list[str]:
         *_missing_profiles(spec),
         *_limited_restarts(spec),
         *_rising_rates(spec),
+        *_undrawn_sources(spec),
         *(() if spec.rollouts is None else _idle_workers(spec.rollouts)),
         *(() if spec.rollouts is None else _priced_lengths(spec.rollouts)),
     ]
@@ -72,6 +74,23 @@ def _rising_rates(spec: RunSpec) -> Iterator[str]:
                 f"roles.{name}.warmup_updates: {role.warmup_updates}, but the run has {updates}: the learning rate "
                 f"stays below roles.{name}.learning_rate"
             )
+
+
+def _undrawn_sources(spec: RunSpec) -> Iterator[str]:
+    """Sources of a mixture whose first draw is due after the run's last one (`PromptMixture`)."""
+    sources = spec.offline.data.train if spec.rollouts is None else spec.rollouts.data.train
+    if not isinstance(sources, tuple) or any(source.repeats for source in sources):
+        return
+    if spec.rollouts is None:
+        draws = spec.schedule.steps * spec.offline.schedule.examples_per_step
+    elif spec.rollouts.data.curriculum is None:
+        draws = spec.schedule.steps * spec.rollouts.schedule.prompts_per_step
+    else:
+        return
+    for number, source in enumerate(sources):
+        before = (math.ceil(0.5 * other.weight / source.weight - 0.5) for other in sources)
+        if sum(max(0, count) for count in before) >= draws:
+            yield f"data.train.{number}.weight: {source.weight:g}, so that none of the run's {draws} draws is from it"
 
 
 def _idle_workers(spec: RolloutSpec) -> Iterator[str]:

@@ -259,12 +259,13 @@ def test_repeated_prompts_are_counted_and_left_out_on_request(tmp_path: Path) ->
     rows = [{"prompt": text, "answer": str(n)} for n, text in enumerate("abacab")]
     counted = load_pool(jsonl(tmp_path, *rows))
     assert (counted.rows, counted.repeated, counted.deduped) == (6, 3, 0)
-    line = "data.train: 6 rows, 3 repeat an earlier one (dedupe: true leaves them out)"
+    other = "3 have another answer than an earlier row with the same prompt"
+    line = f"data.train: 6 rows, 3 repeat an earlier one (dedupe: true leaves them out), {other}"
     assert describe(RunData(counted, {}).pools) == [line]
     once = load_pool(jsonl(tmp_path, *rows, dedupe=True))
     assert (once.rows, once.repeated, once.deduped) == (3, 0, 3)
     assert texts(once, "answer") == ["0", "1", "3"]  # the first row with each prompt
-    line = "data.train: 3 rows, 3 that repeat an earlier one left out (dedupe)"
+    line = f"data.train: 3 rows, 3 that repeat an earlier one left out (dedupe), {other}"
     assert describe(RunData(once, {}).pools) == [line]
 
 
@@ -276,6 +277,22 @@ def test_rows_that_are_repeated_across_sources_are_of_both(tmp_path: Path) -> No
     uids = [order.next().prompt_uid for _ in range(4)]
     assert len(set(uids)) == 4
     assert list(itertools.chain(*texts_of(pool))) == ["a", "a"]
+
+
+@pytest.mark.parametrize("dedupe", [False, True])
+def test_prompts_of_several_sources_are_counted_and_those_with_other_answers_too(tmp_path: Path, dedupe: bool) -> None:
+    sources = []
+    for name, rows in {"one": ["a1", "b2"], "two": ["c3", "d4"], "three": ["a1", "b9", "c3", "e5"]}.items():
+        (tmp_path / name).mkdir()
+        parts = [{"prompt": prompt, "answer": answer} for prompt, answer in rows]
+        sources.append(jsonl(tmp_path / name, *parts, dedupe=dedupe).model_dump() | {"name": name})
+    pool = load_train_pool(data_of(*sources))
+    found = "3 have a prompt of an earlier source, 1 have another answer than an earlier row with the same prompt"
+    assert describe(RunData(pool, {}).pools) == [
+        "data.train.0 (one): 2 rows",
+        "data.train.1 (two): 2 rows",
+        f"data.train.2 (three): 4 rows, {found}",
+    ]
 
 
 def texts_of(pool: Any) -> list[list[str]]:

@@ -13,7 +13,7 @@ starting 1 rollout, 1 policy, 2 reward
 step 1/40  reward 0.315  entropy 10.484  length 6  tok/s 173  generate s 0.8  update s 1.3  sync s 0.1  1 min left
 rollout: 1 -> 3 workers: rollout-1, rollout-2 starting
 other: 1 -> 7 workers: a line of a reward function
-step 2/40  reward -0.5  no update: no group has a signal  1 h 20 min left
+step 2/40  reward -0.5  no update: no sample has an advantage  1 h 20 min left
 WARNING lost step 3/40  of something
 """
 
@@ -26,7 +26,7 @@ def test_a_log_says_step_reward_workers_and_time_left() -> None:
         "reward": -0.5,
         "left": "1 h 20 min",
         "workers": {"rollout": 3, "policy": 1, "reward": 2},
-        "line": "step 2/40  reward -0.5  no update: no group has a signal  1 h 20 min left",
+        "line": "step 2/40  reward -0.5  no update: no sample has an advantage  1 h 20 min left",
     }
     assert found.lines() == ["workers: 3 rollout, 1 policy, 2 reward", found.line]
 

@@ -113,10 +113,11 @@ def test_samples_are_rows_that_a_reward_worker_scores(server: Server) -> None:
 
 
 def test_the_sampling_of_a_set_reaches_the_endpoint(server: Server) -> None:
-    server.sample(model="other", samples=1, top_p=0.9, top_k=4, max_tokens=70)
+    server.sample(model="other", samples=1, top_p=0.9, top_k=4, min_p=0.1, max_tokens=70)
     server.sample(samples=1, greedy=True, temperature=0.0)
     sampled, greedy = server.asked
     assert (sampled["model"], sampled["top_p"], sampled["top_k"], sampled["max_tokens"]) == ("other", 0.9, 4, 70)
+    assert sampled["min_p"] == 0.1 and "min_p" not in greedy
     assert greedy["temperature"] == 0.0 and "seed" not in greedy
 
 

@@ -61,7 +61,15 @@ def test_each_set_is_evaluated_on_its_own_prompts() -> None:
             n: {
                 "kind": "jsonl",
                 "path": n,
-                "sampling": {"temperature": i / 2, "samples": i, "top_p": 1 - i / 8, "top_k": i},
+                "sampling": {
+                    "temperature": i / 2,
+                    "samples": i,
+                    "top_p": 1 - i / 8,
+                    "top_k": i,
+                    "min_p": i / 16,
+                    "stop": [n],
+                    "max_tokens": i,
+                },
             }
             for i, n in enumerate(names, 2)
         }
@@ -78,6 +86,7 @@ def test_each_set_is_evaluated_on_its_own_prompts() -> None:
         async def sample(request: GroupRequest, prompts: Any) -> Any:
             asked.append((request.prompt_uid, prompts, i := request.samples))
             assert (request.temperature, request.top_p, request.top_k) == (i / 2, 1 - i / 8, i)
+            assert (request.min_p, request.stop, request.max_tokens) == (i / 16, (prompts,), i)
             seeds.add(request.seed)
             return await inner(request, prompts)
 

@@ -20,6 +20,7 @@ OWN = "tests.orchestrator.algorithms.own_algorithms"
 DAPO = "algorithm={name: dapo, group_size: 4}"
 PRICED = "{name: overlong, weight: 0.5, args: {limit: 4, buffer: 2}}"
 SHIPPED = sorted(SPECS.rglob("*.yaml"))
+SUMS = "kind: reasoning_gym, recipes: [{name: chain_sum}], size: 4, seed: 9"
 HELD_OUT = "{kind: reasoning_gym, recipes: [{name: chain_sum}], size: 4, seed: 9}"
 
 
@@ -35,6 +36,11 @@ WARNED: list[tuple[str, tuple[str, ...], str]] = [
         "tiny-grpo",
         ("output.profile={steps: [3, 16, 20]}",),
         "output.profile.steps: the run has 15 steps; not recorded: 16, 20",
+    ),
+    (
+        "tiny-grpo",
+        (f"data.train=[{{name: a, weight: 129, {SUMS}}}, {{name: b, weight: 1, {SUMS}}}]",),
+        "data.train.1.weight: 1, so that none of the run's 60 draws is from it",
     ),
     ("tiny-sft", ("output.profile={steps: [13]}",), "output.profile.steps: the run has 12 steps; not recorded: 13"),
     (

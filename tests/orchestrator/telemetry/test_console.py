@@ -139,9 +139,9 @@ def test_a_step_without_an_update_says_so() -> None:
     console.step(4, {"reward/mean": 0.7, "updates": 2.0, "policy/empty_updates": 1.0, "policy/loss": 0.0})
     console.close()
     assert stream.getvalue().splitlines()[1:] == [
-        "step 1/40  reward 0.000  no update: no group has a signal",
+        "step 1/40  reward 0.000  no update: no sample has an advantage",
         "step 2/40  reward 0.500",
-        "step 3/40  reward 0.600  no update: no group has a signal",
+        "step 3/40  reward 0.600  no update: no sample has an advantage",
         "step 4/40  reward 0.700",
     ]
 

@@ -66,6 +66,10 @@ def test_the_bound_is_what_most_of_a_step_goes_to() -> None:
     }
     assert summary_of(step).bound() == "20% waiting for samples, 70% training"
     assert summary_of(step).bottleneck() == "trainer"
+    waits = step | {"seconds/generate": 7.0, "seconds/update": 1.0}
+    assert summary_of(waits | {"seconds/reward": 9.0, "workers/reward": 2.0}).bottleneck() == "engines"
+    assert summary_of(waits | {"seconds/reward": 9.0, "workers/reward": 1.0}).bottleneck() == "reward workers"
+    assert summary_of(waits | {"episodes/turns": 3.0}).bottleneck() == "engines and environment"
     offline = summary_of({"seconds/step": 10.0, "seconds/update": 9.0})
     assert (offline.bound(), offline.bottleneck()) == ("90% training", "")
     assert summary_of({}).bound() == ""

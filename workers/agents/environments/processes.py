@@ -175,7 +175,7 @@ class EnvironmentProcesses:
             socket.send_fds(child.connection, [b"+"], [theirs.fileno()])
         except OSError as error:
             ours.close()
-            raise EpisodeProcessFailed(f"the process that loads the environment has died: {error}") from None
+            raise EpisodeProcessFailed(f"the process that loads the environment cannot be reached: {error}") from None
         finally:
             theirs.close()
         reader, writer = await asyncio.open_unix_connection(sock=ours, limit=MAX_REPLY)

@@ -112,7 +112,7 @@ class EpisodeRunner:
                 async with asyncio.timeout_at(deadline):
                     await self._play(state, f"{key}/{restarts}", row, sample)
             except EnvironmentGone as error:
-                state.fail(f"its environment worker died: {error}")
+                state.fail(f"it was lost: {error}")
                 if (state.begun and restarts == RESTARTS) or asyncio.get_running_loop().time() >= deadline:
                     return state.played
                 restarts += state.begun

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from deploy.install.lock import LEFT_OUT
-from troupe.orchestrator.insight.doctor.checks import UNUSED, as_text, examine, healthy
+from troupe.orchestrator.insight.doctor.checks import CHECKS, UNUSED, as_text, examine, healthy
 from troupe.orchestrator.insight.doctor.machine import (
     UNLIMITED,
     Folder,
@@ -177,6 +177,11 @@ def test_a_broken_machine_gives_its_finding_and_no_other(
     assert (finding.check, finding.level) == (check, level)
     assert found in finding.found and remedy in finding.remedy
     assert healthy(findings) == (level == "note")
+
+
+def test_every_check_has_a_machine_that_breaks_it() -> None:
+    found = {check for _, check, *_ in BROKEN} | {"engine", "shm"}  # these two in the tests below
+    assert {f"check_{name}" for name in found} >= {check.__name__ for check in CHECKS}
 
 
 def test_small_shared_memory_breaks_nccl_and_names_the_containers_option() -> None:

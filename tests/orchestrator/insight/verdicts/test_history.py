@@ -62,9 +62,13 @@ def test_a_count_of_samples_is_a_share_of_what_the_step_dispatched() -> None:
         "algorithm": {"group_size": 4},
         "data": {"train": [{"name": "a"}, {"name": "b", "group_size": 8}]},
     }
-    assert History.of(lines, spec).share_of_samples("failed") == Series("failed", (1, 2), (4 / 16, 4 / 20))
+
+    def shares(run: History) -> Series:
+        return run.share_of_samples(run["failed"])
+
+    assert shares(History.of(lines, spec)) == Series("failed", (1, 2), (4 / 16, 4 / 20))
     assert History.of(lines, spec).group_sizes == {4, 8} and History.of([]).group_sizes == {1}
-    assert History.of(lines).share_of_samples("failed") == Series("failed", (2,), (4 / 20,))
+    assert shares(History.of(lines)) == Series("failed", (2,), (4 / 20,))
 
 
 def test_remedies_are_lines_of_a_spec() -> None:

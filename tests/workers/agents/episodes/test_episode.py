@@ -282,7 +282,7 @@ def test_an_episode_waits_for_a_worker_and_does_not_count_that() -> None:
 def test_workers_that_keep_dying_fail_the_sample() -> None:
     script = Script([EnvironmentGone("environment-0 has died")])
     played = play(script)
-    assert played.status.startswith("environment: turn 1: its environment worker died: environment-0 has died")
+    assert played.status.startswith("environment: turn 1: it was lost: environment-0 has died")
     assert len(script.keys) == RESTARTS + 1 == len(set(script.keys)), "every start has a separate key"
 
 

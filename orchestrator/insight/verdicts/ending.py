@@ -1,0 +1,43 @@
+"""Rules on how a run ended: with an error, or before its first step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from troupe.orchestrator.insight.verdicts.history import History
+from troupe.orchestrator.insight.verdicts.verdict import Level, Remedy, Verdict
+
+FAILED = "failed-run"
+
+
+def failed(run: History) -> Iterator[Verdict]:
+    """The run has ended with an error."""
+    end = run.end
+    if end.get("how") != "failed":
+        return
+    why = ": ".join(str(end[name]) for name in ("error", "detail") if end.get(name)) or "its error is not recorded"
+    yield Verdict(
+        FAILED,
+        Level.PROBLEM,
+        "The run has failed",
+        f"It ended after step {run.last_step}: {why}",
+        run.last_step,
+        remedies=(
+            Remedy("`troupe why RUN` shows what was known; `troupe run --resume` continues from its checkpoint."),
+        ),
+    )
+
+
+def no_steps(run: History) -> Iterator[Verdict]:
+    """No step is recorded, so that nothing else can be said."""
+    if run.last_step or run.end.get("how") == "failed":
+        return
+    how = run.end.get("how")
+    yield Verdict(
+        "no-steps",
+        Level.WARNING,
+        "No step is recorded",
+        f"The run was {how} before its first step." if how else "It is starting, or has ended before its first step.",
+        0,
+        remedies=(Remedy("`troupe why RUN` tells whether it is still starting."),),
+    )
