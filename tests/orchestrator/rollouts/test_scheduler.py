@@ -27,7 +27,7 @@ from tests.fakes import (
     pool_spec,
 )
 from troupe.orchestrator.data.prompts import PromptPick
-from troupe.orchestrator.errors import BatchFailed, EnginesLost
+from troupe.orchestrator.errors import BatchFailed, DataLost, EnginesLost
 from troupe.orchestrator.pools.pool_weights import PoolWeights
 from troupe.orchestrator.rollouts import scheduler
 from troupe.orchestrator.rollouts.open_groups import GroupProgress
@@ -278,6 +278,20 @@ def test_failed_rewards_drop_samples_and_groups_that_become_too_small() -> None:
     assert "e0-r2" not in {g.summary.prompt_uid for g in batches[0]}
     assert rollouts.ledger.drop_reasons() == {"reward: timeout after 5 s": 1, "reward: error: ValueError": 4}
     assert rollouts.ledger.counts()["trained"] == 19
+
+
+def test_a_group_whose_data_are_lost_each_time_is_replaced() -> None:
+    class Reward(FakeReward):
+        async def score(
+            self, rollouts: FakeTable, rewards: str = "", vote: bool = False
+        ) -> tuple[RewardSummary, FakeTable]:
+            if rollouts.uids == ("e0-r2",):
+                raise DataLost("reward-0", "score", "the node is gone")
+            return await super().score(rollouts, rewards, vote)
+
+    rollouts = FakeRollouts(steps=1, reward=Reward())
+    on_virtual_time(rollouts.train(1))
+    assert rollouts.ledger.drop_reasons() == {"its data were lost 3 times": 4}
 
 
 def test_dynamic_sampling_replaces_zero_advantage_groups_within_its_budget() -> None:
