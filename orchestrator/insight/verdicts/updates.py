@@ -89,7 +89,7 @@ def clip_fraction_stuck(run: History) -> Iterator[Verdict]:
         "clip-fraction",
         while_it_lasts(found, Level.WARNING),
         "Most tokens are clipped",
-        f"{clipped.typical(found):.0%} of the tokens are beyond the clip bounds, which take their gradient or bound it "
+        f"{clipped.typical(found):.0%} of the tokens are beyond the clip bounds, which remove or limit their gradient "
         "(below 30% is usual).",
         found.start,
         found.until,

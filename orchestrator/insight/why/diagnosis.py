@@ -76,7 +76,7 @@ def _run_failed(facts: Facts) -> Diagnosis | None:
     if full := _full(facts, nearly=any(word in text for word in _SPACE)):
         return Diagnosis("full", f"{full} is full, and {summary}", full)
     words = next(iter(facts.exit_reasons), "")
-    # The killer also ends processes of others: it explains a worker that has ended without an error of its own.
+    # The killer also ends processes of others: it explains a worker whose log shows no error.
     killed = _kills(facts) and any("SIGKILL" in reason for reason in facts.exit_reasons)
     if killed or any(word in text for word in _MEMORY):
         return Diagnosis("memory", f"{summary}; the node has run out of memory", "")
