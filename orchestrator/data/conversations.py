@@ -13,8 +13,8 @@ Message = dict[str, str]
 """`role` and `content`."""
 
 _SPEAKERS = ("system", "user", "assistant", "tool")
-_SHAREGPT = {"human": "user", "gpt": "assistant", "observation": "tool"}
-"""Names that ShareGPT and its relatives have for speakers, besides the usual ones."""
+_SPEAKER_NAMES = {"human": "user", "gpt": "assistant", "observation": "tool", "developer": "system"}
+"""Names that ShareGPT, its relatives and OpenAI have for speakers, besides the usual ones."""
 
 
 _SPOKEN = (re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):"), re.compile(r"(?:\A\s*|\n?)### (Human|Assistant):"))
@@ -188,21 +188,40 @@ def require_template(plain: bool) -> None:
 
 
 def read_messages(items: list[Any]) -> list[Message]:
-    """Messages with `role` and `content`, or with `from` and `value` as ShareGPT has them. Raises BadRow."""
+    """Messages with `role` and `content`, with `from` and `value` (ShareGPT), or pairs of `input` and `output`.
+
+    Raises:
+        BadRow: They are no messages, or have a field that decides what is trained and is not read.
+    """
+    if items and all(isinstance(item, dict) and set(item) == {"input", "output"} for item in items):
+        turns = [(role, item[name]) for item in items for role, name in (("user", "input"), ("assistant", "output"))]
+        items = [{"role": role, "content": text} for role, text in turns]
     return [_message(item, index) for index, item in enumerate(items)]
 
 
 def _message(item: Any, index: int) -> Message:
     if not isinstance(item, dict):
         raise BadRow(f"message {index} is not an object with role and content")
-    filled = {key: value for key, value in item.items() if value is not None}
-    if set(filled) == {"from", "value"}:
-        speaker = filled["from"]
-        named = _SHAREGPT.get(speaker, speaker) if isinstance(speaker, str) else speaker
-        filled = {"role": named, "content": filled["value"]}
-    role, content = filled.get("role"), filled.get("content")
-    if set(filled) != {"role", "content"} or not isinstance(content, str):
-        raise BadRow(f"message {index} must have role and content, both text, and nothing else")
+    filled = {key: value for key, value in item.items() if value not in (None, [])}
+    if {"from", "value"} <= set(filled):
+        filled["role"], filled["content"] = filled.pop("from"), filled.pop("value")
+    role, content = filled.get("role"), _text(filled.get("content"))
+    weighs = role != "assistant" or filled.get("weight", 1) == 1
+    if further := sorted(set(filled) - {"role", "content", "name"} - ({"weight"} if weighs else set())):
+        raise BadRow(
+            f"message {index} has {', '.join(map(str, further))}, which is not read: it must have role and content"
+        )
+    role = _SPEAKER_NAMES.get(role, role) if isinstance(role, str) else role
+    if not isinstance(content, str):
+        raise BadRow(f"message {index} must have role and content, both text")
     if role not in _SPEAKERS:
         raise BadRow(f"message {index} has role {role!r:.60}; known: {', '.join(_SPEAKERS)}")
     return {"role": role, "content": content}
+
+
+def _text(content: Any) -> Any:
+    """The text of content in parts, if all of them are text; other content as it is."""
+    parts = content if isinstance(content, list) else []
+    texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
+    is_text = parts and len(texts) == len(parts) and all(isinstance(text, str) for text in texts)
+    return "".join(map(str, texts)) if is_text else content

@@ -10,6 +10,7 @@ import csv
 import dataclasses
 import gzip
 import importlib
+import io
 import json
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 from troupe.orchestrator.errors import DataError, nearest
 from troupe.orchestrator.spec.locations import matching_files
@@ -192,7 +193,7 @@ def _json_array(path: Path, label: str) -> Iterator[tuple[str, Any, str]]:
         for parser in (ijson, exact):  # the fast one has integers of 64 bits; the other resumes at its end
             try:
                 with _open(path) as file:
-                    file.seek(_bom_length(file))
+                    _skip_bom(file)
                     rows = enumerate(parser.items(file, "item", use_float=True), start=1)
                     for number, value in islice(rows, taken, None):
                         taken = number
@@ -208,7 +209,7 @@ def _json_array(path: Path, label: str) -> Iterator[tuple[str, Any, str]]:
 def _begins_with_a_list(path: Path, label: str) -> bool:
     try:
         with _open(path) as file:
-            file.seek(_bom_length(file))
+            _skip_bom(file)
             while (byte := file.read(1)).isspace():
                 pass
             return byte == b"["
@@ -216,9 +217,10 @@ def _begins_with_a_list(path: Path, label: str) -> bool:
         raise _unreadable(path, label, error) from None
 
 
-def _bom_length(file: BinaryIO | gzip.GzipFile) -> int:
-    """Bytes of the byte order mark that a file begins with."""
-    return len(codecs.BOM_UTF8) if file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8 else 0
+def _skip_bom(file: Opened) -> None:
+    """Read the byte order mark that a file may begin with."""
+    if file.peek(len(codecs.BOM_UTF8)).startswith(codecs.BOM_UTF8):
+        file.read(len(codecs.BOM_UTF8))
 
 
 def _lines(path: Path, label: str) -> Iterator[bytes | None]:
@@ -236,23 +238,35 @@ def _lines(path: Path, label: str) -> Iterator[bytes | None]:
         raise _unreadable(path, label, error) from None
 
 
-def _open(path: Path) -> BinaryIO | gzip.GzipFile:
+Opened = io.BufferedReader | gzip.GzipFile
+
+
+def _open(path: Path) -> Opened:
+    if path.suffix == ".zst":
+        import pyarrow as pa
+
+        return io.BufferedReader(pa.CompressedInputStream(pa.OSFile(str(path)), "zstd"))
     return gzip.open(path) if path.suffix == ".gz" else path.open("rb")
 
 
 def _csv(path: Path, fields: Fields, label: str) -> Iterator[RawValues]:
-    """Rows of RFC 4180: a quoted value may hold commas and line breaks."""
+    """Rows of RFC 4180: a quoted value may hold commas and line breaks. Without commas, `;` or tabs separate."""
     csv.field_size_limit(MAX_LINE_BYTES)  # of the whole process; the default of 128 KiB would end the file
     try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            rows = csv.reader(file, strict=True)
+        with _open(path) as data:
+            is_utf16 = data.peek(2).startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+            encoding = "utf-16" if is_utf16 else "utf-8-sig"
+            file = io.TextIOWrapper(data, encoding, newline="")
+            header = file.readline()
+            separator = next((one for one in ",;\t" if one in header), ",")
+            rows = csv.reader(chain([header], file), strict=True, delimiter=separator)
             columns = next(rows, [])
             require_columns(fields, label, path.name, dict.fromkeys(columns, ""))
             for row in rows:
                 if row:  # an empty line is no row
                     # A row may span lines: it is named by its last one.
                     yield _csv_row(fields, f"{path.name}:{rows.line_num}", columns, row)
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+    except (OSError, EOFError, zlib.error, UnicodeError, csv.Error) as error:
         raise _unreadable(path, label, error) from None
 
 
@@ -275,7 +289,7 @@ def _parquet(path: Path, fields: Fields, label: str) -> Iterator[RawValues]:
             lists = [name for name, inner in there.items() if isinstance(inner, list) and _reads(fields, name)]
             columns = None if fields is None else list({*fields.values(), *lists})
             for batch in file.iter_batches(batch_size=1024, columns=columns):
-                for values in batch.to_pylist():
+                for values in batch.to_pylist(maps_as_pydicts="lossy"):
                     number += 1
                     yield _row(fields, f"{path.name}:{number}", values)
     except (OSError, pa.ArrowException, ValueError, OverflowError) as error:  # text that is no UTF-8, odd times
@@ -404,12 +418,11 @@ _FORMATS: Mapping[str, Callable[[Path, Fields, str], Iterator[RawValues]]] = {
 _SUFFIXES = {
     ".parquet": "parquet",
     ".jsonl": "jsonl",
-    ".jsonl.gz": "jsonl",
     ".csv": "csv",
     ".json": "json",
-    ".json.gz": "json",
 }
-"""Format of a file by the end of its name."""
+"""Format of a file by the end of its name, before that of a compression."""
+_COMPRESSED = (".gz", ".zst")
 _NOT_DATA = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json")
 """Files that describe a dataset."""
 
@@ -418,7 +431,8 @@ def file_format(name: str) -> str:
     """Format of a file, by its name; empty if no reader reads it."""
     if name.endswith(_NOT_DATA):
         return ""
-    return next((kind for suffix, kind in _SUFFIXES.items() if name.endswith(suffix)), "")
+    plain = next((name.removesuffix(suffix) for suffix in _COMPRESSED if name.endswith(suffix)), name)
+    return next((kind for suffix, kind in _SUFFIXES.items() if plain.endswith(suffix)), "")
 
 
 def _library(name: str, label: str) -> Any:
@@ -433,7 +447,7 @@ def _library(name: str, label: str) -> Any:
 
 def _unreadable(path: Path, label: str, error: Exception) -> DataError:
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).partition("\n")[0]
-    reason = reason or type(error).__name__
+    reason = "not UTF-8 text" if isinstance(error, UnicodeDecodeError) else reason or type(error).__name__
     return DataError(f"{path}: cannot be read ({reason}); see {label}.path")
 
 
@@ -508,4 +522,6 @@ def json_safe(value: Any) -> Any:
         return sorted((json_safe(item) for item in value), key=str)
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
+    if isinstance(value, bytes):
+        raise ValueError("bytes are no text")
     return str(value)

@@ -45,7 +45,8 @@ class TableFile(Located):
 
     kind: Literal["jsonl", "json", "parquet", "csv"]
     """Format: `jsonl`, one JSON object per line; `json`, one array of objects (or one object per line); `parquet`;
-    `csv` in UTF-8, whose first line names the columns, and every value is text. JSON may be compressed (`.gz`)."""
+    `csv` in UTF-8 or UTF-16, whose first line names the columns, separated by commas, semicolons or tabs, and every
+    value is text. JSON and CSV may be compressed (`.gz`, `.zst`)."""
 
 
 class DatasetsFolder(Located):

@@ -47,7 +47,7 @@ _COLUMNS: Mapping[str, tuple[str, ...]] = {
 _COMPARED_PROMPTS = (*_COLUMNS["prompt"], "history", "question.full_text", "info.post", "context")
 """Further names of prompts in preferences: SHP, WebGPT, summaries of OpenAI, HelpSteer3."""
 _SYSTEM = ("system", "system_prompt")
-_CONVERSATIONS = ("messages", "conversations")
+_CONVERSATIONS = ("messages", "conversations", "conversation")
 """Names of a column with whole conversations."""
 _BESIDE_A_CONVERSATION = (*_SYSTEM, "tools", "image", "images")
 _BESIDE_A_PROMPT = (

@@ -129,8 +129,9 @@ def _priced_lengths(spec: RolloutSpec) -> Iterator[str]:
         longest = group.max_tokens or spec.sampling.max_tokens
         for one in functions if group.environment is None else ():
             limit, buffer = one.args.get("limit"), one.args.get("buffer")
-            known = one.name == "overlong" and isinstance(limit, int) and isinstance(buffer, int)
-            if known and one.args.get("unit", "tokens") == "tokens" and limit - buffer >= longest:
+            if one.name != "overlong" or not isinstance(limit, int) or not isinstance(buffer, int):
+                continue
+            if one.args.get("unit", "tokens") == "tokens" and limit - buffer >= longest:
                 yield (
                     f"{path}: {one.component} begins at {limit - buffer} tokens (limit - buffer), and a response has "
                     f"at most {longest} (max_tokens): it has no effect"

@@ -197,10 +197,10 @@ BAD_ROWS = [
     ({"prompt": 5, "answer": ""}, "the prompt is neither text nor messages"),
     ({"prompt": {"role": "user"}, "answer": ""}, "the prompt is neither text nor messages"),
     ({"prompt": ["hi"], "answer": ""}, "message 0 is not an object with role and content"),
-    ({"prompt": [{"role": "user"}], "answer": ""}, "message 0 must have role and content, both text, and nothing else"),
+    ({"prompt": [{"role": "user"}], "answer": ""}, "message 0 must have role and content, both text"),
     (
         {"prompt": [{"role": "user", "content": "a", "tool": "x"}], "answer": ""},
-        "message 0 must have role and content, both text, and nothing else",
+        "message 0 has tool, which is not read: it must have role and content",
     ),
     (
         {"prompt": [{"role": "robot", "content": "a"}], "answer": ""},

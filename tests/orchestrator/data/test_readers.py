@@ -17,9 +17,10 @@ import pyarrow.parquet as pq
 import pytest
 from pydantic import TypeAdapter
 
+from troupe.orchestrator.data.conversations import BadRow, read_messages
 from troupe.orchestrator.data.pools import Pool
 from troupe.orchestrator.data.prompts import load_pool
-from troupe.orchestrator.data.readers import arrow_columns, find_column, read_table
+from troupe.orchestrator.data.readers import arrow_columns, file_format, find_column, read_table
 from troupe.orchestrator.errors import DataError
 from troupe.orchestrator.spec.sources import DataSource, TableFile
 
@@ -320,3 +321,75 @@ def test_only_what_is_named_is_found() -> None:
             find_column(row, name)
     schema = pa.schema([("x", pa.struct([("y", pa.int64()), ("z", pa.struct([("w", pa.string())]))]))])
     assert arrow_columns(schema) == {"x": {"y": "", "z": {"w": ""}}}
+
+
+def zstd(data: bytes) -> bytes:
+    return pa.compress(data, codec="zstd", asbytes=True)
+
+
+LINE = '{"prompt": "N\u00e9", "answer": "a;b"}'.encode()
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("rows.csv", 'prompt;answer\nN\u00e9;"a;b"\n'.encode()),
+        ("rows.csv", "prompt\tanswer\nN\u00e9\ta;b\n".encode("utf-16")),
+        ("rows.csv.gz", gzip.compress("\ufeffprompt,answer\nN\u00e9,a;b\n".encode())),
+        ("rows.csv.zst", zstd("prompt,answer\nN\u00e9,a;b\n".encode())),
+        ("rows.jsonl.zst", zstd(LINE)),
+        ("rows.json.zst", zstd(b"[" + LINE + b"]")),
+    ],
+)
+def test_separators_encodings_and_compressions_of_files(name: str, content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    table = load_pool(source(kind=file_format(name), path=str(path))).table
+    assert json.loads(table.column("messages")[0].as_py())[0]["content"] == "N\u00e9"
+    assert table.column("answer").to_pylist() == ["a;b"]
+    path.write_bytes(content[:-9])
+    if path.suffix in (".gz", ".zst"):
+        with pytest.raises(DataError, match=rf"{path.name}: cannot be read|no row can be used|there are no rows"):
+            load_pool(source(kind=file_format(name), path=str(path)))
+
+
+def test_other_encodings_are_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"rows\.csv: cannot be read \(not UTF-8 text\)"):
+        load_pool(csv(tmp_path, "prompt,answer\nN\u00e9,1\n".encode("latin-1")))
+
+
+def test_maps_are_maps_and_bytes_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "rows.parquet"
+    kinds = pa.schema({"prompt": pa.string(), "answer": pa.string(), "m": pa.map_(pa.string(), pa.int64())})
+    pq.write_table(pa.Table.from_pylist([{"prompt": "a", "answer": "1", "m": [("x", 1)]}], schema=kinds), path)
+    table = load_pool(source(kind="parquet", path=str(path), metadata=["m"])).table
+    assert json.loads(table.column("metadata")[0].as_py()) == {"m": {"x": 1}}
+    pq.write_table(pa.table({"prompt": ["a"], "answer": ["1"], "m": [b"x"]}), path)
+    with pytest.raises(DataError, match=r"the metadata cannot be held as JSON \(bytes are no text\)"):
+        load_pool(source(kind="parquet", path=str(path), metadata=["m"]))
+
+
+ASKED, SAID = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [ASKED | {"content": [{"type": "text", "text": "Q"}]}, SAID | {"content": [{"type": "text", "text": "A"}]}],
+        [ASKED | {"name": "bob", "weight": 0}, SAID | {"weight": 1, "tool_calls": []}],
+        [{"from": "human", "value": "Q", "weight": 0, "html": None}, {"from": "gpt", "value": "A", "weight": 1}],
+        [{"input": "Q", "output": "A"}],
+    ],
+)
+def test_messages_as_they_are_published(messages: list[Any]) -> None:
+    assert read_messages(messages) == [ASKED, SAID]
+    assert read_messages([{"role": "developer", "content": "x"}])[0]["role"] == "system"
+
+
+@pytest.mark.parametrize(
+    "field",
+    [{"weight": 0}, {"reasoning_content": "hm"}, {"tool_calls": [{"id": "1"}]}, {"function_call": {"name": "f"}}],
+)
+def test_fields_of_messages_that_decide_what_is_trained_are_refused_by_name(field: dict[str, Any]) -> None:
+    with pytest.raises(BadRow, match=rf"message 1 has {next(iter(field))}, which is not read"):
+        read_messages([ASKED, SAID | field])
