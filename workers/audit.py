@@ -50,6 +50,8 @@ _FRACTIONS = tuple(percent / 100 for percent in range(1, 100))
 _TOP_K = (*range(1, 101), *(round(100 * 1.05**step) for step in range(1, 49)))
 _BORDER = {"float32": 1e-4, "bfloat16": 0.1, "float16": 0.02}
 """Nats by which the engine's rounding may lift a token into the sampled ones, by the run's data type."""
+_WITHIN = 0.9
+"""Share of a truncated draw that has no token of the border. A smaller one would favour a top-p below the engine's."""
 _HEADS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 _TYPES = {**_HEADS, "float8": torch.float8_e4m3fn}
 _THETAS = (10_000, 100_000, 500_000, 1_000_000)
@@ -284,8 +286,8 @@ def _truncated(
         border: Nats by which a sampled token may be less probable than the last of these tokens.
 
     Yields:
-        Key, log-probs [T] as the engine computes them, and the draw [T, 2] (`TokenScores.draws`). Half of its tokens
-        are among the most probable ones, the others among these and the border. So it is a distribution, however many
+        Key, log-probs [T] as the engine computes them, and the draw [T, 2] (`TokenScores.draws`). A share of `_WITHIN`
+        is among the most probable tokens, the rest among these and the border. So it is a distribution, however many
         tokens are in the border.
     """
     logprobs = torch.log_softmax(logits.float() / temperature, -1)
@@ -293,6 +295,7 @@ def _truncated(
     mass = (-surprise).exp().cumsum(-1)
     own, above = logprobs.gather(-1, targets), _above(logits, targets, temperature)[:, None]
     fractions = torch.tensor(_FRACTIONS).repeat(len(mass), 1)
+    shares = torch.tensor([_WITHIN, 1.0 - _WITHIN])
 
     def within(surprises: torch.Tensor) -> torch.Tensor:
         return mass.gather(-1, torch.searchsorted(surprise, surprises, right=True) - 1)
@@ -308,8 +311,8 @@ def _truncated(
         inside = torch.stack([-own <= last, -own <= last + border], -1)
         masses = torch.stack([within(last), within(last + border)], -1)
         numbers = torch.where(inside[..., 1], own - mass.gather(-1, place).log(), -torch.inf)
-        drawn = own + (inside / masses).mean(-1).log()
-        before = (above[..., None] / masses).clamp(max=1.0).mean(-1)
+        drawn = own + (inside / masses @ shares).log()
+        before = (above[..., None] / masses).clamp(max=1.0) @ shares
         for number, value in enumerate(values):
             draw = torch.stack([drawn[:, number], before[:, number]], -1)
             yield f"{kind}:{value:g}", numbers[:, number], draw

@@ -48,6 +48,8 @@ _AS_GOOD = 0.02
 _LOG_RATIO = 7.4
 """Smallest log of the likelihood ratio, divided by the number of hypotheses, that counts as evidence: a false alarm in
 1600 audits."""
+_AS_LIKELY = 3.0
+"""Ways to draw the tokens whose log-likelihood ratios differ by less cannot be told apart."""
 _MOST = 20.0
 """Largest gap of one token that counts: one impossible token must not decide."""
 _STRAY = 0.01
@@ -301,13 +303,15 @@ def _of_samples(found: TokenScores) -> list[Cause]:
     likelier = sorted([one for one in tried if one[0] >= least], key=lambda one: -one[0])
     if not likelier:
         return []
-    best = likelier[0][1]
-    if _fits(best, found):
-        return [best.cause]
-    first: dict[str, str] = {}
-    for _, draw in likelier:
-        first.setdefault(draw.cause.kind, f"{draw.cause.kind} {draw.cause.about}")
-    return [Cause("unexplained", ", ".join(list(first.values())[:_CANDIDATES]), 0.0, samples_only=True)]
+    first: dict[str, tuple[float, _Draw]] = {}
+    for ratio, draw in likelier:
+        first.setdefault(draw.cause.kind, (ratio, draw))
+    best = likelier[0]
+    if _fits(best[1], found):
+        near = [draw for ratio, draw in first.values() if ratio > best[0] - _AS_LIKELY and _fits(draw, found)]
+        return [draw.cause for draw in near]
+    about = [f"{draw.cause.kind} {draw.cause.about}" for _, draw in first.values()]
+    return [Cause("unexplained", ", ".join(about[:_CANDIDATES]), 0.0, samples_only=True)]
 
 
 def _draws(found: TokenScores) -> Iterator[_Draw]:

@@ -162,9 +162,9 @@ def _causes(gap: Gap) -> str:
         )
     if first.kind == "unexplained":
         return f"no single cause explains the gap of {gap.mean:.2g} nats ({first.about})"
-    if first.samples_only:
-        return f"the log-probs are right, but the tokens are drawn with {_named(first)}"
     others = " or ".join(_named(cause) for cause in gap.causes)
+    if first.samples_only:
+        return f"the log-probs are right, but the tokens are drawn with {others}"
     return f"{others} explains {first.share:.1%} of the gap of {gap.mean:.2g} nats"
 
 

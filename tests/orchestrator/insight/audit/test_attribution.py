@@ -175,8 +175,8 @@ def test_truncation_is_fitted(kind: str, value: float, noise: float, border: flo
     """By the numbers, or where the log-probs hide it, by the samples."""
     world = World(5, noise, drawn=truncated(kind, value, noise), border=border)
     for found in (replace(world.scores, sampler=world.shown), world.scores):
-        (cause,) = attribute("sampler", found).causes
-        assert (cause.kind, cause.samples_only) == (kind, found is world.scores)
+        cause, *others = attribute("sampler", found).causes
+        assert (cause.kind, cause.samples_only, others) == (kind, found is world.scores, [])
         assert float(cause.about) == pytest.approx(value, rel=0.07 if cause.samples_only else 1e-9)
     assert attribute("trainer", world.scores).passed
 
@@ -189,6 +189,13 @@ def test_a_token_at_the_border_does_not_hide_truncation() -> None:
     (cause,) = attribute("sampler", replace(world.scores, draws=draws)).causes
     assert (cause.kind, cause.samples_only) == ("top_p", True)
     assert float(cause.about) == pytest.approx(0.8, rel=0.05)
+
+
+def test_few_tokens_of_flat_distributions_do_not_tell_truncations_apart() -> None:
+    world = World(0, tokens=160, spread=0.3, drawn=truncated("top_p", 0.6, 0.02))
+    causes = attribute("sampler", world.scores).causes
+    assert {cause.kind for cause in causes} == {"top_p", "top_k"}
+    assert all(cause.samples_only for cause in causes)
 
 
 @pytest.mark.parametrize("spread", [0.02, 0.1, 0.5])
