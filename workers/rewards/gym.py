@@ -7,6 +7,7 @@ import functools
 import math
 import re
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 from reasoning_gym.factory import get_score_answer_fn
@@ -48,7 +49,9 @@ _FORMULA_NODES = (
     ast.List,
 )
 
-_TRUSTED: set[str] = set()  # families whose scorer accepted the answer of the same entry
+_TRUSTED: set[str] = set()  # families whose scorer accepted an entry's answer, and refused nonsense
+_NONSENSE = "banana"
+_FENCED = re.compile(r"```[^\n`]{0,40}\n(.*?)\n?[ \t]*```|~~~[^\n~]{0,40}\n(.*?)\n?[ \t]*~~~", re.DOTALL)
 
 
 def final_answer(response: str, expected: str | None) -> str:
@@ -65,6 +68,10 @@ def final_answer(response: str, expected: str | None) -> str:
         text = named[-1].strip() if lines else named[-1].strip().partition("\n")[0].strip()
     else:
         text = response.strip() if lines else response.strip().rpartition("\n")[2].strip()
+    fences = _FENCED.findall(text if marked or (len(named) > 1 and lines) else response)
+    if fences:
+        text = max(fences[-1], key=len).strip("\n")
+        text = text if lines else text.strip().rpartition("\n")[2].strip()
     if expected is None:
         return text
     if (wanted := parse_number(expected)) is not None:
@@ -98,9 +105,58 @@ def is_formula(text: str, strings: bool = False) -> bool:
     return True
 
 
+def _same_numbers(given: str, entry: Entry) -> bool:
+    numbers = [int(number) for number in re.findall(r"\b[0-9]+\b", given)]
+    return sorted(numbers) == sorted(entry["metadata"]["numbers"])
+
+
+def _close(given: str, entry: Entry) -> bool:
+    right = float(Fraction(entry["answer"].replace(",", "")))
+    return math.isclose(float(Fraction(given.replace(",", ""))), right, rel_tol=1e-3)
+
+
+_ALSO: dict[str, Callable[[str, Entry], bool]] = {
+    "coin_flip": _close,
+    "game_of_life_halting": lambda given, entry: given.casefold() == entry["answer"].casefold(),
+    "puzzle24": _same_numbers,
+}
+"""What a scorer does not look at: differences of small probabilities, the text, which numbers are used."""
+_OF_TUPLES = ("arc_agi", "rearc")
+"""Families whose scorer compares tuples, of which JSON has made lists."""
+
+
 @functools.cache
 def _scorer(family: str) -> Callable[[str, Entry], float]:
-    return get_score_answer_fn(family)  # pyright: ignore[reportReturnType]  (annotated without its arguments)
+    """The family's scorer, which gives 0 for an answer that it raises on."""
+    scorer: Any = get_score_answer_fn(family)
+
+    def score(given: str, entry: Entry) -> float:
+        if family in _OF_TUPLES:
+            output = tuple(map(tuple, entry["metadata"]["output"]))
+            entry = {**entry, "metadata": {**entry["metadata"], "output": output}}
+        try:
+            value = float(scorer(given, entry))
+            return 0.0 if value == 1.0 and family in _ALSO and not _ALSO[family](given, entry) else value
+        except Exception:
+            return 0.0
+
+    return score
+
+
+def _check(family: str, entry: Entry) -> None:
+    """Verify once, if the entry has an answer, that the scorer accepts it and refuses nonsense.
+
+    Raises:
+        ValueError: it does not.
+    """
+    expected = entry["answer"]
+    if family in _TRUSTED or expected is None:
+        return
+    if _scorer(family)(_NONSENSE, entry) >= 1.0:
+        raise ValueError(f"the scorer of {family!r} accepts any answer")
+    if _scorer(family)(expected, entry) < 1.0:
+        raise ValueError(f"the scorer of {family!r} does not accept the answer that its entry names")
+    _TRUSTED.add(family)
 
 
 def is_credit_for_containing(score: float, given: str, expected: str) -> bool:
@@ -122,11 +178,12 @@ def reasoning_gym(response: str, answer: str, metadata: dict[str, Any], *, opens
 
     Raises:
         KeyError: `recipe` or `entry` is missing.
-        ValueError: the family is unknown, or its scorer does not support entries loaded from JSON.
+        ValueError: the family is unknown, or its scorer does not accept the entry's answer, or accepts any.
     """
     entry: Entry = metadata["entry"]
     family: str = metadata["recipe"]
     expected: str | None = entry["answer"]
+    _check(family, entry)
     given = final_answer(visible(response, opens_thought=opens_thought), expected)
     kind = _EVALUATED.get(family)
     if kind and (expected is None or given != expected.strip()) and not is_formula(given, strings=kind == "python"):
@@ -134,9 +191,4 @@ def reasoning_gym(response: str, answer: str, metadata: dict[str, Any], *, opens
     score = _scorer(family)(given, entry)
     if expected is not None and is_credit_for_containing(score, given, expected.strip()):
         return 0.0
-    if score < 1.0 and expected is not None and family not in _TRUSTED:
-        # Some scorers compare tuples, which JSON turns into lists: they would reject every answer.
-        if _scorer(family)(expected, entry) < 1.0:
-            raise ValueError(f"the scorer of {family!r} does not accept the answer that its entry names")
-        _TRUSTED.add(family)
     return score

@@ -18,8 +18,9 @@ import pytest
 import reasoning_gym as rg
 from hypothesis import given
 from hypothesis import strategies as st
-from reasoning_gym.factory import get_score_answer_fn
+from reasoning_gym.factory import DATASETS, get_score_answer_fn
 
+from troupe.orchestrator.data.readers import json_safe
 from troupe.workers.contract.config import RewardFunctionConfig
 from troupe.workers.rewards import functions, gym
 from troupe.workers.rewards.loading import SHIPPED, RewardFunctionError, load, locate
@@ -154,10 +155,55 @@ def test_reasoning_gym_gives_no_credit_for_containing_the_answer(family: str) ->
     assert scores == [0.0, 0.0, 0.0, 0.0, 1.0]
 
 
-def test_reasoning_gym_refuses_a_scorer_that_json_broke() -> None:
-    metadata = task("arc_agi")
-    with pytest.raises(ValueError, match="does not accept the answer that its entry names"):
-        gym.reasoning_gym(metadata["entry"]["answer"], "", metadata)
+def test_reasoning_gym_refuses_a_scorer_that_accepts_anything_or_not_its_own_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    metadata = task("chain_sum")
+    for value, message in ((1.0, "accepts any answer"), (0.0, "does not accept the answer that its entry names")):
+        monkeypatch.setattr(gym, "_TRUSTED", set())
+        monkeypatch.setattr(gym, "_scorer", lambda family, value=value: lambda given, entry: value)
+        with pytest.raises(ValueError, match=message):
+            gym.reasoning_gym("5", "", metadata)
+
+
+WITHOUT_ANSWERS = ("boxnet", "composite", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour")
+"""Families whose tasks name no answer (`composite` has no tasks without other families)."""
+
+
+@pytest.mark.parametrize("family", sorted(set(DATASETS) - set(WITHOUT_ANSWERS)))
+def test_every_family_pays_fully_for_right_answers_alone(family: str) -> None:
+    """A right answer, also in a code fence; nonsense, answers of other tasks, and nothing."""
+    entries = [json.loads(json.dumps(json_safe(entry))) for entry in rg.create_dataset(family, size=4, seed=11)]
+
+    def score(text: str, entry: dict[str, Any]) -> float:
+        return gym.reasoning_gym(text, "", {"recipe": family, "entry": entry})
+
+    for entry in entries:
+        right = str(entry["answer"])
+        fences = (f"Here it is:\n```\n{right}\n```", f"```text\n{right}\n```\nThat is all.")
+        assert [score(text, entry) for text in (right, *fences)] == [1.0] * 3
+        nonsense = {"banana", "0", "True", "I do not know.", ""} - {right}
+        assert max(score(text, entry) for text in nonsense) < 1.0
+        assert (
+            max([score(str(other["answer"]), entry) for other in entries if other["answer"] != right], default=0) < 1.0
+        )
+
+
+@pytest.mark.parametrize(
+    ("family", "answer", "changes", "wrong"),
+    [
+        ("coin_flip", "0.03125", {}, ["0", "0.0312", "0.04"]),
+        ("game_of_life_halting", "False", {}, ["True", "banana", "0"]),
+        ("puzzle24", "4*(7 - 1)*1", {"metadata": {"numbers": [4, 7, 1, 1]}}, ["1*2*3*4", "24", "6*4"]),
+    ],
+)
+def test_families_whose_scorers_pay_for_wrong_answers_are_compared_here(
+    family: str, answer: str, changes: dict[str, Any], wrong: list[str]
+) -> None:
+    metadata = task(family)
+    metadata["entry"].update({"answer": answer, **changes})
+    assert gym.reasoning_gym(answer, "", metadata) == 1.0
+    assert all(gym.reasoning_gym(text, "", metadata) < 1.0 for text in wrong)
 
 
 @pytest.mark.parametrize("family", sorted(gym._EVALUATED))
