@@ -22,12 +22,13 @@ from troupe.workers.rewards.answer_text import visible
 
 Style = Literal["auto", "stdin", "function"]
 
-_FENCED = re.compile(r"^[ \t]*```(?:python3?|py)[ \t]*\r?\n(.*?)(?:^[ \t]*```|\Z)", re.S | re.M | re.I)
+_FENCED = re.compile(r"(```|~~~)[ \t]*([\w+#.-]*)[^\n`]*\n(.*?)(?:^[ \t]*\1|\Z)", re.S | re.M)
+_PYTHON = ("python", "python3", "py")
 _RESULTS_KIB = 4096
 """Results of a response that are read, for all cases together."""
 
 _DRIVER = '''
-import importlib, json, os, signal, sys
+import importlib.util, json, os, signal, sys
 from collections.abc import ItemsView, KeysView
 from itertools import islice
 from time import monotonic
@@ -83,6 +84,12 @@ def items(value, sized):
 
 def main(seconds):
     began = monotonic()
+    spec = importlib.util.find_spec("solution")
+    sys.modules["solution"] = solution = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(solution)
+    except SystemExit:  # what it defined before may be right
+        pass
     cases = importlib.import_module("cases").CASES
     signal.signal(signal.SIGALRM, interrupt)
     for number, calls in enumerate(cases):
@@ -129,7 +136,7 @@ def python_tests(
 ) -> float:
     """1 if the response's program passes all test cases, else 0; with `partial`, the share of the cases that pass.
 
-    The program is the last ```python block behind the thought, or all that stands there.
+    The program is the last ```python block behind the thought, else the last block of no language, else all of it.
     `docs/guides/reward.md` describes the forms of test cases.
 
     Args:
@@ -170,9 +177,11 @@ def python_tests(
 
 
 def extract_code(response: str) -> str:
-    """The last ```python block of a response, which may lack its end; the whole response if there is none."""
-    blocks = _FENCED.findall(response)
-    return blocks[-1] if blocks else response
+    """The last ```python block of a response, which may lack its end; else the last block of no language, else all."""
+    blocks = [(language.lower(), code) for _, language, code in _FENCED.findall(response)]
+    found = [code for language, code in blocks if language in _PYTHON]
+    found = found or [code for language, code in blocks if not language]
+    return found[-1] if found else response
 
 
 def same_output(output: str, expected: str, tolerance: float = 0.0) -> bool:

@@ -268,12 +268,22 @@ def _interpreter(packages: bool) -> tuple[str, tuple[str, ...], tuple[str, ...]]
     return executable, tuple(folders), libraries
 
 
+_MAIN = """\
+import site, sys
+site.setquit(); site.setcopyright(); site.sethelper()
+sys.argv[0] = __file__ = "/program/main.py"
+del site, sys
+exec(compile(open(__file__, "rb").read(), __file__, "exec"))
+"""
+"""Runs the program with what `site` defines (`exit`, `quit`, `help`, ...): -S leaves it out with the packages."""
+
+
 def _request(sources: Mapping[str, str], limits: SandboxLimits) -> dict[str, Any]:
     """What `troupe.workers.agents.sandbox.inside` is given."""
     executable, folders, libraries = _interpreter(limits.packages)
     path = os.pathsep.join(["/program", *libraries])
     return {
-        "command": [executable, "-P", "-s", "-S", "/program/main.py"],
+        "command": [executable, "-P", "-s", "-S", "-c", _MAIN],
         "environment": {**_ENVIRONMENT, "PYTHONPATH": path},
         "folders": folders,
         "modules": dict(sources),

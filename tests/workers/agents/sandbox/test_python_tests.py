@@ -30,6 +30,24 @@ def score(code: str, tests: Any, **args: Any) -> float:
 
 
 @pytest.mark.parametrize(
+    "end", ["exit()", "quit()", "exit(0)", "import sys; sys.exit()", "raise SystemExit", "copyright"]
+)
+def test_a_program_may_end_with_what_site_defines(end: str) -> None:
+    stdin = {"inputs": ["1 2\n"], "outputs": ["3\n"]}
+    assert score(f"print(sum(map(int, input().split())))\n{end}", stdin) == 1.0
+    calls = {"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}
+    assert score(f"def add(a, b):\n    return a + b\n{end}", calls) == 1.0
+    assert score(f"{end}\ndef subtract(a, b):\n    return a - b", calls) == 0.0
+
+
+def test_the_sandbox_defines_what_site_does() -> None:
+    given = {"inputs": [""], "outputs": ["True __main__ /program/main.py"]}
+    names = "exit", "quit", "copyright", "credits", "license", "help"
+    program = f"import builtins, sys\nprint(all(hasattr(builtins, name) for name in {names}), __name__, sys.argv[0])"
+    assert score(program, given) == 1.0
+
+
+@pytest.mark.parametrize(
     ("response", "code"),
     [
         ("print(1)", "print(1)"),
@@ -39,6 +57,11 @@ def score(code: str, tests: Any, **args: Any) -> float:
         ("```python\nprint('```')\nb", "print('```')\nb"),
         ("<think>```python\nx\n```</think>\n  ```Python3 \r\n  y\r\n  ```", "  y\r\n"),
         ("", ""),
+        ("Here:\n```\nprint(1)\n```\nDone", "print(1)\n"),
+        ("Here: ```python\nprint(1)\n```", "print(1)\n"),
+        ("~~~python\nprint('```')\n~~~", "print('```')\n"),
+        ("```python\na\n```\nIt prints\n```\n3\n```", "a\n"),
+        ("```json\n{}\n```", "```json\n{}\n```"),
     ],
 )
 def test_the_program_is_the_last_python_block_or_the_whole_response(response: str, code: str) -> None:
