@@ -61,6 +61,8 @@ STALE = {"schedule": {"prompts_per_step": 4, "max_staleness": 1}}
 BUSY: Json = {"utilisation__generate": 0.9, "seconds__generate": 9.0, "seconds__update": 1.0, "seconds__step": 10.0}
 MIXED = {"data": {"train": [{"name": "a", "weight": 1}, {"name": "b", "weight": 1, "max_tokens": 8}]}}
 CUT: Json = {"truncated": 0.6, "source__a__truncated": late(0.9, 0.9), "source__b__truncated": 0.0}
+BOTH_CUT: Json = CUT | {"source__b__truncated": 0.9}
+SHORT_CUT: Json = BOTH_CUT | {"source__a__truncated": 0.0}
 STARTED = {"event": "run_started", "resume_at": 0}
 FAILED = {"event": "run_ended", "how": "failed", "error": "WorkerError", "detail": "rollout-0.generate: no restarts"}
 RESUMED = {"event": "run_started", "resume_at": 12}
@@ -149,18 +151,18 @@ CLAIMS = (
         "truncation",
         "`sampling.max_tokens` (64)",
         record(BATCH, truncated=0.6),
-        record(BATCH | MIXED, **CUT | {"source__a__truncated": 0.0, "source__b__truncated": 0.9}),
+        record(BATCH | MIXED, **SHORT_CUT),
     ),
     Claim(
         "truncation",
         "--set sampling.max_tokens=128",
         record(BATCH | MIXED, **CUT),
-        record(BATCH | MIXED, **CUT | {"source__a__truncated": 0.0, "source__b__truncated": 0.9}),
+        record(BATCH | MIXED, **SHORT_CUT),
     ),
     Claim(
         "truncation",
         "`data.train.1.max_tokens` (8)",
-        record(BATCH | MIXED, **CUT | {"source__b__truncated": 0.9}),
+        record(BATCH | MIXED, **BOTH_CUT),
         record(BATCH | MIXED, **CUT),
     ),
     Claim(
