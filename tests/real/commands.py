@@ -138,6 +138,23 @@ class Command:
                         found.append(process)
         return found
 
+    def ports(self) -> dict[str, int]:
+        """Largest number of ports beyond loopback at which a process of each kind listens."""
+        found: dict[str, int] = {}
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error, IndexError):
+                title = process.cmdline()[0]
+                beyond = [
+                    one.laddr.port
+                    for one in process.net_connections("inet")
+                    if one.status == psutil.CONN_LISTEN and one.laddr.ip not in ("127.0.0.1", "::1")
+                ]
+                name = "troupe" if process.pid == self.process.pid else Path(title).name
+                name = re.sub(r"^ray::(?:\w+(?=Worker))?(\w+).*", r"\1", name)  # every worker is a `Worker`
+                if beyond:
+                    found[name] = max(found.get(name, 0), len(beyond))
+        return found
+
     def wait_until(self, condition: Callable[[], Any], what: str, timeout_s: float = RUN_TIMEOUT_S) -> Any:
         """Poll until `condition` returns a true value, and return it. Fails the test if the command ends first."""
         deadline = time.monotonic() + timeout_s

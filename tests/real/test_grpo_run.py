@@ -78,9 +78,17 @@ def model(folder: Path, canary: Path, tiny_model: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def grpo(folder: Path, model: Path) -> Iterator[Run]:
+def ports() -> dict[str, int]:
+    """Ports beyond loopback by kind of process, of the first run."""
+    return {}
+
+
+@pytest.fixture(scope="module")
+def grpo(folder: Path, model: Path, ports: dict[str, int]) -> Iterator[Run]:
     """An uninterrupted run of the shipped spec."""
     with running(Run(folder, GRPO, f"model.path={model}", name="grpo")) as run:
+        run.wait_for_step(1)
+        ports |= run.ports()
         assert run.wait() == 0, run.output
         yield run
 
@@ -193,6 +201,13 @@ def test_a_finished_run_has_no_processes_and_no_shared_memory(grpo: Run) -> None
     assert grpo.weight_files == []
 
 
+def test_no_port_beyond_loopback_is_missing_in_the_table_of_ports(grpo: Run, ports: dict[str, int]) -> None:
+    rows = re.findall(r"^\| `(\w+)` \| (\d) \|", (ROOT / "SECURITY.md").read_text(), re.MULTILINE)
+    most = {name: int(number) for name, number in rows}
+    assert grpo.steps() and ports.keys() == most.keys()
+    assert {name: number for name, number in ports.items() if number > most[name]} == {}
+
+
 def test_pickles_in_the_models_folder_are_not_read(grpo: Run, canary: Path) -> None:
     assert grpo.steps() and not canary.exists()
 
@@ -251,7 +266,7 @@ def test_a_dead_policy_is_brought_back_with_the_weights_it_had(grpo: Run, resume
 
 @pytest.mark.long
 def test_two_engines_and_two_policy_workers_give_the_same_updates_and_are_repeated(
-    grpo: Run, resumed: Run, folder: Path, tiny_model: Path
+    grpo: Run, resumed: Run, folder: Path, tiny_model: Path, ports: dict[str, int]
 ) -> None:
     """Until Ctrl-C, with evaluations beside steps 1 and 3, which change no sample and are each of one version.
 
@@ -263,11 +278,13 @@ def test_two_engines_and_two_policy_workers_give_the_same_updates_and_are_repeat
     overrides += (f"data.eval={held_out}", "evaluation={every_steps: 2, beside: true}")
     with running(Run(folder, GRPO, *overrides, name="two-workers")) as run:
         run.wait_for_step(3)
+        found = run.ports()
         interrupt(run)
         assert run.wait() == 130, run.output
         assert "continue with --resume" in run.stdout
         assert run.leftover_processes() == []
     assert run.weight_files == []
+    assert found == ports, "ranks, engines and the links between them listen at loopback"
     saved = max(int(path.name.removeprefix("step-")) for path in (run.out / "checkpoints").iterdir())
     assert saved == max(run.steps()) < load_rollout_spec(GRPO).schedule.steps
     assert len({row["engine"] for row in trajectories(run.out, 2).to_pylist()}) == 2
