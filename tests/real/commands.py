@@ -141,7 +141,8 @@ class Command:
     def ports(self) -> dict[str, int]:
         """Largest number of ports beyond loopback at which a process of each kind listens."""
         found: dict[str, int] = {}
-        for process in self.processes():
+        below = psutil.Process(self.process.pid).children(recursive=True)  # the titles of Ray's agents hide their marks
+        for process in {*self.processes(), *below}:
             with contextlib.suppress(psutil.Error, IndexError):
                 title = process.cmdline()[0]
                 beyond = [
