@@ -34,6 +34,7 @@ _OPERATION = re.compile(r"\\(?:int|sum|prod|lim)(?![A-Za-z])|\\frac\{d\}")
 """What is left to compute is no answer, and takes sympy the longest."""
 _BASE = re.compile(r"_\{?[0-9]+\}?$")
 _LAYOUT = re.compile(r"\s|\{,\}|\\(?:[,;!:]|left|right|displaystyle)|(?<=\\)[dt](?=frac)")
+_WORDS = re.compile(r"^\\(?:text|mathrm|textbf)\{([^\\{}]*)\}$")
 _LONGEST_TEXT = 100
 
 Said = tuple[str, bool]
@@ -74,6 +75,7 @@ def _right(text: str) -> Said | None:
     text = text.rpartition("####")[2].strip()
     box, _ = last_box(text)
     text = (text if box is None else box).strip().strip("$").strip()
+    text = _WORDS.sub(r"\1", text)
     if _TEXT.fullmatch(text.replace("\n", " ")) or not _MATHEMATICAL.search(text):
         return (text, True) if 0 < len(text) <= _LONGEST_TEXT else None
     text = _UNIT.sub("", spelled_out(text).strip())
