@@ -148,7 +148,7 @@ def test_a_malformed_call_writes_no_traceback_of_the_parser(
     try:
         assert tracebacks() == 0
         with caplog.at_level(logging.ERROR, "vllm.tool_parsers"):
-            assert tracebacks() == 1, "this call has one unless it is silenced"
+            assert tracebacks() > 0, "this call has one unless it is silenced"
     finally:
         written.removeHandler(caplog.handler)
 
