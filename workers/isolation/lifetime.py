@@ -8,6 +8,7 @@ import signal
 import subprocess
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -47,10 +48,12 @@ def remove_at_death(path: str | Path, *, prefix: bool = False) -> None:
     """Remove a file or folder as soon as this process ends, even by kill -9; with `prefix`, all that begin with `path`.
 
     A separate process waits for this process's end of a pipe to close, and then removes it. It is no child of this
-    process, so that it is not ended along with it.
+    process, so that it is not ended along with it. A path that is guarded already keeps its guard.
     """
+    if str(path) in _owner_pipes:
+        return
     removed = '"$0"*' if prefix else '"$0"'
-    script = f"exec 3<&0; (while read -r _ <&3; do :; done; rm -rf -- {removed}) >/dev/null 2>&1 &"
+    script = f"exec 3<&0; (read -r _ <&3 || rm -rf -- {removed}) >/dev/null 2>&1 &"
     guard = subprocess.Popen(
         ["/bin/sh", "-c", script, str(path)], env=os.environ.copy(), stdin=subprocess.PIPE, start_new_session=True
     )
@@ -60,8 +63,9 @@ def remove_at_death(path: str | Path, *, prefix: bool = False) -> None:
 
 
 def retire(path: str | Path) -> None:
-    """Removes a file whose name will not be used again, and ends its guard process."""
+    """Removes a file, and ends its guard process, which no longer removes what has this name."""
     Path(path).unlink(missing_ok=True)
     owner_pipe = _owner_pipes.pop(str(path), None)
     if owner_pipe is not None:
-        owner_pipe.close()
+        with suppress(BrokenPipeError), owner_pipe:  # the guard was killed
+            owner_pipe.write(b"\n")

@@ -227,12 +227,12 @@ def test_a_run_survives_scaling_with_kills_of_any_role_between(tmp_path: Path, s
         failures={"trainer_restarts": 99, "health_interval_s": 0.05, "replay_steps": 9},
         schedule={"max_staleness": seed % 2},
     )
-    rng = random.Random(seed)
+    rng, lost = random.Random(seed), set[int]()
 
     async def act() -> None:
         for number in range(20):
             await asyncio.sleep(rng.random() * 0.05)
-            await _act(run, rng, number)
+            await _act(run, rng, number, lost)
 
     async def whole() -> Any:
         controller = run.build()
@@ -249,7 +249,8 @@ def test_a_run_survives_scaling_with_kills_of_any_role_between(tmp_path: Path, s
     assert len({version for version, _ in run.loaded}) == len(run.loaded)
 
 
-async def _act(run: SharedFileRun, rng: random.Random, number: int) -> None:
+async def _act(run: SharedFileRun, rng: random.Random, number: int, lost: set[int]) -> None:
+    """One action. The file of a version is lost once: losing it again while it is published again ends the run."""
     pool = run.pool
     match rng.choice(("join", "retire", "engine", "engines", "policy", "file")):
         case "join":
@@ -262,8 +263,11 @@ async def _act(run: SharedFileRun, rng: random.Random, number: int) -> None:
             run.kill_engines()
         case "policy":
             run.kill_policy()
-        case _:
+        case "file" if run.published is not None and run.published.version not in lost:
+            lost.add(run.published.version)
             run.published = None
+        case _:
+            pass
 
 
 async def _quietly(change: Any) -> None:
