@@ -115,7 +115,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "demo": ("gguf",),
     "gym": ("reasoning_gym",),
     "lora": ("peft",),
-    "math": ("math_verify",),
+    "math": ("math_verify", "sympy"),
     "metrics": ("prometheus_client", "tensorboard"),
     "trackers": ("mlflow", "wandb"),
 }
