@@ -96,7 +96,7 @@ def survives(mutant: Mutant, root: Path) -> str:
         ended = subprocess.run(
             [*command, *mutant.tests],
             cwd=root,
-            env=os.environ | {"PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"},
+            env=os.environ | {"PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1", "PYTEST_ADDOPTS": ""},
             capture_output=True,
             text=True,
             timeout=_TIMEOUT_S,

@@ -109,7 +109,7 @@ FAULTS = {
     "nothing": "step: error: TypeError: expected an Observation, got NoneType",
     "number": "step: error: TypeError: expected an Observation, got int",
     "role": "step: error: TypeError: messages.0: expected a message with a role",
-    "content": "step: error: TypeError: messages.0.content: expected text, got int",
+    "content": "step: error: TypeError: messages.0.content: expected text or a list of parts with a type, got int",
     "set": "step: error: TypeError: Object of type set is not JSON serializable",
     "stop": "step: error: ValueError: stop: a text is empty",
     "stops": "step: error: TypeError: stop: expected a list of texts, got [5]",
