@@ -10,11 +10,12 @@ import socket
 import subprocess
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from troupe.orchestrator.cluster.proc import StoppedProcesses, exit_code
+from troupe.orchestrator.cluster.proc import StoppedProcesses, exit_code, stat_fields
 from troupe.orchestrator.cluster.ray_environment import LOCAL_SETTINGS, SETTINGS, TABLE_SETTINGS, cluster_to_join
 from troupe.orchestrator.roles.settings import worker_env
 from troupe.orchestrator.roles.table import settings_of
@@ -30,6 +31,8 @@ logger = logging.getLogger(__name__)
 _ENTRY = "troupe.workers.preload.server:serve"
 _END_S = 5.0
 _SAMPLE_S = 1.0
+_ENDING_S = 0.5
+"""Longest wait for the exit code of a worker whose connections have closed."""
 _FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM)
 """Signals that a process says nothing about: what it has written last is not the reason."""
 _ahead: dict[EngineProcess, WorkerServer] = {}
@@ -75,12 +78,22 @@ class WorkerServer:
         self._watch.start()
 
     def exit_code(self, pid: int) -> int | None:
-        """Exit code of a worker that has ended, negative for a signal, or None if it is unknown."""
+        """Exit code of a worker that has ended, negative for a signal, or None if it is unknown.
+
+        Waits a moment for a worker that is ending: its connections close before it has an exit code.
+        """
+        deadline = time.monotonic() + _ENDING_S
+        while (code := exit_code(pid)) is None and stat_fields(pid) and time.monotonic() < deadline:
+            time.sleep(_ENDING_S / 100)
+        return self._recorded(pid) if code is None else code
+
+    def _recorded(self, pid: int) -> int | None:
+        """The exit code that the process wrote before it reaped a worker, or None."""
         with suppress(OSError):
             for line in reversed((self._folder / EXIT_CODES).read_text().splitlines()):
                 if line.split()[0] == str(pid):
                     return int(line.split()[1])
-        return exit_code(pid)
+        return None
 
     def close(self) -> None:
         """End the process, but not the workers that it has forked."""

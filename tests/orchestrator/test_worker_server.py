@@ -23,7 +23,7 @@ from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.workers.contract.config import EngineProcess
 from troupe.workers.preload import forked_worker
 from troupe.workers.preload import server as preload
-from troupe.workers.preload.forked_worker import ENGINE_VARIABLE, REPLY, SERVER_VARIABLE
+from troupe.workers.preload.forked_worker import ENGINE_VARIABLE, EXIT_CODES, REPLY, SERVER_VARIABLE
 
 ENGINE = EngineProcess(device="cpu", threads=2, enforce_eager=True)
 SCRIPT = """
@@ -162,6 +162,22 @@ def test_the_exit_code_of_a_worker_is_known(serving: WorkerServer, tmp_path: Pat
     serving._process.kill()
     serving._process.wait()
     assert serving.exit_code(pid) == code
+
+
+def test_the_exit_code_of_a_worker_that_is_ending_is_waited_for(
+    serving: WorkerServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its connections close first, and the server records and reaps it between two looks."""
+    looks = iter((["R"], ["R"], []))
+
+    def stat_fields(pid: int) -> list[str]:
+        if not (fields := next(looks)):
+            (Path(serving.path).parent / EXIT_CODES).write_text(f"{pid} -9\n")
+        return fields
+
+    monkeypatch.setattr(worker_server, "exit_code", lambda pid: None)
+    monkeypatch.setattr(worker_server, "stat_fields", stat_fields)
+    assert serving.exit_code(123456) == -9
 
 
 def test_half_a_request_makes_no_other_one_wait(serving: WorkerServer, tmp_path: Path) -> None:

@@ -46,6 +46,7 @@ def template() -> dict[str, str]:
     path = folder / "template"
     theirs, ours = os.pipe()
     _alive.append(ours)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
         listener.listen()
@@ -53,7 +54,7 @@ def template() -> dict[str, str]:
             python_command("tests.real.warm:serve_template", str(listener.fileno()), str(theirs)),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            env=os.environ | {MARKER_VARIABLE: _UNMARKED},
+            env={**environment, MARKER_VARIABLE: _UNMARKED},
             pass_fds=(listener.fileno(), theirs),
             start_new_session=True,
         )
@@ -98,9 +99,12 @@ def _become(request: dict[str, Any], listener: int, owner: int, errors: int) -> 
         for source, target in ((nothing, 0), (nothing, 1), (errors, 2)):
             os.dup2(source, target)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        os.environ.clear()
-        os.environ |= request["environment"]
-        _mark(os.environ[MARKER_VARIABLE])
+        environment: dict[str, str] = request["environment"]
+        _mark(environment[MARKER_VARIABLE])
+        for name in os.environ.keys() - environment.keys():
+            del os.environ[name]
+        # Only what differs: resetting a variable hides the memory that holds the process title.
+        os.environ |= dict(environment.items() - os.environ.items())
         sys.path[:] = json.loads(request["path"])
         module, function = request["entry"].split(":")
         vars(import_module(module))[function](str(listener), str(owner), request["engine"])
