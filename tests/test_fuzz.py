@@ -40,7 +40,13 @@ from troupe.orchestrator.insight.samples import SampleQuery, count_samples, sele
 from troupe.orchestrator.live.control import FOLDER, ControlServer, ask
 from troupe.orchestrator.live.mailbox import Mailbox
 from troupe.orchestrator.model_facts.model_size import SizeUnknown, read_size
-from troupe.orchestrator.spec.checks.models import model_folder, too_long, unsupported_head_size, wrong_kinds
+from troupe.orchestrator.spec.checks.models import (
+    model_folder,
+    too_long,
+    unsupported_head_size,
+    windows_in_some_layers,
+    wrong_kinds,
+)
 from troupe.orchestrator.spec.errors import SpecError
 from troupe.orchestrator.spec.load import plan_runs, read_document
 from troupe.orchestrator.spec.sources import DataSource
@@ -376,6 +382,7 @@ def test_folders_of_models(tmp_path: Path, tiny_model: Path) -> None:
         model_folder(tmp_path)
         list(too_long({"model": model}, {"sampling.max_tokens": 64}))
         list(unsupported_head_size(tmp_path))
+        list(windows_in_some_layers(tmp_path))
         list(wrong_kinds({"model": model, "roles.reward.model": model}, "policy"))
         read_size(tmp_path)
 

@@ -195,8 +195,8 @@ class EnginePool(ReplicaPool[Engine]):
         if engine.state is EngineState.LEAVING:
             await self.lose(engine, error)
             return
-        if engine.state is not EngineState.SERVING:
-            return
+        if engine.state is not EngineState.SERVING and not (in_transfer and engine.state is EngineState.SUSPECT):
+            return  # whoever suspects it probes it, but a transfer does not go on before it knows
         self._set_state(engine, EngineState.SUSPECT)
         logger.warning("%s; probing the engine", error)
         failed = await self._probe(engine)

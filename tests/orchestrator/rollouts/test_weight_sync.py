@@ -23,6 +23,7 @@ from tests.fakes import (
     policy_group,
     pool_spec,
 )
+from troupe.orchestrator.cluster.event_loop import gather_all
 from troupe.orchestrator.cluster.worker_group import WorkerHandle
 from troupe.orchestrator.errors import (
     EnginesLost,
@@ -173,6 +174,30 @@ def test_an_engine_that_dies_during_the_sync_is_replaced_with_the_current_weight
 
     after = on_virtual_time(run())
     assert [engine.version for engine in after] == [1, 1]
+
+
+def test_an_engine_whose_other_calls_fail_as_it_dies_during_the_sync_is_replaced() -> None:
+    """Whichever call fails first makes the pool probe it, which takes a moment."""
+
+    class Probed(FaultyWorker[FaultyEngine]):
+        async def call(self, method: Any, timeout_s: float, *args: Any, **kwargs: Any) -> Any:
+            await asyncio.sleep(0.1 if method.__name__ == "health" else 0.0)
+            return await super().call(method, timeout_s, *args, **kwargs)
+
+    engines = [FaultyEngine(f"rollout-{i}", random.Random(i)) for i in range(2)]
+
+    async def run() -> list[int]:
+        pool = fake_pool([], weights=PoolWeights(lambda engine: sync.bring_up(engine)))
+        pool.workers.extend(Engine(Probed(e.name, e), "host") for e in engines)
+        sync = FileSync(policy_group(FakePolicy()), pool, 1.0)
+        dying = pool.workers[0]
+        dying.handle.kill()
+        await gather_all([pool.report_failure(dying, WorkerDied(dying.name, "generate", "stopped")), sync.push(1)])
+        await asyncio.sleep(0.5)
+        assert pool.budget.total == 1
+        return [engine.version for engine in pool.workers]
+
+    assert on_virtual_time(run()) == [1, 1]
 
 
 def test_losing_the_last_engine_during_the_sync_raises_engines_lost() -> None:
