@@ -50,10 +50,8 @@ class WeightSyncSetup:
     async def open(cls, spec: RolloutSpec) -> AsyncIterator[WeightSyncSetup]:
         """Start a cluster with the policy and the engines of `spec`, and end it on exit."""
         async with started(spec, "rollout", "policy", rollout=MeasuredSyncRollout, policy=MeasuredPolicy) as own:
-            policy, pool = (
-                own.workers.require_policy(),
-                EnginePool(own.workers.engines, own.launcher.engine, spec, PoolWeights()),
-            )
+            policy = own.workers.require_policy()
+            pool = EnginePool(own.workers.engines, own.launcher.engine, spec, PoolWeights())
             prompts, _ = load_pools(spec.data)
             sync = weight_sync(spec, policy, pool, own.cluster)
             yield cls(policy, pool, sync, own.cluster.put(prompts.table), spec.group_size)

@@ -15,11 +15,11 @@ from troupe.workers.telemetry.stacks import write_stacks_on_signal
 
 def register(_: object) -> tuple[str, int]:
     """Node and process of the worker that calls this; from then on it writes its stacks on SIGUSR1."""
-    write_stacks_on_signal(own_logs() / STACKS)
+    write_stacks_on_signal(session_logs() / STACKS)
     return ray.get_runtime_context().get_node_id(), os.getpid()
 
 
-def own_logs() -> Path:
-    """Log folder of Ray's session on this node."""
+def session_logs() -> Path:
+    """The log folder of Ray's session on this node."""
     node: Any = ray_worker._global_node
     return Path(node.get_logs_dir_path())

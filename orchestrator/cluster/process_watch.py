@@ -26,7 +26,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from troupe.orchestrator.cluster.event_loop import within
 from troupe.orchestrator.cluster.inspection import InspectRequest, NodeFacts, NodeReport, inspect_node
-from troupe.orchestrator.cluster.own_process import own_logs, register
+from troupe.orchestrator.cluster.own_process import register, session_logs
 from troupe.orchestrator.cluster.proc import StoppedProcesses, exit_code, kill_tree, out_of_memory_kills
 from troupe.orchestrator.roles.names import role_of
 from troupe.orchestrator.roles.table import named
@@ -102,13 +102,13 @@ class NodeWatch:
 
     async def inspect(self, roots: Mapping[int, str], paths: tuple[Path, ...]) -> NodeReport:
         """Reports the activity of these workers' processes and the state of the node."""
-        logs = own_logs()
+        logs = session_logs()
         request = InspectRequest(roots, logs / STACKS, str(logs.parent), paths)
         return await asyncio.to_thread(inspect_node, request)
 
     async def activities(self, pids: tuple[int, ...]) -> dict[int, str]:
         """The steps of their start that these processes have announced."""
-        return read_activities(own_logs() / STACKS, pids)
+        return read_activities(session_logs() / STACKS, pids)
 
 
 class ProcessWatch:

@@ -177,9 +177,8 @@ class ActorWorker(Generic[W_co]):
 
     def _death(self, error: RayActorError) -> str:
         """Ray's reason for the actor's death, with the node's findings."""
-        words = (
-            "" if self._watch is None else self._watch.exit_reason(self._process or self._watch.named_in(str(error)))
-        )
+        watch = self._watch
+        words = "" if watch is None else watch.exit_reason(self._process or watch.named_in(str(error)))
         return f"{_reason(error)}{words and f' ({words})'}"
 
 

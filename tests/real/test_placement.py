@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tests.real.cluster_demo import free_port, node
 from troupe.orchestrator.cluster import ray_nodes
-from troupe.orchestrator.cluster.own_process import own_logs
+from troupe.orchestrator.cluster.own_process import session_logs
 from troupe.orchestrator.cluster.process_watch import Process, ProcessWatch
 from troupe.orchestrator.cluster.ray_cluster import Cluster
 from troupe.orchestrator.plan.placement import RoleSize, fit, place, place_one
@@ -94,7 +94,7 @@ class Watched:
 
 async def check_silent_worker() -> None:
     """A process that is stopped before its first answer is found, and ended."""
-    watch = ProcessWatch(own_logs(), 2.0)
+    watch = ProcessWatch(session_logs(), 2.0)
     here = NodeAffinitySchedulingStrategy(watch.node, soft=False)
     worker = Watched(ray.remote(StopsItself).options(num_cpus=0, scheduling_strategy=here).remote())
     watch.add(worker)

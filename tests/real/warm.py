@@ -7,7 +7,6 @@ and becomes the import server of every run in a fork. All else is the command as
 from __future__ import annotations
 
 import ctypes
-import gc
 import json
 import os
 import select
@@ -34,7 +33,7 @@ _TEMPLATE = "TROUPE_TEST_TEMPLATE"
 """Environment variable with the path of the template's socket."""
 _UNMARKED = "0" * 32
 _CHUNK = 2**16
-_alive: list[IO[bytes] | int] = []
+_alive: list[int] = []
 """Ends of pipes that end the template with this process."""
 
 
@@ -64,16 +63,9 @@ def template() -> dict[str, str]:
 
 def serve_template(listener: str, owner: str) -> None:
     """Import as an import server does, then fork one for every connection, until the owner has closed its pipe."""
-    from troupe.workers.contract.imports import without_collections
-    from troupe.workers.engine.settings import set_import_environment
-    from troupe.workers.preload import server
+    from troupe.workers.preload.server import import_ahead
 
-    set_import_environment(EngineProcess(device="cpu", threads=1, enforce_eager=True))
-    os.environ |= server._WITHOUT_THREADS
-    with server._without_ray(), without_collections():
-        for module in server._MODULES:
-            import_module(module)
-        gc.freeze()
+    import_ahead(EngineProcess(device="cpu", threads=1, enforce_eager=True))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with socket.socket(fileno=int(listener)) as accepting:
         while int(owner) not in select.select([accepting, int(owner)], [], [])[0]:

@@ -116,12 +116,8 @@ def serve(listener: str, owner: str, engine: str) -> None:
         engine: An `EngineProcess` on the CPU, as JSON.
     """
     faulthandler.enable(all_threads=False)  # in its forks, too
-    set_import_environment(EngineProcess.model_validate_json(engine))
-    os.environ |= _WITHOUT_THREADS
-    with _ending_with(int(owner)), _without_ray(), without_collections():
-        for module in _MODULES:
-            import_module(module)
-        gc.freeze()  # a collection in a worker neither walks nor copies what all workers share
+    with _ending_with(int(owner)):
+        import_ahead(EngineProcess.model_validate_json(engine))
     if threads := len(os.listdir("/proc/self/task")) - 1:
         raise RuntimeError(f"a process with {threads} more threads cannot be forked")
     with socket.socket(fileno=int(listener)) as accepting:
@@ -129,6 +125,16 @@ def serve(listener: str, owner: str, engine: str) -> None:
         _record_exit_codes(Path(accepting.getsockname()).with_name(EXIT_CODES))
         _answer(accepting, int(owner))
     os._exit(0)  # nothing to end in order, and thousands of modules to tear down
+
+
+def import_ahead(engine: EngineProcess) -> None:
+    """Import what workers with this engine on the CPU import, without a thread."""
+    set_import_environment(engine)
+    os.environ |= _WITHOUT_THREADS
+    with _without_ray(), without_collections():
+        for module in _MODULES:
+            import_module(module)
+        gc.freeze()  # a collection in a worker neither walks nor copies what all workers share
 
 
 def _answer(accepting: socket.socket, owner: int) -> None:
