@@ -23,6 +23,13 @@ _SHOWN_BYTES = 500
 _LONGEST_BODY = 2**20
 """Bytes of a body that are read. Reading a score in 80 MB took a minute of the worker."""
 
+_wait = ContextVar("_wait", default="")
+"""How long the last response to a task's question asks its client to wait, in seconds or until a time."""
+
+
+async def _note_wait(response: Any) -> None:
+    _wait.set(response.headers.get("retry-after", ""))
+
 
 class HttpJudgeConfig(Frozen):
     """A model behind an endpoint that speaks OpenAI's chat-completions protocol."""
@@ -56,7 +63,7 @@ class HttpJudgeConfig(Frozen):
     @field_validator("headers")
     @classmethod
     def _have_no_credentials(cls, headers: dict[str, str]) -> dict[str, str]:
-        if any(is_secret(name.replace("-", "_")) or name.lower() == "authorization" for name in headers):
+        if any(is_secret(name.replace("-", "_")) for name in headers):
             raise ValueError(_CREDENTIALS)
         return headers
 
@@ -92,18 +99,12 @@ class HttpJudge:
         given = {"temperature": config.temperature, "max_tokens": config.max_tokens}
         options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         options |= {"extra_headers": config.headers, "extra_body": config.body}
-        waits = ContextVar[str]("waits", default="")
-        """What the last response to a question asks its client to wait, in seconds or until a time."""
-
-        async def note(response: Any) -> None:
-            waits.set(response.headers.get("retry-after", ""))
-
         client: Any = AsyncOpenAI(
             base_url=config.url,
             api_key=self._key,
             max_retries=config.retries,
             timeout=timeout_s,
-            http_client=DefaultAsyncHttpxClient(event_hooks={"response": [note]}),
+            http_client=DefaultAsyncHttpxClient(event_hooks={"response": [_note_wait]}),
         )
 
         async def read(question: list[Message], left: int) -> JudgeAnswer:
@@ -130,7 +131,7 @@ class HttpJudge:
                 why = f"timeout after {timeout_s:g} s"
             except Exception as error:  # the client's, its transport's, or half a character, which cannot be sent
                 why = one_line(f"{type(error).__name__}: {error}")
-            return JudgeAnswer(failure=why, said=f"Retry-After: {waits.get()}" if waits.get() else "")
+            return JudgeAnswer(failure=why, said=f"Retry-After: {_wait.get()}" if _wait.get() else "")
 
         async with client:
             return list(await asyncio.gather(*map(one, questions)))

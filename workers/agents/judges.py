@@ -82,6 +82,10 @@ class JudgeArgs(Frozen):
             raise ValueError(f"has no field {{{wrong[0]}}}; it can have {can}; write {{{{ for a brace")
         if template and "response" not in names:
             raise ValueError("needs {response}")
+        try:
+            template.format_map(dict.fromkeys(names, ""))
+        except (ValueError, KeyError) as error:
+            raise ValueError(f"cannot be filled in: {error}") from error
         return template
 
     @model_validator(mode="after")

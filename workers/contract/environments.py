@@ -124,7 +124,7 @@ def dropped_note(dropped: Sequence[str]) -> str:
 
 
 def cut(text: str, longest: int) -> str:
-    """The text, cut at so many characters, with the number of those that are missing."""
+    """The text, cut at so many characters, with how many are missing."""
     missing = len(text) - longest
     return text if missing <= 0 else f"{text[:longest]}\n[... {missing:,} characters cut]"
 

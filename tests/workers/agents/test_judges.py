@@ -272,6 +272,9 @@ def test_a_reward_is_the_position_on_the_scale(low: int, width: int, place: floa
             "judge: template: has no field {a.b}; it can have prompt, response, ",
         ),
         ({"rubric": RUBRIC, "template": "{}"}, "judge: template: has no field {}; it can have prompt, response, "),
+        ({"rubric": RUBRIC, "template": "{response:d}"}, "judge: template: cannot be filled in: Unknown format code"),
+        ({"rubric": RUBRIC, "template": "{response} {0}"}, "judge: template: cannot be filled in: Format string"),
+        ({"rubric": RUBRIC, "template": "{response:{n}}"}, "judge: template: cannot be filled in: 'n'"),
         (
             {"rubric": RUBRIC, "criteria": [{"weight": 1}]},
             "judge: criteria.tuple[Criterion, ...].0.criterion: Field",

@@ -50,6 +50,8 @@ _SERVED = (
     "(Agents SDK: set_default_openai_api('chat_completions'))"
 )
 _SHUTDOWN_S = 0.5
+_DRAIN_S = 1.0
+"""Longest wait for the output of a command that has ended: a process that it left behind may hold its pipes."""
 _LONGEST_LINE = 2**24
 """Bytes of a line that a command writes."""
 
@@ -93,7 +95,7 @@ class Agent(Environment):
         self._process: asyncio.subprocess.Process | None = None
         self._requests = self._begun = self._rewritten = 0
         self._notes: list[str] = []
-        """What the user is to know, told one with each observation."""
+        """What the user should know; each observation takes one."""
         self._hints: set[str] = set()
         self._refused = ""
         """Why the last malformed request was refused; an agent may catch the client's error."""
@@ -113,16 +115,13 @@ class Agent(Environment):
 
     async def step(self, message: Message) -> Observation:
         """The responses to the pending requests; then the next requests, or the end."""
-        given = list(zip(self._pending, (message, *message.pop("also", ())), strict=False))
-        responses = [
-            (choice, choice.read(response, f"call_{self._requests}_{place}"))
-            for place, (choice, response) in enumerate(given)
-        ]
-        for (choice, response), (_, sampled) in zip(responses, given, strict=True):
+        turns = (message, *message.pop("also", ()))
+        for place, (choice, turn) in enumerate(zip(self._pending, turns, strict=False)):
+            response = choice.read(turn, f"call_{self._requests}_{place}")
             self._begun += not choice.known and "refused" not in response
             # The tokens of a turn with a call that the agent did not get differ from its history's.
             self._known.pop(choice.conversation, None)
-            if "refused" not in response and not _has_fewer_calls(response, sampled):
+            if "refused" not in response and not _has_fewer_calls(response, turn):
                 self._known[choice.conversation] = ([*choice.messages, plain(response)], choice.tools)
             if not choice.answer.done():
                 choice.answer.set_result(response)
@@ -228,15 +227,21 @@ class Agent(Environment):
             limit=_LONGEST_LINE,
             start_new_session=True,
         )
-        errors = asyncio.create_task(_last_line(process.stderr, sys.stderr))
-        last = await _last_line(process.stdout)
-        code = await process.wait()
-        await asyncio.wait({errors}, timeout=_SHUTDOWN_S)  # a process that it leaves behind may hold the pipe open
-        if not errors.done():
-            errors.cancel()
-        if code:
-            said = errors.result().decode(errors="replace") if errors.done() and not errors.exception() else ""
-            raise RuntimeError(f"the command ended with exit code {code}" + (f": {said}" if said else ""))
+        lines = [asyncio.create_task(_last_line(process.stdout))]
+        lines.append(asyncio.create_task(_last_line(process.stderr, sys.stderr)))
+        ended = asyncio.create_task(process.wait())  # on Python 3.11, also until its pipes are closed
+        while process.returncode is None:
+            await asyncio.wait({ended}, timeout=_SHUTDOWN_S)
+            for line in lines:
+                if line.done():
+                    line.result()  # raises for one that is too long
+        await asyncio.wait(lines, timeout=_DRAIN_S)
+        for task in (ended, *lines):
+            task.cancel()
+        last, said = await asyncio.gather(*lines)
+        if code := process.returncode:
+            why = f": {said.decode(errors='replace')}" if said else ""
+            raise RuntimeError(f"the command ended with exit code {code}{why}")
         with contextlib.suppress(ValueError):
             return float(last)
         return None
@@ -320,12 +325,16 @@ def _load(name: str) -> Any:
 
 
 async def _last_line(stream: asyncio.StreamReader | None, copy: TextIO | None = None) -> bytes:
-    """The last line that is not empty, once the stream has ended; all of them are written to `copy` as well."""
+    """The last line that is not empty, once the stream has ended or the task is cancelled.
+
+    All lines are written to `copy` as well.
+    """
     last = b""
-    while stream is not None and (line := await stream.readline()):
-        last = line.strip() or last
-        if copy is not None:
-            copy.write(line.decode(errors="replace"))
+    with contextlib.suppress(asyncio.CancelledError):
+        while stream is not None and (line := await stream.readline()):
+            last = line.strip() or last
+            if copy is not None:
+                copy.write(line.decode(errors="replace"))
     return last
 
 

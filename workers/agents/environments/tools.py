@@ -55,8 +55,8 @@ class Tools(Environment):
             args: Its keyword arguments.
             system: System message put before the prompt, unless empty.
             call_reward: Reward of every turn all of whose calls succeeded.
-            max_result_chars: A longer result is cut, and the policy reads how much is missing. The number
-                `cut_result_chars` of an episode counts the characters that are.
+            max_result_chars: A longer result is cut, and the policy reads how many characters are missing. An
+                episode's `cut_result_chars` is their sum.
         """
         self._tools: dict[str, Tool] = {tool.name: tool for tool in load_tools(tools)}
         self._servers: list[McpServer] = [server_of(read_config(server)) for server in servers]

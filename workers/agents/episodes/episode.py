@@ -239,17 +239,14 @@ class EpisodeRunner:
         before = None if observation.restart or (beside and not name) else state.conversations.get(name)
         if before is not None and before.refusal is not None:
             raise EpisodeFailed("a request that was refused can only be followed by a separate conversation")
-        conversation = await self._start(observation) if before is None else before.conversation
-        added = None if before is None else await self._add(conversation, observation.messages)
-        same = before if added is not None and not added.forked else None
-        asked = _Asked(
-            conversation,
-            observation,
-            observation.tools if before is None else before.tools,
-            await self._refusal(conversation, observation),
-            Segment(list(conversation.prompt_ids)) if same is None else same.segment,
-            () if added is None else added.ids,
-        )
+        if before is None:
+            conversation, tools, added = await self._start(observation), observation.tools, Added([])
+        else:
+            conversation, tools = before.conversation, before.tools
+            added = await self._add(conversation, observation.messages)
+        row = Segment(list(conversation.prompt_ids)) if before is None or added.forked else before.segment
+        refusal = await self._refusal(conversation, observation)
+        asked = _Asked(conversation, observation, tools, refusal, row, added.ids)
         if name or not beside:
             state.conversations[name] = asked
         return asked

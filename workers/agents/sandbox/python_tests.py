@@ -22,7 +22,8 @@ from troupe.workers.rewards.answer_text import visible
 
 Style = Literal["auto", "stdin", "function"]
 
-_FENCED = re.compile(r"(```|~~~)[ \t]*([\w+#.-]*)[^\n`]*\n(.*?)(?:^[ \t]*\1|\Z)", re.S | re.M)
+_FENCED = re.compile(r"(```|~~~)(?:[^\n]*?\1|[ \t]*([\w+#.-]*)[^\n`]*\n(.*?)(?:^[ \t]*\1|\Z))", re.S | re.M)
+"""A block, or code within a line, which has no third group."""
 _PYTHON = ("python", "python3", "py")
 _RESULTS_KIB = 4096
 """Results of a response that are read, for all cases together."""
@@ -178,7 +179,7 @@ def python_tests(
 
 def extract_code(response: str) -> str:
     """The last ```python block of a response, which may lack its end; else the last block of no language, else all."""
-    blocks = [(language.lower(), code) for _, language, code in _FENCED.findall(response)]
+    blocks = [(found[2].lower(), found[3]) for found in _FENCED.finditer(response) if found[3] is not None]
     found = [code for language, code in blocks if language in _PYTHON]
     found = found or [code for language, code in blocks if not language]
     return found[-1] if found else response

@@ -293,7 +293,7 @@ def _request(sources: Mapping[str, str], limits: SandboxLimits) -> dict[str, Any
 
 def _ends_with_memory_error(stderr: str) -> bool:
     lines = stderr.splitlines()
-    return bool(lines) and lines[-1].startswith("MemoryError")
+    return bool(lines) and lines[-1].partition(":")[0] == "MemoryError"
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,8 @@
 The filter is the second wall: namespaces, limits and missing capabilities stop most of these calls already. It keeps
 code away from parts of the kernel that have a history of faults and that Python programs do not need, and closes what
 namespaces and limits leave open: memory that belongs to no process (memfd, System V segments, shared mappings without a
-file, pages in pipes, large buffers of sockets, huge pages of which a part is unmapped), and sockets
-of other kinds than internet and Unix ones, such as vsock, which reaches the host of a virtual machine.
+file, pages in pipes, large buffers of sockets, partly unmapped huge pages), and sockets of other kinds than internet
+and Unix ones, such as vsock, which reaches the host of a virtual machine.
 """
 
 from __future__ import annotations

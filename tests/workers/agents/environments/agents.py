@@ -13,7 +13,8 @@ from typing import Any
 
 from openai import APIStatusError, AsyncOpenAI, BadRequestError, OpenAI
 
-from troupe.workers.agents.environments import Row
+from troupe.workers.agents.environments import Environment, Message, Observation, Row
+from troupe.workers.agents.environments.agent import Agent
 
 ADD: Any = {
     "type": "function",
@@ -23,6 +24,20 @@ ADD: Any = {
         "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
     },
 }
+
+
+class AgentOfRow(Environment):
+    """The agent with the arguments in its row's metadata: one process can run several."""
+
+    async def start(self, row: Row) -> Observation:
+        self._agent = Agent(**row.metadata["agent"])
+        return await self._agent.start(row)
+
+    async def step(self, message: Message) -> Observation:
+        return await self._agent.step(message)
+
+    async def close(self) -> None:
+        await self._agent.close()
 
 
 _USER = [{"role": "user", "content": "hello"}]

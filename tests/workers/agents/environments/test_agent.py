@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import psutil
@@ -40,56 +41,65 @@ class Played:
     """Responses sampled at the same time, for each step."""
 
 
-def play(
+Play = Callable[..., Played]
+
+
+@pytest.fixture(scope="module")
+def play() -> Iterator[Play]:
+    """Plays episodes of agents, one after another by the same worker."""
+    config = EnvironmentConfig(name=f"{HERE}:AgentOfRow", episodes=1, memory_limit_mib=1024)
+    with asyncio.Runner() as runner:
+        stack = AsyncExitStack()
+        worker = runner.run(stack.enter_async_context(started(config)))
+        yield lambda *args, **keywords: runner.run(_play(worker, *args, **keywords))
+        runner.run(stack.aclose())
+
+
+async def _play(
+    worker: EnvironmentWorker,
     call: Message | None = None,
     extra: Message | None = None,
     pause_s: float = 0.0,
     said: Iterator[str] | None = None,
     longest: int = 100,
     step_s: float = 60.0,
-    **args: Any,
+    **agent: Any,
 ) -> Played:
     """Answers `answer 0`, `answer 1`, ... to every request, the first time with a tool call if one is given.
 
     Requests of more than `longest` characters are refused.
     """
-    config = EnvironmentConfig(name="agent", args=args, turn_timeout_s=60.0, episodes=1, memory_limit_mib=1024)
-
-    async def run() -> Played:
-        async with started(config) as worker:
-            played = Played(await worker.begin("a", ROW))
-            bound(worker, turn_timeout_s=step_s)
-            while not played.last.observation.done:
-                number = len(played.asked)
-                asked = [played.last.observation, *played.last.observation.also]
-                played.asked += asked
-                played.together.append(len(asked))
-                message, *also = (
-                    {"role": "assistant", "content": f"answer {number + place}"} | (extra or {})
-                    for place in range(len(asked))
-                )
-                if said is not None:
-                    message["content"] = next(said)
-                if not asked[0].logprobs:
-                    message.pop("logprobs", None)
-                if also:
-                    message["also"] = also
-                if call is not None and number == 0:
-                    message |= {"content": "", "tool_calls": [call]}
-                if len(json.dumps(contents(asked[0]))) > longest:
-                    message["refused"] = {"code": "context_length_exceeded", "message": "too long"}
-                await asyncio.sleep(pause_s)
-                played.last = await worker.step("a", message)
-            return played
-
-    return asyncio.run(run())
+    bound(worker, turn_timeout_s=60.0)
+    played = Played(await worker.begin("a", replace(ROW, metadata={**ROW.metadata, "agent": agent})))
+    bound(worker, turn_timeout_s=step_s)
+    while not played.last.observation.done:
+        number = len(played.asked)
+        asked = [played.last.observation, *played.last.observation.also]
+        played.asked += asked
+        played.together.append(len(asked))
+        message, *also = (
+            {"role": "assistant", "content": f"answer {number + place}"} | (extra or {}) for place in range(len(asked))
+        )
+        if said is not None:
+            message["content"] = next(said)
+        if not asked[0].logprobs:
+            message.pop("logprobs", None)
+        if also:
+            message["also"] = also
+        if call is not None and number == 0:
+            message |= {"content": "", "tool_calls": [call]}
+        if len(json.dumps(contents(asked[0]))) > longest:
+            message["refused"] = {"code": "context_length_exceeded", "message": "too long"}
+        await asyncio.sleep(pause_s)
+        played.last = await worker.step("a", message)
+    return played
 
 
 def contents(observation: Observation) -> list[str]:
     return [message["content"] for message in observation.messages]
 
 
-def test_a_conversation_is_continued_by_its_new_messages_alone() -> None:
+def test_a_conversation_is_continued_by_its_new_messages_alone(play: Play) -> None:
     played = play(function=f"{HERE}:chat", args={"turns": 3})
     assert (played.last.status, played.last.observation.reward) == ("ok", 7.0)
     assert [contents(asked) for asked in played.asked] == [["hello"], ["you said answer 0"], ["you said answer 1"]]
@@ -97,16 +107,16 @@ def test_a_conversation_is_continued_by_its_new_messages_alone() -> None:
     assert played.last.observation.info == {"requests": 3.0, "restarted": 0.0, "rewritten": 0.0}
 
 
-def test_an_asynchronous_agent_may_leave_the_reward_to_others() -> None:
+def test_an_asynchronous_agent_may_leave_the_reward_to_others(play: Play) -> None:
     played = play(function=f"{HERE}:chat_async")
     assert (played.last.status, played.last.observation.reward, len(played.asked)) == ("ok", None, 1)
 
 
-def test_streaming_gives_the_whole_message() -> None:
+def test_streaming_gives_the_whole_message(play: Play) -> None:
     assert play(function=f"{HERE}:streams").last.observation.reward == 1.0
 
 
-def test_tool_calls_and_limits_of_a_request() -> None:
+def test_tool_calls_and_limits_of_a_request(play: Play) -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 5}'}}
     played = play(call, function=f"{HERE}:tools")
     assert (played.last.status, played.last.observation.reward) == ("ok", 1.0)
@@ -117,7 +127,7 @@ def test_tool_calls_and_limits_of_a_request() -> None:
     assert (second.stop, second.max_tokens) == (("END",), 7)
 
 
-def test_several_choices_and_branches_are_rows_of_their_own() -> None:
+def test_several_choices_and_branches_are_rows_of_their_own(play: Play) -> None:
     played = play(function=f"{HERE}:choices")
     assert played.last.observation.reward == 1.0
     assert [asked.restart for asked in played.asked] == [True, True, True]
@@ -139,7 +149,7 @@ def test_several_choices_and_branches_are_rows_of_their_own() -> None:
     ],
 )
 def test_conversations_that_alternate_keep_their_rows(
-    function: str, rows: int, turns: int, steps: Sequence[int]
+    play: Play, function: str, rows: int, turns: int, steps: Sequence[int]
 ) -> None:
     played = play(function=f"{HERE}:{function}")
     assert (played.last.status, len(played.asked)) == ("ok", turns) and len(played.together) in steps
@@ -149,19 +159,19 @@ def test_conversations_that_alternate_keep_their_rows(
     assert played.last.observation.info == {"requests": turns, "restarted": rows - 1.0, "rewritten": 0.0}
 
 
-def test_a_response_says_how_it_ended_and_what_it_cost() -> None:
+def test_a_response_says_how_it_ended_and_what_it_cost(play: Play) -> None:
     limits = {"finish_reason": "length", "usage": {"prompt_tokens": 7, "completion_tokens": 3}}
     assert play(extra=limits, function=f"{HERE}:counted").last.observation.reward == 1.0
 
 
-def test_a_response_has_the_log_probs_of_its_tokens_where_they_are_asked_for() -> None:
+def test_a_response_has_the_log_probs_of_its_tokens_where_they_are_asked_for(play: Play) -> None:
     logprobs = {"logprobs": [["an", -0.5], ["swer", -1.5]]}
     played = play(extra=logprobs, function=f"{HERE}:scored")
     assert (played.last.status, played.last.observation.reward) == ("ok", -2.0)
     assert [asked.logprobs for asked in played.asked] == [True, True, False]
 
 
-def test_requests_can_force_calls_and_the_form_of_a_response() -> None:
+def test_requests_can_force_calls_and_the_form_of_a_response(play: Play) -> None:
     said = iter(['{"a": 5}', '[{"name": "add", "parameters": {"a": 5}}]', '{"a": 1}', "{}"])
     played = play(said=said, function=f"{HERE}:forced")
     assert (played.last.status, played.last.observation.reward) == ("ok", 4.0)
@@ -177,7 +187,7 @@ def test_requests_can_force_calls_and_the_form_of_a_response() -> None:
     assert [asked.restart for asked in played.asked[:3]] == [True, False, False], "forced calls are in the history"
 
 
-def test_an_agent_that_asks_for_one_call_gets_one() -> None:
+def test_an_agent_that_asks_for_one_call_gets_one(play: Play) -> None:
     """What follows has a separate prompt: the tokens of the turn have a call that the history does not."""
     calls = [
         {"id": f"c{number}", "type": "function", "function": {"name": "add", "arguments": f'{{"a": {number}}}'}}
@@ -249,14 +259,14 @@ def test_options_without_effect_and_neutral_values_are_accepted() -> None:
     assert (choice.max_tokens, choice.stop, choice.tools, choice.logprobs) == (None, (), None, False)
 
 
-def test_hints_that_agents_always_send_are_ignored_and_named_once() -> None:
+def test_hints_that_agents_always_send_are_ignored_and_named_once(play: Play) -> None:
     played = play(function=f"{HERE}:hints", args={"turns": 3})
     assert (played.last.status, len(played.asked)) == ("ok", 3)
     named = "options of requests are ignored, because the policy does not read them: reasoning_effort, verbosity"
     assert [asked.note for asked in played.asked] == [named, "", ""]
 
 
-def test_what_the_endpoint_does_not_serve_is_an_error_of_the_protocol() -> None:
+def test_what_the_endpoint_does_not_serve_is_an_error_of_the_protocol(play: Play) -> None:
     played = play(function=f"{HERE}:other_protocols")
     assert (played.last.status, played.last.observation.reward) == ("ok", 4.0)
     status = play(function=f"{HERE}:other_protocols", args={"served": False}).last.status
@@ -278,21 +288,21 @@ def test_definitions_of_forced_tools_are_where_references_begin() -> None:
     assert forced_calls("[]", "f", "call") == []
 
 
-def test_an_agent_shortens_a_request_that_is_too_long() -> None:
+def test_an_agent_shortens_a_request_that_is_too_long(play: Play) -> None:
     played = play(function=f"{HERE}:shortens")
     assert (played.last.status, played.last.observation.reward) == ("ok", 1.0)
     assert [asked.restart for asked in played.asked] == [True, False, True], "what was refused is not continued"
     assert all(asked.refusable for asked in played.asked)
 
 
-def test_the_retry_of_a_request_that_the_client_gave_up_is_that_request() -> None:
+def test_the_retry_of_a_request_that_the_client_gave_up_is_that_request(play: Play) -> None:
     played = play(pause_s=1.5, function=f"{HERE}:impatient")
     assert (played.last.status, played.last.observation.reward) == ("ok", 2.0)
     assert len(played.asked) == 2
     assert played.last.observation.info == {"requests": 2.0, "restarted": 0.0, "rewritten": 0.0}
 
 
-def test_wrong_keys_and_what_cannot_be_trained_are_refused() -> None:
+def test_wrong_keys_and_what_cannot_be_trained_are_refused(play: Play) -> None:
     assert play(function=f"{HERE}:refused").last.observation.reward == 3.0
 
 
@@ -309,7 +319,7 @@ def test_wrong_keys_and_what_cannot_be_trained_are_refused() -> None:
         ("endless", "step: timeout after 2 s"),
     ],
 )
-def test_a_fault_of_the_agent_is_a_status(function: str, status: str) -> None:
+def test_a_fault_of_the_agent_is_a_status(play: Play, function: str, status: str) -> None:
     step_s = 2.0 if function == "endless" else 60.0
     assert play(step_s=step_s, function=f"{HERE}:{function}").last.status.startswith(status)
 
@@ -339,14 +349,15 @@ def test_an_episode_that_is_cut_short_leaves_nothing_in_its_process() -> None:
     assert len(set(descriptors[1:])) == 1 and len(set(threads[1:])) == 1, (descriptors, threads)
 
 
-def test_a_program_in_any_language_is_an_agent() -> None:
+def test_a_program_in_any_language_is_an_agent(play: Play) -> None:
     played = play(command=[sys.executable, "-m", HERE])
     assert (played.last.status, played.last.observation.reward) == ("ok", 0.5)
     played = play(command=["false"])
     assert played.last.status.startswith("start: error: RuntimeError: the command ended with exit code 1")
-    script = "import subprocess, sys; subprocess.Popen(['sleep', '20'], stdout=-3); sys.exit('no such table')"
-    played = play(command=[sys.executable, "-c", script])
-    assert "the command ended with exit code 1" in played.last.status
+    for held in ("", ", stdout=-3", ", stderr=-3"):
+        script = f"import subprocess, sys; subprocess.Popen(['sleep', '100']{held}); sys.exit('no such table')"
+        played = play(command=[sys.executable, "-c", script])
+        assert "the command ended with exit code 1: no such table" in played.last.status
     played = play(command=[sys.executable, "-c", "import sys; print('x' * 200_000); sys.exit('no such table: orders')"])
     assert "the command ended with exit code 1: no such table: orders" in played.last.status
 
@@ -367,14 +378,14 @@ def test_wrong_settings_are_refused_at_start(args: dict[str, Any], message: str)
 
 
 @pytest.mark.parametrize("form", ["dumped again", "index", "no type", "own id", "object", "stripped", "name"])
-def test_an_equal_turn_in_another_form_continues_the_conversation(form: str) -> None:
+def test_an_equal_turn_in_another_form_continues_the_conversation(play: Play, form: str) -> None:
     played = play(call=CALL, function=f"{HERE}:retells", args={"form": form})
     assert [len(asked.messages) for asked in played.asked] == [1, 1, 1, 1]
     assert [asked.restart for asked in played.asked] == [True, False, False, False]
     assert played.last.observation.info == {"requests": 4.0, "restarted": 0.0, "rewritten": 0.0}
 
 
-def test_a_turn_that_is_told_otherwise_begins_a_row_and_names_the_difference() -> None:
+def test_a_turn_that_is_told_otherwise_begins_a_row_and_names_the_difference(play: Play) -> None:
     played = play(call=CALL, function=f"{HERE}:retells", args={"form": "another value"})
     assert [asked.restart for asked in played.asked] == [True, True, False, False]
     assert played.last.observation.info == {"requests": 4.0, "restarted": 1.0, "rewritten": 1.0}
@@ -382,7 +393,7 @@ def test_a_turn_that_is_told_otherwise_begins_a_row_and_names_the_difference() -
     assert "messages.1 (assistant): tool_calls [('add', '{\"a\": 2}')] became [('add', '{\"a\": 3}')]" in note
 
 
-def test_the_usage_of_a_stream_comes_once_and_if_it_is_asked_for() -> None:
+def test_the_usage_of_a_stream_comes_once_and_if_it_is_asked_for(play: Play) -> None:
     assert play(extra=COST, function=f"{HERE}:counts_usage").last.observation.reward == 1.0
 
 

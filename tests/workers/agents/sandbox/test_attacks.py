@@ -433,6 +433,8 @@ def test_the_number_of_files_is_bounded() -> None:
 def test_10_gb_are_not_allocated() -> None:
     result = attack("data = bytearray(10 * 2**30)\nprint(len(data))")
     assert (result.stdout, result.exit_code, result.out_of_memory) == ("", 1, True)
+    names = attack("import sys\nsys.exit('MemoryErrors: none')")
+    assert (names.exit_code, names.out_of_memory) == (1, False)
 
 
 def test_the_memory_of_all_processes_together_is_bounded(marked: Marked) -> None:

@@ -62,6 +62,8 @@ def test_the_sandbox_defines_what_site_does() -> None:
         ("~~~python\nprint('```')\n~~~", "print('```')\n"),
         ("```python\na\n```\nIt prints\n```\n3\n```", "a\n"),
         ("```json\n{}\n```", "```json\n{}\n```"),
+        ("I use ```python ... ``` fences:\n\n```python\na\n```", "a\n"),
+        ("```x``` prints:\n```\na\n```", "a\n"),
     ],
 )
 def test_the_program_is_the_last_python_block_or_the_whole_response(response: str, code: str) -> None:
