@@ -44,16 +44,15 @@ _LOOKED_AT = 1000
 class _Form:
     """What a row's form depends on besides its format."""
 
-    last: bool
-    """Only the last turn of a conversation is a response."""
+    source: ExampleSource
     plain: bool
     """There is no chat template: everything is text."""
-    preferred: Preferred | None = None
-    """Which of two answers is better."""
-    signed_margin: bool = False
-    """The margin is the number whose sign says which answer is better."""
-    min_margin: float = 0.0
-    """Pairs with a smaller margin are left out."""
+
+    @property
+    def signed_margin(self) -> bool:
+        """Whether the margin is the number whose sign says which answer is better."""
+        preferred = self.source.preferred
+        return preferred is not None and preferred.signed and self.source.margin == preferred.column
 
 
 @dataclass(frozen=True)
@@ -111,13 +110,12 @@ def load_pool(spec: OfflineSpec, source: ExampleSource, label: str, without: Poo
 def example_reader(source: ExampleSource, format_: DataFormat, *, plain: bool) -> Callable[[RawValues], dict[str, Any]]:
     """Reads a row of a source in this format as EXAMPLE_TEXTS has it; raises BadRow and SkippedRow."""
     fields = columns(format_, source)
-    signed = source.preferred is not None and source.preferred.signed and source.margin == source.preferred.column
-    form = _Form(source.loss_on == "last", plain, source.preferred, signed, source.min_margin)
+    form = _Form(source, plain)
 
     def read(raw: RawValues) -> dict[str, Any]:
         values = _gathered({name: raw.values[column] for name, column in fields.items()})
         example = _READERS[format_](values, form)
-        messages = _json(chat_messages(example.prompt, source, values.get("system_column"), plain=form.plain))
+        messages = _json(chat_messages(example.prompt, source, values.get("system_column"), plain=plain))
         responses = [_json(turns) for turns in example.responses]
         _check_texts([messages, *responses], example, source.max_chars)
         labels = {"scores": example.scores, "margin": example.margin, "desirable": example.desirable}
@@ -156,15 +154,15 @@ def _pair(values: Mapping[str, Any], form: _Form) -> _Example:
         strength = scores[best_first[0]] - scores[best_first[-1]] if scores else 0.0
         turns = [turns[best_first[0]], turns[best_first[-1]]]
     margin = _margin(values["margin"], best_first, form) if "margin" in values else 0.0
-    if (margin if "margin" in values else strength) < form.min_margin:
-        raise SkippedRow(f"pairs with a margin below {form.min_margin:g}")
+    if (margin if "margin" in values else strength) < form.source.min_margin:
+        raise SkippedRow(f"pairs with a margin below {form.source.min_margin:g}")
     return _Example(prompt, turns, margin=margin)
 
 
 def _margin(value: Any, best_first: Sequence[int], form: _Form) -> float:
     """How much better the better answer is. Raises BadRow, WrongForm."""
     if isinstance(value, list):  # of the answers, in their order in the data
-        numbers = [_number(score, f"score {place} of the margin") for place, score in enumerate(value)]
+        numbers = _numbers(value, "margin", len(best_first))
         margin = numbers[best_first[0]] - numbers[best_first[-1]]
     else:
         margin = _number(value, "margin")
@@ -198,31 +196,27 @@ def _in_order(values: Mapping[str, Any], form: _Form) -> tuple[Any, list[list[Me
 
 def _scores(values: Mapping[str, Any], form: _Form, count: int) -> list[float]:
     """A number for each answer, the best one's the highest; empty if the answers are in order. Raises BadRow."""
-    if form.preferred is not None:
+    if form.source.preferred is not None:
         if count != 2:
             raise BadRow(f"{count} answers; preferred says which of two is better")
-        strength = _strength(values["preferred.column"], form.preferred)
+        strength = _strength(values["preferred.column"], form.source.preferred)
         return [max(strength, 0.0), max(-strength, 0.0)]
     for name, sign in (("scores", 1.0), ("ranks", -1.0)):
         if name in values:
-            given = values[name]
-            if not isinstance(given, list) or len(given) != count:
-                raise BadRow(f"the {name} are not a list of {count} numbers, one per answer")
-            return [sign * _number(score, f"{name[:-1]} {number}") for number, score in enumerate(given)]
+            return [sign * number for number in _numbers(values[name], name[:-1], count)]
     return []
 
 
 def _strength(value: Any, preferred: Preferred) -> float:
-    """How much better the first answer is; below 0: the second one is. Raises BadRow, WrongForm."""
+    """How much better the first answer is, or minus how much the second one is. Raises BadRow, WrongForm."""
     if _is_missing(value):
         raise BadRow(f"{preferred.column} is empty")
     if preferred.signed:
         return _number(value, preferred.column) * (-1.0 if preferred.first == NEGATIVE else 1.0)
-    given = _word(value)
-    for meaning, strength in ((preferred.first, 1.0), (preferred.second, -1.0), (preferred.ties, 0.0)):
-        if given in map(_word, meaning if isinstance(meaning, tuple) else (meaning,)):
-            return strength
-    raise WrongForm("preferred", f"{preferred.column} is {value!r:.60}, which is none of first, second and ties")
+    strength = next((strength for known, strength in preferred.strengths if _word(known) == _word(value)), None)
+    if strength is None:
+        raise WrongForm("preferred", f"{preferred.column} is {value!r:.60}, which is none of first, second and ties")
+    return strength
 
 
 def _is_missing(value: Any) -> bool:
@@ -254,7 +248,7 @@ def _response(values: Mapping[str, Any], form: _Form) -> tuple[Any, list[Message
     if "messages" not in values:
         return values["prompt"], _turns(values["response"], "response", values["prompt"], form)
     require_template(form.plain)
-    return split_conversation(values["messages"], last=form.last)
+    return split_conversation(values["messages"], last=form.source.loss_on == "last")
 
 
 def _answers(
@@ -303,6 +297,13 @@ _READERS: Mapping[DataFormat, Callable[[Mapping[str, Any], _Form], _Example]] = 
 
 def _json(messages: Sequence[Message]) -> str:
     return json.dumps(messages, ensure_ascii=False)
+
+
+def _numbers(values: Any, what: str, count: int) -> list[float]:
+    """A number for each of the answers. Raises BadRow."""
+    if not isinstance(values, list) or len(values) != count:
+        raise BadRow(f"the {what}s are not a list of {count} numbers, one per answer")
+    return [_number(value, f"{what} {number}") for number, value in enumerate(values)]
 
 
 def _number(value: Any, what: str) -> float:

@@ -7,7 +7,7 @@ import json
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Generic, Literal, Protocol, TypeVar
 
@@ -86,9 +86,18 @@ class Collected(Generic[RowT]):
         digest = hashlib.blake2b(digest_size=16)
         for content in contents:
             digest.update(len(content).to_bytes(8, "little") + content)
-        counts = (self.left_out, self.repeated, self.deduped, dict(self.skipped))
-        pool = Pool(table, digest.hexdigest(), self.bad_rows, tuple(self.problems), *counts)
-        return replace(pool, shared=self.shared, contradicted=self.contradicted)
+        return Pool(
+            table=table,
+            digest=digest.hexdigest(),
+            bad_rows=self.bad_rows,
+            problems=tuple(self.problems),
+            left_out=self.left_out,
+            repeated=self.repeated,
+            deduped=self.deduped,
+            skipped=dict(self.skipped),
+            shared=self.shared,
+            contradicted=self.contradicted,
+        )
 
 
 class Repeats(Generic[RowT]):
@@ -158,10 +167,10 @@ def collect(
             continue
         except BadRow as bad:
             problem = f"{raw.origin}: {bad}"
-            if isinstance(bad, WrongForm):
-                found.wrong.append((bad.field, problem))
             if on_bad_row == "stop":
                 raise DataError(problem) from None
+            if isinstance(bad, WrongForm):
+                found.wrong.append((bad.field, problem))
             found.bad_rows += 1
             if len(found.problems) < MAX_REPORTED:
                 found.problems.append(problem)

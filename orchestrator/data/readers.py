@@ -131,7 +131,7 @@ def _prompt_rows(source: Prompts, label: str) -> Iterator[RawRow]:
         yield RawRow(row.origin, row.values[source.prompt], answer, metadata, candidates=candidates, system=system)
 
 
-def _row(fields: Fields, origin: str, row: Tree) -> RawValues:
+def named_values(fields: Fields, origin: str, row: Tree) -> RawValues:
     """The values of the columns that the spec names, or all of them."""
     if fields is None:
         return RawValues(origin, dict(row))
@@ -164,7 +164,7 @@ def _objects(parsed: Iterator[tuple[str, Any, str]], fields: Fields, label: str)
         if not checked:
             require_columns(fields, label, origin, values)
             checked = True
-        yield _row(fields, origin, values)
+        yield named_values(fields, origin, values)
 
 
 def _json_lines(path: Path, label: str) -> Iterator[tuple[str, Any, str]]:
@@ -273,7 +273,7 @@ def _csv(path: Path, fields: Fields, label: str) -> Iterator[RawValues]:
 def _csv_row(fields: Fields, origin: str, columns: Sequence[str], row: Sequence[str]) -> RawValues:
     if len(row) != len(columns):
         return RawValues(origin, error=f"{len(row)} values for {len(columns)} columns")
-    return _row(fields, origin, dict(zip(columns, row, strict=True)))
+    return named_values(fields, origin, dict(zip(columns, row, strict=True)))
 
 
 def _parquet(path: Path, fields: Fields, label: str) -> Iterator[RawValues]:
@@ -291,7 +291,7 @@ def _parquet(path: Path, fields: Fields, label: str) -> Iterator[RawValues]:
             for batch in file.iter_batches(batch_size=1024, columns=columns):
                 for values in batch.to_pylist(maps_as_pydicts="lossy"):
                     number += 1
-                    yield _row(fields, f"{path.name}:{number}", values)
+                    yield named_values(fields, f"{path.name}:{number}", values)
     except (OSError, pa.ArrowException, ValueError, OverflowError) as error:  # text that is no UTF-8, odd times
         raise _unreadable(path, label, error) from None
 
@@ -318,7 +318,7 @@ def _datasets(source: DatasetsFolder, fields: Fields, label: str) -> Iterator[Ra
             values = dict(data[number])
         except Exception as error:  # as above
             raise _unreadable(path, label, error) from None
-        yield _row(fields, f"{path.name}:{number + 1}", values)
+        yield named_values(fields, f"{path.name}:{number + 1}", values)
 
 
 def _reads(fields: Fields, column: str) -> bool:

@@ -283,6 +283,14 @@ class Preferred(Frozen):
     """Its values if neither is better. Such rows are left out and counted, as are signed numbers that are 0."""
 
     @property
+    def strengths(self) -> list[tuple[Value, float]]:
+        """Its values, each with 1 if the first answer is better, -1 if the second is, or 0 if neither is."""
+        first, second = (given if isinstance(given, tuple) else (given,) for given in (self.first, self.second))
+        return [
+            (one, strength) for given, strength in ((first, 1.0), (second, -1.0), (self.ties, 0.0)) for one in given
+        ]
+
+    @property
     def signed(self) -> bool:
         """Whether the sign of a number says which answer is better, and its size how much."""
         return {self.first, self.second} == {NEGATIVE, POSITIVE}

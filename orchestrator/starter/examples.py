@@ -11,7 +11,7 @@ from troupe.orchestrator.algorithms.offline import OFFLINE_ALGORITHMS
 from troupe.orchestrator.data.examples import example_reader
 from troupe.orchestrator.data.pools import collect
 from troupe.orchestrator.data.preferences import doubts
-from troupe.orchestrator.data.readers import RawValues, find_column, has_column
+from troupe.orchestrator.data.readers import named_values
 from troupe.orchestrator.errors import DataError, UsageError
 from troupe.orchestrator.spec.offline import columns, data_format
 from troupe.orchestrator.spec.sources import Examples, ExampleSource
@@ -28,7 +28,7 @@ def what_is_read(algorithm: str, section: Mapping[str, Any], rows: Sequence[Mapp
     source: ExampleSource = TypeAdapter[Examples](ExampleSource).validate_python(section)
     format_ = data_format(OFFLINE_ALGORITHMS[algorithm].formats, source)
     fields = columns(format_, source)
-    raw = (_raw(fields, row, number) for number, row in enumerate(rows, start=1))
+    raw = (named_values(fields, f"row {number}", row) for number, row in enumerate(rows, start=1))
     try:
         found = collect(raw, example_reader(source, format_, plain=False), "data.train", "skip")
     except DataError as error:
@@ -43,10 +43,3 @@ def what_is_read(algorithm: str, section: Mapping[str, Any], rows: Sequence[Mapp
         more = ", ..." if len(unread) > _SHOWN else ""
         notes.append(f"Columns that the spec does not read: {', '.join(unread[:_SHOWN])}{more}.")
     return tuple(notes)
-
-
-def _raw(fields: Mapping[str, str], row: Mapping[str, Any], number: int) -> RawValues:
-    missing = next((column for column in fields.values() if not has_column(row, column)), None)
-    if missing is not None:
-        return RawValues(f"row {number}", error=f"no column '{missing}'")
-    return RawValues(f"row {number}", {column: find_column(row, column) for column in fields.values()})

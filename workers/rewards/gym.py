@@ -12,13 +12,11 @@ from typing import Any
 
 from reasoning_gym.factory import get_score_answer_fn
 
-from troupe.workers.rewards.answer_text import visible
+from troupe.workers.rewards.answer_text import answer_part, last_box, visible
 from troupe.workers.rewards.functions import find_last_number, parse_number
 
 Entry = dict[str, Any]
 
-_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
-_BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}")
 _NAMED = re.compile(r"\banswer(?:\s+is\b\s*:?|\s*[:=])\s*", re.IGNORECASE)
 
 # Families whose scorer evaluates the answer as Python ("python": `eval`; "sympy": `parse_expr`, which is `eval` too).
@@ -57,13 +55,17 @@ _FENCED = re.compile(r"```[^\n`]{0,40}\n(.*?)\n?[ \t]*```|~~~[^\n~]{0,40}\n(.*?)
 def final_answer(response: str, expected: str | None) -> str:
     """The final answer of a response, in the form of `expected`.
 
-    The last of: <answer> tags, \\boxed{}, "the answer is ...". Without any of these: the whole text if `expected` has
-    several lines or is None, otherwise the last line. If `expected` is a number, the last number in that text.
+    It is what the last \\boxed{} in the last <answer> tags holds, or one of them does, or what follows the last "the
+    answer is"; without any of these the whole text if `expected` has several lines or is None, otherwise the last line.
+    If `expected` is a number, it is the last number in that text.
     """
     lines = expected is None or "\n" in expected.strip()
     named = _NAMED.split(response)
-    if marked := _TAGGED.findall(response) or _BOXED.findall(response):
-        text = marked[-1].strip()
+    part, tagged = answer_part(response)
+    box, _ = last_box(part)
+    marked = tagged or box is not None
+    if marked:
+        text = (part if box is None else box).strip()
     elif len(named) > 1:
         text = named[-1].strip() if lines else named[-1].strip().partition("\n")[0].strip()
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import Any
 
 from troupe.workers.contract.rewards import NO_ANSWER
@@ -29,7 +30,7 @@ _TEXT = re.compile(
     r"|[0-9A-F]+_\{?[0-9]+\}?"
 )
 _CODE = re.compile(r"[0-9]+(?:-[0-9]+){2,}|[0-9]+(?::[0-9]+)+|[0-9A-F]+_\{?[0-9]+\}?")
-_UNIT = re.compile(rf"(?<=[0-9])(?:\s*\b{_WORD}\.?)+$")
+_UNIT = re.compile(rf"(?<=[0-9])(?:(?:\s*\b{_WORD}\.?)+|\.)$")
 _OPERATION = re.compile(r"\\(?:int|sum|prod|lim)(?![A-Za-z])|\\frac\{d\}")
 """What is left to compute is no answer, and takes sympy the longest."""
 _BASE = re.compile(r"_\{?[0-9]+\}?$")
@@ -48,13 +49,13 @@ def numeric(response: str, answer: str, metadata: dict[str, Any], *, opens_thoug
     answer, else the last one found. Thoughts do not count; a thought that does not end, or with `opens_thought` (the
     chat template opens it) a response without the end of one, gives 0. Answer and response may have plain numbers,
     fractions, percentages or LaTeX: 1/2, 0.5 and \frac{1}{2} are equal, and so are 3 1/2 and 3.5, 1.2e3,
-    1.2 × 10^3 and 1200. Right answers that are words, dates, ratios or numbers to a base compare as texts. A response
-    that takes too much work to compare gives 0.
+    1.2 × 10^3 and 1200. Right answers that are words, dates, ratios or numbers to a base compare as texts, and so do
+    those that would not be read whole in a response. A response that takes too much work to compare gives 0.
 
     Raises:
         ValueError: no answer is a mathematical expression, or one takes too much work.
     """
-    right = [one for text in right_answers(answer, metadata) if (one := _right(text)) is not None]
+    right = [one for text in right_answers(answer, metadata) for one in _right(text)]
     if not right:
         raise ValueError(f"the answer is not a mathematical expression: {answer[:80]!r}")
     part, tagged = answer_part(response, opens_thought=opens_thought)
@@ -66,8 +67,10 @@ def numeric(response: str, answer: str, metadata: dict[str, Any], *, opens_thoug
     )
 
 
-def _right(text: str) -> Said | None:
-    """A right answer; of a solution that ends with `#### 7`, as in GSM8K, or with a box, that end. None if it is none.
+def _right(text: str) -> list[Said]:
+    """The forms of a right answer; of a solution that ends with `#### 7`, as in GSM8K, or with a box, of that end.
+
+    Empty if it is no answer. Mathematics that would not be read whole in a response, as 10:30 AM, is also a text.
 
     Raises:
         ValueError: reading it takes too much work.
@@ -77,12 +80,14 @@ def _right(text: str) -> Said | None:
     text = (text if box is None else box).strip().strip("$").strip()
     text = _WORDS.sub(r"\1", text)
     if _TEXT.fullmatch(text.replace("\n", " ")) or not _MATHEMATICAL.search(text):
-        return (text, True) if 0 < len(text) <= _LONGEST_TEXT else None
+        return [(text, True)] if 0 < len(text) <= _LONGEST_TEXT else []
     text = _UNIT.sub("", spelled_out(text).strip())
     try:
-        return None if parse_expression(text, max(LONGEST, len(text))) is None else (text, False)
+        found = [] if parse_expression(text, max(LONGEST, len(text))) is None else [(text, False)]
     except (TooCostly, RecursionError):
         raise ValueError(f"the answer takes too much work to compare: {text[:80]!r}") from None
+    is_read = _LAYOUT.sub("", text) in (_LAYOUT.sub("", one) for one in stated(text, tagged=False))
+    return found if is_read or len(text) > _LONGEST_TEXT else [*found, (text, True)]
 
 
 def _equal(right: Said, said: str) -> bool:
@@ -111,7 +116,7 @@ def answer_classes(
     args: Mapping[str, Any] | None = None,
     opens_thought: bool = False,
 ) -> list[float]:
-    """Number of the answer of each response; the same number: the same answer; `NO_ANSWER`: it has none.
+    """Number of the answer of each response, or `NO_ANSWER`; the same answers have the same number.
 
     What the reward takes for the same right answer has the same number, and no wrong answer has it. Other answers are
     the same if the reward would take one for the other, or both for a third.
@@ -120,7 +125,7 @@ def answer_classes(
         responses: Responses to one prompt.
         answers: The right answer, for each of them.
         metadata: Metadata of the prompt, for each of them.
-        reward: The reward function that compares answers. If it is none of those that do, answers are compared as
+        reward: The reward function that compares answers. With any other function, answers are compared as
             mathematics if a right answer is mathematical, and else as texts.
         args: Its arguments.
         opens_thought: Whether the chat template opens the thought of a response.
@@ -135,26 +140,19 @@ def answer_classes(
         return one == other or (reward == "numeric" and _equal((one, _CODE.fullmatch(one) is not None), other))
 
     classes: list[list[str]] = []
-    known: dict[str, list[str] | None] = {}
-    for response in responses:
-        if response in known:
-            continue
+    keys: dict[str, str] = {}
+    for response in dict.fromkeys(responses):
         said = states(response, right[0], given)
-        key = next((f"\0{place}" for place, one in enumerate(right) if _earns(function, response, one, given)), said)
+        earned = (f"\0{place}" for place, one in enumerate(right) if _earns(function, response, one, given))
+        key = keys[response] = next(earned, said)
         if not key:
-            known[response] = None
             continue
         equal = [found for found in classes if key in found or (key == said and any(same(one, key) for one in found))]
-        merged = equal[0] if equal else []
-        for other in equal[1:]:
-            merged.extend(other)
-            known = {text: merged if found is other else found for text, found in known.items()}
-        classes = [one for one in classes if not any(one is other for other in equal)] + [merged]
-        merged.append(key)
-        known[response] = merged
+        classes = [found for found in classes if found not in equal] + [[key, *chain.from_iterable(equal)]]
+    class_of = {key: place for place, found in enumerate(classes) for key in found}
     numbers: dict[int, float] = {}
     return [
-        NO_ANSWER if (found := known[response]) is None else numbers.setdefault(id(found), float(len(numbers)))
+        NO_ANSWER if not keys[response] else numbers.setdefault(class_of[keys[response]], float(len(numbers)))
         for response in responses
     ]
 
@@ -167,8 +165,8 @@ def _earns(function: Callable[..., Any], response: str, right: str, args: Mappin
 
 
 def _is_mathematical(answer: str) -> bool:
-    right = _right(answer) if re.search(r"[0-9\\]", answer) else None
-    return right is not None and not right[1]
+    right = _right(answer) if re.search(r"[0-9\\]", answer) else []
+    return any(not is_text for _, is_text in right)
 
 
 def _number(text: str) -> str:

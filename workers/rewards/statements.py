@@ -8,7 +8,7 @@ never 12. All patterns take time in proportion to the length of the text.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from unicodedata import normalize
@@ -149,6 +149,9 @@ _DIRECTLY = re.compile(
 _MODULUS = re.compile(r"\s*(?:\(\s*\\?mod\b[^()\n]{0,40}\)|\\p?mod\b\s*(?:\{[^{}\n]{0,40}\}|[0-9]+))")
 _RESTATED = re.compile(r"\s?[A-Za-z]+ \((?=[-0-9])")
 _LISTED = re.compile(r"\s?(?:,\s?(?:and|or)|,|and|or)\s")
+_WORD = re.compile(r"(?<![\\A-Za-z{])[A-Za-z]{3}")
+_BEHIND_FIRST = re.compile(r"\s?(?:[-+*/^=<>_]|\\[ligcnt]|[,;]\s?\w\s?=)|[(!]|\W*$")
+"""What follows a letter with which an expression begins."""
 _REFERENCE = re.compile(r"[(\[]\s*-?[0-9]+\s*[)\]]")
 
 
@@ -162,7 +165,7 @@ class Expression:
 
     @property
     def is_strong(self) -> bool:
-        """Whether it is one also where nothing names it the answer: not a letter, and not a number in brackets."""
+        """Whether it counts if nothing names it the answer: it is no letter, and no number in brackets."""
         return re.search(r"[0-9]|\\[a-z]", self.text) is not None and not _REFERENCE.fullmatch(self.text)
 
 
@@ -246,50 +249,44 @@ def expressions(text: str) -> Iterator[Expression]:
             run, place = [], place + 1
             continue
         place = token.end()
-        kind = token.lastgroup
-        if kind in ("formula", "code") and not (
-            kind == "formula" and re.search(r"(?<![\\A-Za-z{])[A-Za-z]{3}", token[0])
-        ):
-            yield from _finished(text, run)
-            run = []
-            yield Expression(_undelimited(token[0]), token.start(), token.end())
-        elif kind == "formula":  # two prices, with words between them
-            yield from _finished(text, run)
-            run, place = [], token.start() + 1
-        elif _joins(text, token, run):
+        is_whole = token.lastgroup in ("formula", "code")
+        if not is_whole and _joins(text, token, run):
             run.append(token)
-        else:
-            yield from _finished(text, run)
-            run = []
+            continue
+        yield from _finished(text, run)
+        run = []
+        if token.lastgroup == "formula" and _WORD.search(token[0]):  # two prices, with words between them
+            place = token.start() + 1
+        elif is_whole:
+            yield Expression(_undelimited(token[0]), token.start(), token.end())
     yield from _finished(text, run)
+
+
+def _behind_space(run: Sequence[re.Match[str]]) -> str | None:
+    """Kind of the last token if a space follows it."""
+    return run[-2].lastgroup if len(run) > 1 and run[-1].lastgroup == "space" else None
 
 
 def _joins(text: str, token: re.Match[str], run: list[re.Match[str]]) -> bool:
     """Whether a token continues, or begins, an expression."""
-    kind = token.lastgroup
+    kind, word = token.lastgroup, token[0]
+    last, spaced = run[-1].lastgroup if run else None, _behind_space(run)
     if kind == "comma":
-        depth = sum((one.lastgroup == "open") - (one.lastgroup == "close") for one in run)
-        return depth > 0
+        return sum((one.lastgroup == "open") - (one.lastgroup == "close") for one in run) > 0
     if kind == "space":
-        return bool(run) and run[-1].lastgroup != "space"
-    if kind == "number" and len(run) > 1 and run[-1].lastgroup == "space" and run[-2].lastgroup == "number":
-        return False
-    if kind == "word":
-        if token[0] == "i" and len(run) > 1 and run[-1].lastgroup == "space" and run[-2].lastgroup == "number":
-            return True
-        if token[0].lower() == "x" and len(run) > 1 and run[-1].lastgroup == "space" and run[-2].lastgroup == "number":
-            return re.match(r"\s[0-9(]", text[token.end() : token.end() + 2]) is not None
-        if len(token[0]) > 1:
-            return re.fullmatch("[xyz]{2,3}", token[0]) is not None and bool(run) and run[-1].lastgroup != "space"
-        touches = bool(run) and run[-1].lastgroup in ("number", "close", "sign", "open", "command", "name")
-        signed = (
-            len(run) > 1 and run[-1].lastgroup == "space" and run[-2].lastgroup in ("sign", "comma", "command", "name")
-        )
-        begins = not run and re.match(
-            r"\s?(?:[-+*/^=<>_]|\\[ligcnt]|[,;]\s?\w\s?=)|[(!]|\W*$", text[token.end() : token.end() + 9]
-        )
-        return bool(touches or signed or begins)
-    return True
+        return last not in (None, "space")
+    if kind == "number":
+        return spaced != "number"
+    if kind != "word" or (word == "i" and spaced == "number"):
+        return True
+    if word.lower() == "x" and spaced == "number":
+        return re.match(r"\s[0-9(]", text[token.end() : token.end() + 2]) is not None
+    if len(word) > 1:
+        return last not in (None, "space") and re.fullmatch("[xyz]{2,3}", word) is not None
+    if not run:
+        return _BEHIND_FIRST.match(text[token.end() : token.end() + 9]) is not None
+    touches = last in ("number", "close", "sign", "open", "command", "name")
+    return touches or spaced in ("sign", "comma", "command", "name")
 
 
 def _finished(text: str, run: list[re.Match[str]]) -> Iterator[Expression]:
@@ -316,28 +313,21 @@ def _finished(text: str, run: list[re.Match[str]]) -> Iterator[Expression]:
 
 
 def _trimmed(text: str, part: list[re.Match[str]]) -> Iterator[Expression]:
-    while part and (
-        part[-1].lastgroup in ("space", "comma") or (part[-1].lastgroup == "sign" and part[-1][0] not in "%!|")
-    ):
+    while part and _is_loose(part[-1], "%!|"):
         part = part[:-1]
-    while part and (
-        part[0].lastgroup in ("space", "comma") or (part[0].lastgroup == "sign" and part[0][0] not in "-|")
-    ):
+    while part and _is_loose(part[0], "-|"):
         part = part[1:]
     if any(one.lastgroup in ("number", "word", "name", "command") for one in part):
         written = [f"\\{one[0]} " if one.lastgroup == "name" else one[0] for one in part]
-        joined = "".join(
-            r"\times"
-            if one.lower() == "x"
-            and n
-            and part[n - 1].lastgroup == "space"
-            and part[n].lastgroup == "word"
-            and n > 1
-            and part[n - 2].lastgroup == "number"
-            else one
-            for n, one in enumerate(written)
-        )
-        yield Expression(joined.replace("**", "^").strip(), part[0].start(), part[-1].end())
+        for n, one in enumerate(part):
+            if one[0] in ("x", "X") and _behind_space(part[:n]) == "number":
+                written[n] = r"\times"
+        yield Expression("".join(written).replace("**", "^").strip(), part[0].start(), part[-1].end())
+
+
+def _is_loose(token: re.Match[str], kept: str) -> bool:
+    """Whether a token at an end of an expression is none of it; `kept` has the signs that are."""
+    return token.lastgroup in ("space", "comma") or (token.lastgroup == "sign" and token[0] not in kept)
 
 
 def _undelimited(text: str) -> str:

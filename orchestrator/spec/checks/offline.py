@@ -137,8 +137,13 @@ def _order_problems(source: ExampleSource, given: Sequence[str]) -> Iterator[Fin
     if preferred is not None:
         if isinstance(answers, tuple) and len(answers) != 2:
             yield "preferred", f"says which of two answers is better; answers names {len(answers)} columns"
-        if not preferred.signed and {NEGATIVE, POSITIVE} & {preferred.first, preferred.second}:
+        values = [str(value).lower() for value, _ in preferred.strengths]
+        if preferred.signed and preferred.ties:
+            yield "preferred.ties", "has no effect on signed numbers: 0 is the tie; remove it"
+        elif not preferred.signed and {NEGATIVE, POSITIVE} & {preferred.first, preferred.second}:
             yield "preferred", f"{NEGATIVE} and {POSITIVE} belong together: one is first, the other second"
+        elif len(set(values)) < len(values):
+            yield "preferred", "has a value twice; each value of first, second and ties has one meaning"
     strength = (
         source.margin is not None or {"scores", "ranks"} & {*given} or (preferred is not None and preferred.signed)
     )

@@ -78,15 +78,15 @@ def _rising_rates(spec: RunSpec) -> Iterator[str]:
 
 def _undrawn_sources(spec: RunSpec) -> Iterator[str]:
     """Sources of a mixture whose first draw is due after the run's last one (`PromptMixture`)."""
-    sources = spec.offline.data.train if spec.rollouts is None else spec.rollouts.data.train
+    if spec.rollouts is None:
+        sources, per_step = spec.offline.data.train, spec.offline.schedule.examples_per_step
+    else:
+        sources, per_step = spec.rollouts.data.train, spec.rollouts.schedule.prompts_per_step
+        if spec.rollouts.data.curriculum is not None or section.dynamic_sampling(spec.rollouts.algorithm):
+            return  # more is drawn than trained on
     if not isinstance(sources, tuple) or any(source.repeats for source in sources):
         return
-    if spec.rollouts is None:
-        draws = spec.schedule.steps * spec.offline.schedule.examples_per_step
-    elif spec.rollouts.data.curriculum is None:
-        draws = spec.schedule.steps * spec.rollouts.schedule.prompts_per_step
-    else:
-        return
+    draws = spec.schedule.steps * per_step
     for number, source in enumerate(sources):
         before = (math.ceil(0.5 * other.weight / source.weight - 0.5) for other in sources)
         if sum(max(0, count) for count in before) >= draws:

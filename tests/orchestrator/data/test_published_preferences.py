@@ -357,7 +357,7 @@ def test_signs_and_values_that_disagree_with_the_order_refuse_the_file(
 
 RATED = [{"prompt": "Q", "chosen": f"a {n}", "rejected": f"b {n}", "chosen_rating": n, "rejected_rating": 1}
          for n in range(3)]  # fmt: skip
-ROOMS = [{"prompt": "Q", "chosen": f"a {n}", "rejected": f"b {n}", "rank_chosen": 1, "rank_rejected": n}
+RANKED = [{"prompt": "Q", "chosen": f"a {n}", "rejected": f"b {n}", "rank_chosen": 1, "rank_rejected": n}
          for n in range(3)]  # fmt: skip
 
 
@@ -370,7 +370,7 @@ ROOMS = [{"prompt": "Q", "chosen": f"a {n}", "rejected": f"b {n}", "rank_chosen"
         (WEBGPT, "prompt: question.full_text, chosen: answer_0, rejected: answer_1",
          ["1 of the first 3 rows prefer answer_1, by score_0 and score_1"]),
         (RATED, "", ["1 of the first 3 rows prefer rejected, by chosen_rating and rejected_rating"]),
-        (ROOMS, "", ["1 of the first 3 rows prefer rejected, by rank_chosen and rank_rejected"]),
+        (RANKED, "", ["1 of the first 3 rows prefer rejected, by rank_chosen and rank_rejected"]),
         (BINARIZED, "", []),
         ([{"prompt": "Q", "chosen": "a", "rejected": "b", "length_chosen": 1, "length_rejected": 2}], "", []),
     ],
@@ -383,6 +383,18 @@ def test_unread_columns_that_disagree_with_the_order_are_warned_of(
 
 
 @pytest.mark.parametrize(
+    ("columns", "margin"),
+    [("answers: answers, scores: scores, margin: [x, y]", None), ("chosen: x, rejected: y, margin: scores", [1])],
+)
+def test_a_margin_has_a_number_for_each_answer(columns: str, margin: Any, tmp_path: Path) -> None:
+    row = {"prompt": "Q", "answers": ["a", "b", "c"], "scores": margin or [1, 2, 9], "x": "4", "y": "1"}
+    path = write([row], tmp_path / "rows.jsonl")
+    run = spec(path, "orpo", f"{columns}, min_margin: 1")
+    with pytest.raises(DataError, match=r"the margins are not a list of \d numbers, one per answer"):
+        load_data(run)
+
+
+@pytest.mark.parametrize(
     ("algorithm", "columns", "problem"),
     [
         ("dpo", "answers: [a]", "answers: needs two or more columns"),
@@ -391,6 +403,8 @@ def test_unread_columns_that_disagree_with_the_order_are_warned_of(
         ("dpo", "answers: [a, b], scores: [x, y], ranks: [z, w]", "ranks: scores says already which answer is better"),
         ("dpo", "answers: [a, b, c], preferred: {column: d, first: 0, second: 1}", "preferred: says which of two"),
         ("dpo", "answers: [a, b], preferred: {column: d, first: negative, second: 1}", "preferred: negative and pos"),
+        ("dpo", "answers: [a, b], preferred: {column: d, first: 1, second: [2, '1']}", "preferred: has a value twice"),
+        ("dpo", f"{TWO[:-1]}, ties: [9]}}", "preferred.ties: has no effect on signed numbers"),
         ("dpo", "preferred: {column: d, first: 0, second: 1}", "preferred: dpo on pairs does not use it"),
         ("dpo", "answers: [a, b], chosen: x", "chosen: dpo on pairs does not use it"),
         ("dpo", "min_margin: 1", "min_margin: needs margin, scores or signed preferred"),

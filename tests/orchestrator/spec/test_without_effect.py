@@ -28,6 +28,9 @@ def specs(path: Path, *changes: str) -> list[RunSpec]:
     return [planned.spec for planned in plan_runs(read_document(path, changes))]
 
 
+RARE = f"data.train=[{{name: a, weight: 129, {SUMS}}}, {{name: b, weight: 1, {SUMS}}}]"
+
+
 WARNED: list[tuple[str, tuple[str, ...], str]] = [
     ("tiny-grpo", (f"data.eval={HELD_OUT}",), "data.eval: the run never evaluates on it; add `evaluation: {}`"),
     ("tiny-grpo", (f"data.eval={{sums: {HELD_OUT}}}",), "data.eval: the run never evaluates on it"),
@@ -39,7 +42,7 @@ WARNED: list[tuple[str, tuple[str, ...], str]] = [
     ),
     (
         "tiny-grpo",
-        (f"data.train=[{{name: a, weight: 129, {SUMS}}}, {{name: b, weight: 1, {SUMS}}}]",),
+        (RARE,),
         "data.train.1.weight: 1, so that none of the run's 60 draws is from it",
     ),
     ("tiny-sft", ("output.profile={steps: [13]}",), "output.profile.steps: the run has 12 steps; not recorded: 13"),
@@ -140,6 +143,7 @@ ACCEPTED: list[tuple[str, tuple[str, ...]]] = [
     ("tiny-grpo", ("failures={replay_steps: 0, trainer_restarts: 0}",)),
     ("tiny-grpo", ("schedule.steps=40", "checkpoint.every_steps=30")),  # the defaults, as documented
     ("tiny-grpo", ("algorithm={name: dapo, group_size: 4, dynamic_sampling_on: letter_share}",)),
+    ("tiny-grpo", (RARE, "algorithm={name: dapo, group_size: 4, dynamic_sampling_on: letter_share}")),
     ("tiny-grpo", (f"roles.reward.functions=[{PRICED}, {{name: numeric}}]",)),  # no group is replaced
     ("tiny-grpo", (DAPO, f"roles.reward.functions=[{PRICED}]")),  # length is what is learned
     (

@@ -133,7 +133,10 @@ def task(family: str, index: int = 0) -> dict[str, Any]:
     return {"recipe": family, "entry": json.loads(json.dumps(entry))}
 
 
-FORMS = ["{}", "I think.\n\nThe answer is: {}", "6 or <answer>{}</answer>", "so \\boxed{{{}}}"]
+FORMS = [
+    *("{}", "I think.\n\nThe answer is: {}", "6 or <answer>{}</answer>", "so \\boxed{{{}}}", "so \\fbox{{{}}}"),
+    *("<answer>\\boxed{{{}}}</answer>", "so <answer>{}"),
+]
 
 
 @pytest.mark.parametrize("form", FORMS)
