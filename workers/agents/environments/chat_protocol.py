@@ -193,9 +193,9 @@ class Choice:
     """Whether the agent takes at most one call of a tool from the response."""
     answer: asyncio.Future[Message] = field(repr=False)
     conversation: str = ""
-    """Name of the conversation that it is a turn of."""
+    """Name of its conversation."""
     known: int = 0
-    """Messages of that conversation before this turn; 0: it begins here."""
+    """Messages of that conversation before this turn, or 0 if it begins here."""
 
     @property
     def observation(self) -> Observation:

@@ -60,10 +60,10 @@ _DEVICES = {"null": "null", "zero": "full", "full": "full", "random": "random", 
 reads as the same zeros and cannot be mapped."""
 
 _SEND_BUFFER = 212_992
-"""Bytes that a socket may hold unread by default, on a machine that does not say."""
+"""Bytes that a socket may hold unread, if the kernel does not show its default."""
 _STREAM, _HELD, _QUEUED = "0001", 2, 12
-"""Type of a stream in the list of Unix sockets, and the buffers that one and another kind hold at most: the last write
-begins while there is room, and ten datagrams wait for a reader, whose senders may be closed."""
+"""Type of a stream in the list of Unix sockets, and most buffers that a stream and a socket for datagrams hold: the
+last write begins while there is room, and ten datagrams wait for a reader, whose senders may be closed."""
 
 # PyDLL keeps the interpreter lock during a call: after a clone there is no other thread that could give it back.
 _libc = ctypes.PyDLL(None, use_errno=True)
