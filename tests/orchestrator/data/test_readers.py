@@ -335,7 +335,7 @@ LINE = '{"prompt": "N\u00e9", "answer": "a;b"}'.encode()
     [
         ("rows.csv", 'prompt;answer\nN\u00e9;"a;b"\n'.encode()),
         ("rows.csv", "prompt\tanswer\nN\u00e9\ta;b\n".encode("utf-16")),
-        ("rows.csv.gz", gzip.compress("\ufeffprompt,answer\nN\u00e9,a;b\n".encode())),
+        ("rows.csv.gz", gzip.compress("\ufeffprompt,answer\nN\u00e9,a;b\n".encode(), mtime=0)),
         ("rows.csv.zst", zstd("prompt,answer\nN\u00e9,a;b\n".encode())),
         ("rows.jsonl.zst", zstd(LINE)),
         ("rows.json.zst", zstd(b"[" + LINE + b"]")),
