@@ -56,7 +56,7 @@ from troupe.orchestrator.training.checkpoint import Checkpoint, CheckpointStore,
 from troupe.orchestrator.training.ledger import Ledger
 from troupe.orchestrator.training.parts import states_of
 from troupe.orchestrator.training.state import PenaltyState
-from troupe.workers.agents.environments.chat_protocol import read_options, read_request
+from troupe.workers.agents.environments.gateway.request import read_options, read_request
 from troupe.workers.contract.advantage_state import AdvantageState
 from troupe.workers.contract.config import ModelConfig, RewardFunctionConfig
 from troupe.workers.isolation.child import BoundedOutput, Child

@@ -24,7 +24,7 @@ from typing import Any, TextIO
 from aiohttp import web
 
 from troupe.workers.agents.environments.base import Environment
-from troupe.workers.agents.environments.chat_protocol import (
+from troupe.workers.agents.environments.gateway.request import (
     MODEL_NAME,
     Choice,
     completion,

@@ -15,7 +15,7 @@ from typing import Any
 from openai import AsyncOpenAI
 
 from troupe.workers.agents.environments.agent import Agent
-from troupe.workers.agents.environments.chat_protocol import MODEL_NAME
+from troupe.workers.agents.environments.gateway.request import MODEL_NAME
 from troupe.workers.contract.environments import Row
 
 NEEDS = "the environment verifiers needs the package verifiers, version 0.1.14 to 0.3: pip install 'verifiers<0.4'"

@@ -15,7 +15,7 @@ import pytest
 
 from tests.workers.agents.environments.agents import ADD
 from tests.workers.agents.environments.started import bound, started
-from troupe.workers.agents.environments.chat_protocol import (
+from troupe.workers.agents.environments.gateway.request import (
     Choice,
     forced_calls,
     forced_schema,
