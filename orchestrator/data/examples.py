@@ -130,7 +130,7 @@ def _demonstration(values: Mapping[str, Any], form: _Form) -> _Example:
 
 
 def _gathered(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values with those of several columns (`scores.0`, `scores.1`) as one list (`scores`)."""
+    """Joins the values of several columns (`scores.0`, `scores.1`) into one list (`scores`)."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         field_, _, number = name.partition(".")
@@ -169,8 +169,9 @@ def _margin(value: Any, best_first: Sequence[int], form: _Form) -> float:
     if form.signed_margin:
         return abs(margin)
     if margin < 0:
-        why = f"the margin is {margin:g}: it says that the answer that is read as the better one is the worse one"
-        raise WrongForm("margin", why)
+        raise WrongForm(
+            "margin", f"the margin is {margin:g}, so that the answer that is read as better is the worse one"
+        )
     return margin
 
 

@@ -49,7 +49,7 @@ class Pool:
     skipped: Mapping[str, int] = field(default_factory=dict)
     """Rows that the spec leaves out, by their kind."""
     doubts: tuple[str, ...] = ()
-    """What columns that nobody reads say against the spec's reading."""
+    """Contradictions between unread columns and the spec's reading."""
     alike: int = 0
     """Rows with another pool's question in another form: with another system message or template."""
     shared: int = 0

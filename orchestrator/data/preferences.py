@@ -1,4 +1,4 @@
-"""Columns of published preferences: their usual names, and what those that nobody reads say against the order."""
+"""Columns of published preferences: their usual names, and unread ones that contradict the order."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _LAYOUTS: Sequence[Mapping[str, Any]] = (
 """Fields of the spec that read answers and their order, as published sets have them."""
 _PARTS = re.compile(r"[^\W_]+")
 _MERITS = {"score": 1, "rating": 1, "reward": 1, "grade": 1, "winner": 1, "rank": -1}
-"""Words in the name of a column whose numbers say how good an answer is; -1: a lower number is better."""
+"""Words in names of columns whose numbers rate answers, with -1 if a lower number is better, or else 1."""
 
 
 def answer_columns(row: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -53,7 +53,7 @@ def column_names(fields: Mapping[str, Any]) -> list[str]:
 
 
 def doubts(chosen: str, rejected: str, rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """What columns that nobody reads say against the order of two answers, with the number of rows.
+    """Contradictions between unread columns and the order of two answers, with the number of rows.
 
     Args:
         chosen: Column with the better answer.

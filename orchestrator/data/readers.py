@@ -421,7 +421,7 @@ _SUFFIXES = {
     ".csv": "csv",
     ".json": "json",
 }
-"""Format of a file by the end of its name, before that of a compression."""
+"""Format of a file by the end of its name, without the suffix of a compression."""
 _COMPRESSED = (".gz", ".zst")
 _NOT_DATA = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json")
 """Files that describe a dataset."""

@@ -145,7 +145,7 @@ def data_format(formats: Sequence[DataFormat], source: ExampleSource) -> DataFor
 
 
 def columns(format_: DataFormat, source: ExampleSource) -> dict[str, str]:
-    """Column of each field that rows of this format have; those of a field with several are `FIELD.0`, `FIELD.1`."""
+    """Column of each field that rows of this format have; a field with several has `FIELD.0`, `FIELD.1`."""
     named: dict[str, str | tuple[str, ...] | None] = {"prompt": source.prompt, "system_column": source.system_column}
     if format_ in ("demonstrations", "labelled"):
         if source.messages is not None:

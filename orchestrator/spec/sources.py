@@ -143,7 +143,7 @@ class Prompts(PromptRows, Columns):
     prompt: str = "prompt"
     """Column with the prompt: text, or a list of messages with `role` and `content`."""
     system_column: Annotated[str | None, EVALUATED_IF_SET] = None
-    """Column with the system message of each row; a row without one has that of `system`."""
+    """Column with the system message of each row; `system` is used for a row without one."""
     answer: str | None = "answer"
     """Column with the correct answer, as the reward functions read it, or with a list of answers that are all correct;
     null if there is none."""
@@ -303,7 +303,7 @@ class Examples(PromptText, Columns):
     """Column with the prompt: text, or a list of messages with `role` and `content`. null (reward_model, dpo, ipo,
     orpo, rrhf): the answers are whole conversations, and their common beginning is the prompt."""
     system_column: Annotated[str | None, EVALUATED_IF_SET] = None
-    """Column with the system message of each row; a row without one has that of `system`."""
+    """Column with the system message of each row; `system` is used for a row without one."""
     response: str = "response"
     """Column with the response (sft, kto): text, or a list of messages that begins and ends with the assistant's."""
     messages: str | None = None

@@ -124,7 +124,7 @@ _ALSO: dict[str, Callable[[str, Entry], bool]] = {
 }
 """What a scorer does not look at: differences of small probabilities, the text, which numbers are used."""
 _OF_TUPLES = ("arc_agi", "rearc")
-"""Families whose scorer compares tuples, of which JSON has made lists."""
+"""Families whose scorer compares tuples, which JSON has turned into lists."""
 
 
 @functools.cache

@@ -23,7 +23,7 @@ from troupe.workers.rewards.statements import chosen, same_words, spelled_out, s
 _MATHEMATICAL = re.compile(r"[0-9\\∞π√]|^\W*[A-Za-z]\W*$|[A-Za-z] ?[-+*/^=<>≤≥] ?[A-Za-z(]|[A-Za-z]\([A-Za-z]\)")
 _WORD = r"(?!(?:pi|sqrt|sin|cos|tan|log|exp|and|infinity|infty)\b)[A-Za-z]{3,}"
 _TEXT = re.compile(
-    # Words, of which math-verify would make a product of letters; a number may have a unit
+    # Words, which math-verify would read as a product of letters; a number may have a unit
     rf"(?!\W*[0-9][0-9.,/ ]*%?\s*[A-Za-z]+\W*$)[^\\]*\b{_WORD}[^\\]*"
     # Dates, telephone numbers, ratios, times, versions, and numbers to a base
     r"|[^\\A-Za-z]*[0-9](?:-[0-9]+){2,}|[0-9]{2,}-[0-9]+|[0-9]+(?::[0-9]+)+|[0-9]+(?:\.[0-9]+){2,}"

@@ -182,7 +182,7 @@ def stated(part: str, tagged: bool) -> Iterator[str]:
 
     Args:
         part: The part of the response with its answer.
-        tagged: Whether it stood inside of <answer> tags.
+        tagged: Whether it was inside <answer> tags.
     """
     text = spelled_out(part)
     box, before = last_box(text)

@@ -27,7 +27,7 @@ _COLUMNS = (
     *("label", "min_margin"),
 )
 _ORDERS = ("scores", "ranks", "preferred")
-"""Fields of which one says which answer is better."""
+"""Fields that order answers; a source has at most one."""
 
 
 def check_roles(spec: OfflineSpec) -> Iterator[Finding]:
@@ -124,10 +124,10 @@ def check_data(spec: OfflineSpec) -> Iterator[Finding]:
 
 
 def _order_problems(source: ExampleSource, given: Sequence[str]) -> Iterator[Finding]:
-    """Columns of answers that do not fit those that say which is better (`given`)."""
+    """Columns of answers that do not fit the fields that order them (`given`)."""
     answers, preferred = source.answers, source.preferred
     if len(given) > 1:
-        yield given[1], f"{given[0]} says already which answer is better; remove one of them"
+        yield given[1], f"{given[0]} already orders the answers; remove one of them"
     if isinstance(answers, tuple) and len(answers) < 2:
         yield "answers", "needs two or more columns, or one column with a list as a text"
     for name in ("scores", "ranks"):

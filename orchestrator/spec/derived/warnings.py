@@ -109,13 +109,13 @@ def _idle_workers(spec: RolloutSpec) -> Iterator[str]:
 
 
 def _priced_lengths(spec: RolloutSpec) -> Iterator[str]:
-    """Rewards of length by which groups without a right sample are trained, or that no response reaches."""
+    """Length rewards that train groups without a right sample, or that no response reaches."""
     for number, group in enumerate(group_settings(spec)):
         path = group.rewards or "roles.reward"
         own = spec.data.mixture[number].rewards if group.rewards else None
         functions = [one for one in (spec.roles.reward.functions if own is None else own) if one.weight]
         others = [one for one in functions if one.name not in _LENGTHS]
-        # A form may be right where the answer is wrong.
+        # A response of the right form may have a wrong answer.
         others.sort(key=lambda one: 1 if one.name == "regex" else -(one.name in RIGHT_OR_WRONG))
         deciding = [one.component for one in others]
         deciding += ["reward_model"] if own is None and spec.roles.reward.model is not None else []

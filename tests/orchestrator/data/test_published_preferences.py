@@ -400,7 +400,7 @@ def test_a_margin_has_a_number_for_each_answer(columns: str, margin: Any, tmp_pa
         ("dpo", "answers: [a]", "answers: needs two or more columns"),
         ("dpo", "answers: [a, b], scores: [x, y, z]", "scores: must name one column for each column of answers"),
         ("dpo", "answers: a, ranks: [x, y]", "ranks: must name one column for each column of answers"),
-        ("dpo", "answers: [a, b], scores: [x, y], ranks: [z, w]", "ranks: scores says already which answer is better"),
+        ("dpo", "answers: [a, b], scores: [x, y], ranks: [z, w]", "ranks: scores already orders the answers"),
         ("dpo", "answers: [a, b, c], preferred: {column: d, first: 0, second: 1}", "preferred: says which of two"),
         ("dpo", "answers: [a, b], preferred: {column: d, first: negative, second: 1}", "preferred: negative and pos"),
         ("dpo", "answers: [a, b], preferred: {column: d, first: 1, second: [2, '1']}", "preferred: has a value twice"),
