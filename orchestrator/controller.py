@@ -112,7 +112,7 @@ class RunOutcome:
     best: BestState = field(default_factory=BestState)
     """The best evaluations."""
     interrupted: bool = False
-    """Whether it was asked to stop, so that what its records show is left to `troupe report`."""
+    """Whether it was asked to stop, if only while its workers were closed: verdicts are left to `troupe report`."""
     evaluated: int | None = None
     """The step that was evaluated last, or None if none was."""
 
@@ -122,10 +122,10 @@ class RunOutcome:
         note = " (stopped; continue with --resume)" if self.stopped else ""
         note = f" ({self.ended_early})" if self.ended_early else note
         lines = {"steps": f"{self.steps_done}{note}"}
-        when = "after" if self.evaluated in (None, self.steps_done) else f"after step {self.evaluated}"
+        when = "after" if self.evaluated == self.steps_done else f"after step {self.evaluated}"
         for name in ("accuracy", "reward", "loss"):
             before, after = self.first_eval.get(f"eval/{name}"), self.last_eval.get(f"eval/{name}")
-            if after is not None and self.last_eval is self.first_eval:  # the run was stopped before the next one
+            if after is not None and self.evaluated == 0:  # the run was stopped before the next one
                 lines[f"held-out {name}"] = f"{after:.3f} before training"
             elif after is not None:
                 first = f"{before:.3f} before, " if before is not None else ""
@@ -136,9 +136,8 @@ class RunOutcome:
             lines["best checkpoint"] = f"step {first.step}, {self.best.metric} {first.value:.4g}"
         lines["samples"] = "{dispatched} dispatched, {trained} trained, {dropped} dropped".format_map(counts)
         if open_samples := counts.get("in_flight", 0):
-            lines["samples"] += f", {open_samples} in flight" + (
-                ", which --resume samples again" if self.stopped else ""
-            )
+            again = ", which --resume samples again" if self.stopped else ""
+            lines["samples"] += f", {open_samples} in flight{again}"
         lines |= {f"dropped: {reason}": str(count) for reason, count in self.drop_reasons.items()}
         lines["peak memory"] = self.peak_memory
         for name in ("metrics.jsonl", "trajectories", "evaluation", "checkpoints", "tensorboard"):
@@ -252,7 +251,7 @@ class Controller:
 
     async def _is_over(self, watch: asyncio.Task[None]) -> bool:
         """Whether the run ends early (`checkpoint.patience`): not if its newest model, evaluated then, is a gain."""
-        if self.parts.best.no_gain and self.version:
+        if self.parts.best.no_gain:
             if self._weights is not None:
                 await self._weights.settle()
             evaluation = self.parts.evaluations.evaluate_end(self.version)

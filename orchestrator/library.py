@@ -358,9 +358,9 @@ class Outcome:
 
     folder: Path
     stopped: bool = False
-    """Whether it has ended before its last step."""
+    """Whether a request or an alarm has stopped it before its last step."""
     interrupted: bool = False
-    """Whether it was asked to stop; its report is written by `report` then, so that it ends in seconds."""
+    """Whether it was asked to stop, if only while its workers were closed; its report is then left to `report`."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "folder", Path(self.folder))

@@ -118,13 +118,15 @@ def score_tokens(request: ScoreRequest, *tables: pa.Table) -> TokenScores:
     if missing := [row["prompt_uid"] for row in rollouts if _key(row) not in scored]:
         raise ValueError(f"the trainer scored no tokens of {missing[0]}")
     rows = [_row(row) for row in rollouts]
+    tokenizer = _tokenizer(request)
+    ends = () if tokenizer is None else turn_ends(tokenizer).ids
     with torch.no_grad():
         model = _load_audited(request, torch.float32)
-        exact, hypotheses, draws, tempered, above = _score(request, model, rows)
+        exact, hypotheses, draws, tempered, above = _score(request, model, rows, ends)
         if request.thorough:
             hypotheses |= _thorough(request, model, rows)
         rounded = _score_rounded(request, rows)
-    prompts, differences = _compare_prompts(request, rollouts)
+    prompts, differences = _compare_prompts(request, tokenizer, rollouts)
     masks = [row["loss_mask"] for row in rollouts]
     return TokenScores(
         sampler=_masked([row["rollout_logprobs"] for row in rollouts], masks),
@@ -229,7 +231,7 @@ def _above(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> t
 
 
 def _score(
-    request: ScoreRequest, model: PreTrainedModel, rows: list[_RolloutRow]
+    request: ScoreRequest, model: PreTrainedModel, rows: list[_RolloutRow], ends: Collection[int]
 ) -> tuple[Floats, dict[str, Floats], dict[str, Floats], Floats, Floats]:
     """Log-probs in float32, under the hypotheses that need no separate pass, and at every temperature; see `above`."""
     temperature, grid = request.temperature, _temperatures(request)
@@ -238,7 +240,6 @@ def _score(
     above: list[torch.Tensor] = []
     others: dict[str, list[torch.Tensor]] = {}
     draws: dict[str, list[torch.Tensor]] = {}
-    ends = _ends(request)
     for row in rows:
         full, states = _run(model, row)
         logits = row.left(full)
@@ -257,12 +258,14 @@ def _score(
     return _joined(exact), columns, drawn, _joined(tempered), _joined(above)
 
 
-def _ends(request: ScoreRequest) -> Collection[int]:
-    """The tokens at which the run's engines stop; none if the model has no tokenizer."""
+def _tokenizer(request: ScoreRequest) -> Any:
+    """The run's tokenizer, or None if it has none and compares no prompts."""
+    if request.compare_prompts:
+        return load_chat_tokenizer(request.model)
     try:
-        return turn_ends(load_tokenizer(request.model)).ids
+        return load_tokenizer(request.model)
     except ValueError:
-        return ()
+        return None
 
 
 def _joined(parts: list[torch.Tensor]) -> Floats:
@@ -311,11 +314,10 @@ def _truncated(
         inside = torch.stack([-own <= last, -own <= last + border], -1)
         masses = torch.stack([within(last), within(last + border)], -1)
         numbers = torch.where(inside[..., 1], own - mass.gather(-1, place).log(), -torch.inf)
-        drawn = own + (inside / masses @ shares).log()
         before = (above[..., None] / masses).clamp(max=1.0) @ shares
+        draws = torch.stack([own + (inside / masses @ shares).log(), before], -1)
         for number, value in enumerate(values):
-            draw = torch.stack([drawn[:, number], before[:, number]], -1)
-            yield f"{kind}:{value:g}", numbers[:, number], draw
+            yield f"{kind}:{value:g}", numbers[:, number], draws[:, number]
 
 
 def _endless(
@@ -399,25 +401,23 @@ def _variants(request: ScoreRequest, model: PreTrainedModel) -> Iterator[tuple[s
         if changes:
             yield f"epsilon:{value:g}", changes
     if request.adapter is not None:
-        yield f"adapter:{MISSING}", _counted(model, 0.0)
-        yield f"adapter:{DOUBLED}", _counted(model, 2.0)
-        for layer in _groups(dict(_adapted(model))):
-            yield f"adapter:{MISSING} in {layer}", _counted(model, 0.0, layer)
+        adapted = _adapted(model)
+        yield f"adapter:{MISSING}", _counted(adapted.values(), 0.0)
+        yield f"adapter:{DOUBLED}", _counted(adapted.values(), 2.0)
+        for layer, names in _groups(adapted).items():
+            yield f"adapter:{MISSING} in {layer}", _counted([adapted[name] for name in names], 0.0)
 
 
-def _adapted(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
+def _adapted(model: PreTrainedModel) -> dict[str, Any]:
     """The modules with an adapter, by name."""
     from peft.tuners.lora.layer import LoraLayer
 
-    return ((name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer))
+    return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
 
 
-def _counted(model: PreTrainedModel, factor: float, layer: str = "") -> Iterator[Change]:
-    """An adapter that counts `factor` times, in the whole model or one layer."""
-    modules = dict(_adapted(model))
-    for name in _groups(modules)[layer] if layer else modules:
-        scaling = {key: factor * value for key, value in modules[name].scaling.items()}
-        yield modules[name], "scaling", scaling
+def _counted(modules: Iterable[Any], factor: float) -> list[Change]:
+    """The changes with which the adapter of these modules counts `factor` times."""
+    return [(one, "scaling", {key: factor * value for key, value in one.scaling.items()}) for one in modules]
 
 
 def _angles(model: PreTrainedModel) -> dict[str, list[Change]]:
@@ -459,11 +459,12 @@ def _positions(row: _RolloutRow, shift: str) -> torch.Tensor | None:
     return positions + response * (1 if shift == "response+1" else -1)
 
 
-def _compare_prompts(request: ScoreRequest, rollouts: list[dict[str, Any]]) -> tuple[int, tuple[PromptDifference, ...]]:
+def _compare_prompts(
+    request: ScoreRequest, tokenizer: Any, rollouts: list[dict[str, Any]]
+) -> tuple[int, tuple[PromptDifference, ...]]:
     """Compares the recorded tokens of every prompt with the tokens of transformers' chat template."""
     if not request.compare_prompts:
         return 0, ()
-    tokenizer: Any = load_chat_tokenizer(request.model)
     compared, differences = 0, []
     for row in {row["prompt_uid"]: row for row in rollouts}.values():
         compared += 1

@@ -142,20 +142,24 @@ def _train(spec: Path, runs: Sequence[PlannedRun], resume: bool, address: str | 
 def _train_each(
     requests: Sequence[tuple[PlannedRun, RunRequest | SavedRun]], consoles: Sequence[Console]
 ) -> Outcome | None:
-    """Train one run after the other, each shown on its console, until one is stopped; the last one's outcome, or None
-    if all were complete. Raises TroupeError."""
+    """Train one run after the other, each shown on its console, until one is stopped. Raises TroupeError.
+
+    Returns:
+        The outcome of the last one, or None if all were complete; `stopped` also if others were not begun.
+    """
     from troupe.orchestrator.library import train as train_run
     from troupe.orchestrator.runs.checkpoints import SavedRun
 
     last: Outcome | None = None
     for (planned, request), console in zip(requests, consoles, strict=True):
         if isinstance(request, SavedRun):
-            of = f"of {planned.spec.schedule.steps}"
-            early = request.ended_early and f"step {request.step} {of}: {request.ended_early}"
-            why = early or f"schedule.steps: {planned.spec.schedule.steps}"
+            steps, early = planned.spec.schedule.steps, request.ended_early
+            why = f"step {request.step} of {steps}: {early}" if early else f"schedule.steps: {steps}"
             typer.echo(f"{planned.spec.name}: already complete in {planned.out} ({why})")
-        elif (last := train_run(request, console)).stopped:
-            break
+            continue
+        last = train_run(request, console)
+        if last.stopped or last.interrupted:
+            return replace(last, stopped=last.stopped or request is not requests[-1][1])
     return last
 
 

@@ -22,7 +22,7 @@ _MOST = 4096
 _CLEAR = 2.0
 """A difference of two means counts as a change from this many standard errors on."""
 SCORING = 0.7
-"""Share of the wait for samples from which on a busy reward worker is what it is for."""
+"""A reward worker that is busy for this share of the wait for samples is what a step waits for."""
 _GENERATE, _TRAIN = "seconds/generate", ("seconds/prepare", "seconds/update")
 
 
@@ -61,11 +61,10 @@ class RunSummary:
 
     def shares(self) -> tuple[float, float]:
         """Parts of a recent step in which the trainer waits for samples, and in which it trains."""
-        steps = fmean(self._recent_values("seconds/step") or [0.0])
+        steps = self._recent_mean("seconds/step")
         if steps <= 0:
             return 0.0, 0.0
-        train = sum(fmean(self._recent_values(name) or [0.0]) for name in _TRAIN)
-        return fmean(self._recent_values(_GENERATE) or [0.0]) / steps, train / steps
+        return self._recent_mean(_GENERATE) / steps, sum(map(self._recent_mean, _TRAIN)) / steps
 
     def bound(self) -> str:
         """Shares of a step: `58% waiting for samples, 36% training`; empty if unknown."""
@@ -83,11 +82,14 @@ class RunSummary:
             return ""  # offline, or no step yet
         if generate <= train:
             return "trainer"
-        busy, waited = (fmean(self._recent_values(name) or [0.0]) for name in ("seconds/reward", _GENERATE))
-        workers = max(1.0, *self._recent_values("workers/reward"), 0.0)
-        if busy / workers >= SCORING * waited:
+        workers = max([1.0, *self._recent_values("workers/reward")])
+        if self._recent_mean("seconds/reward") / workers >= SCORING * self._recent_mean(_GENERATE):
             return "reward workers"
         return "engines and environment" if self._recent_values("episodes/turns") else "engines"
+
+    def _recent_mean(self, name: str) -> float:
+        """Mean over the recent steps; 0 if none has the metric."""
+        return fmean(self._recent_values(name) or [0.0])
 
     def _recent_values(self, name: str) -> list[float]:
         found = (metrics.get(name) for metrics in [*self._recent])

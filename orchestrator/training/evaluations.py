@@ -69,7 +69,7 @@ class RunEvaluations(RunPart):
         self.last: Metrics = {}
         """Metrics of the last evaluation."""
         self.last_step: int | None = None
-        """The step that it is of."""
+        """The step of the last evaluation, or None before the first."""
 
     def restore(self, state: Any) -> None:
         """Takes over the state of a checkpoint (see `RunPart`)."""

@@ -296,7 +296,7 @@ def test_the_probabilities_of_a_draw_add_up_to_one(spread: float, border: float)
 
 
 def test_every_variant_of_a_model_is_scored_and_undone(folders: tuple[Path, Path]) -> None:
-    """Each but those of no adapter changes the log-probs, and the model is the same afterwards."""
+    """Each changes the log-probs, and the model is the same afterwards."""
     asked = request(folders, previous=None)
     model = _load(asked, str(folders[0]), torch.float32)
     names = {key for key, _ in _variants(asked, model)}

@@ -61,7 +61,7 @@ _MISFIT = 2.2
 """Kuiper's statistic, times the root of the number of tokens, above which the tokens are not distributed as a
 hypothesis says: by chance in one of 400 tests."""
 _FITTED = ("top_p", "top_k", "min_p")
-"""Kinds with a fine grid of values, of which the best one stands for its neighbours."""
+"""Kinds with a fine grid of values: only the best value is a cause, not its neighbours."""
 _TEMPERATURE_STEP = 0.02
 """Relative difference of temperatures that counts as one."""
 _PRESENT = 0.5
@@ -119,9 +119,10 @@ def attribute(side: Side, found: TokenScores, fresh: TokenScores | None = None) 
     if side == "sampler" and fresh is not None and _cache_explains(found, fresh):
         return _gap(side, found, (Cause("prefix cache", "", 1.0 - _sampler_gap(fresh) / gap),))
     if gap > NEGLIGIBLE:
-        causes = tuple(_likeliest(numbers, found, gap, rounding))
-    if not causes and not explained_by_rounding(gap, rounding):
-        causes = (Cause("unexplained", _nearest(numbers, found), 0.0),)
+        shares = _shares(numbers, found)
+        causes = tuple(_likeliest(shares, gap, rounding))
+        if not causes and not explained_by_rounding(gap, rounding):
+            causes = (Cause("unexplained", _nearest(shares), 0.0),)
     if not causes and side == "sampler":
         causes = tuple(_of_samples(found))
     return _gap(side, found, causes)
@@ -173,12 +174,9 @@ def _interpolated(found: TokenScores, table: Floats, temperature: float) -> Floa
     """The table's values at a temperature, from a cubic through the four nearest temperatures that the scorer tried."""
     logs, place = np.log(found.temperatures), np.log(temperature)
     first = min(max(int(np.searchsorted(logs, place)) - 2, 0), len(logs) - 4)
-    points = range(first, first + 4)
-    total = np.zeros(len(table))
-    for point in points:
-        weight = np.prod([(place - logs[other]) / (logs[point] - logs[other]) for other in points if other != point])
-        total += weight * table[:, point]
-    return total
+    points = logs[first : first + 4].tolist()
+    weights = [math.prod((place - other) / (point - other) for other in points if other != point) for point in points]
+    return table[:, first : first + 4] @ weights
 
 
 def _numbers(side: Side, found: TokenScores) -> Floats:
@@ -247,11 +245,10 @@ def _combined_weights(numbers: Floats, found: TokenScores) -> tuple[Cause, Float
     return Cause("weights", about, 0.0), found.scorer + effects[:, present].sum(-1)
 
 
-def _likeliest(numbers: Floats, found: TokenScores, gap: float, rounding: float) -> list[Cause]:
+def _likeliest(shares: list[Cause], gap: float, rounding: float) -> list[Cause]:
     """The causes that explain the gap, as far as they cannot be told apart."""
-    causes = _shares(numbers, found)
-    first = {cause.kind: cause for cause in reversed(causes)}
-    causes = [cause for cause in causes if cause.kind not in _FITTED or cause is first[cause.kind]]
+    first = {cause.kind: cause for cause in reversed(shares)}
+    causes = [cause for cause in shares if cause.kind not in _FITTED or cause is first[cause.kind]]
     best = causes[0].share if causes else 0.0
     enough = (gap - _NEAR_ROUNDING * rounding - NEGLIGIBLE) / gap
     least = min(_NAMED, max(enough, _LEAST_SHARE))
@@ -260,25 +257,32 @@ def _likeliest(numbers: Floats, found: TokenScores, gap: float, rounding: float)
 
 def _shares(numbers: Floats, found: TokenScores) -> list[Cause]:
     """All hypotheses, the one that explains most of the gap first."""
-    causes = [
-        Cause(cause.kind, cause.about, _share(numbers, column, found.scorer))
-        for cause, column in _candidates(numbers, found)
-    ]
+    candidates = list(_candidates(numbers, found))
+    if not candidates:
+        return []
+    shares = _explained(numbers, np.stack([column for _, column in candidates]), found.scorer)
+    causes = [replace(cause, share=float(share)) for (cause, _), share in zip(candidates, shares, strict=True)]
     return sorted(causes, key=lambda cause: -cause.share)
 
 
-def _share(numbers: Floats, hypothesis: Floats, scorer: Floats) -> float:
-    """Share of the gap that a hypothesis explains, without the few tokens that rounding makes impossible under it."""
-    residual = np.minimum(np.abs(numbers - hypothesis), _MOST)
-    kept = np.argsort(residual, kind="stable")[: math.ceil((1.0 - _STRAY) * len(residual))]
-    gap = distance(numbers[kept], scorer[kept])
-    return 1.0 - float(residual[kept].mean()) / gap if gap else 0.0
+def _explained(numbers: Floats, hypotheses: Floats, scorer: Floats) -> Floats:
+    """Share of the gap that each hypothesis explains, without the few tokens that rounding makes impossible under it.
+
+    Args:
+        numbers: [tokens].
+        hypotheses: [hypotheses, tokens].
+        scorer: [tokens].
+    """
+    residuals, gaps = (np.minimum(np.abs(numbers - other), _MOST) for other in (hypotheses, scorer))
+    kept = np.argsort(residuals, -1, kind="stable")[:, : math.ceil((1.0 - _STRAY) * len(numbers))]
+    left, gap = np.take_along_axis(residuals, kept, -1).mean(-1), gaps[kept].mean(-1)
+    return 1.0 - np.divide(left, gap, out=np.ones_like(gap), where=gap > 0.0)
 
 
-def _nearest(numbers: Floats, found: TokenScores) -> str:
+def _nearest(shares: list[Cause]) -> str:
     """The causes that explain most of the gap, though none explains enough of it; one of each kind."""
     first: dict[str, Cause] = {}
-    for cause in _shares(numbers, found):
+    for cause in shares:
         first.setdefault(cause.kind, cause)
     best = [cause for cause in first.values() if cause.share > _CANDIDATE][:_CANDIDATES]
     if not best:

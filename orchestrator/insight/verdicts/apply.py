@@ -181,9 +181,7 @@ class RunningVerdicts:
         """`say` is called with the lines of each new alarm, from another thread."""
         self._folder = folder
         self._say = say
-        self._said: dict[str, Level] = {}
-        self._titles: dict[str, str] = {}
-        """Of what was said."""
+        self._said: dict[str, Verdict] = {}
         self._due = 0
         self._thread: threading.Thread | None = None
 
@@ -205,16 +203,16 @@ class RunningVerdicts:
         """What a terminal shows of all verdicts at the end of the run; `healthy` only of a complete one."""
         verdicts = [one for one in self.final() if complete or one.name != ending.FAILED]  # its error is shown
         alarms = {one.name for one in verdicts if one.is_alarm}
-        over = "; ".join(title for name, title in self._titles.items() if name not in alarms)
+        over = "; ".join(said.title for name, said in self._said.items() if name not in alarms)
         healthy = f"healthy at the end; no longer an alarm: {over}" if over else HEALTHY
         return EndLines(alarm_lines(verdicts, healthy if complete else ""), faster(verdicts))
 
     def _look(self) -> None:
         for verdict in self._found():
             # One that has become a problem is said again, one that was a problem is not.
-            if verdict.is_alarm and self._said.get(verdict.name) not in (verdict.level, Level.PROBLEM):
-                self._said[verdict.name] = verdict.level
-                self._titles[verdict.name] = verdict.title
+            said = self._said.get(verdict.name)
+            if verdict.is_alarm and (said is None or said.level not in (verdict.level, Level.PROBLEM)):
+                self._said[verdict.name] = verdict
                 for line in verdict.lines():
                     self._say(line)
 

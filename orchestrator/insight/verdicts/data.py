@@ -20,7 +20,7 @@ def failing_rewards(run: History) -> Iterator[Verdict]:
     functions = run["failed_samples"]
     functions = replace(functions, values=tuple(max(n - episodes.get(step, 0.0), 0.0) for step, n in functions))
     for name, failed, what, remedies in (
-        ("failed_samples", functions, "have no reward: their function failed", _of_functions(run)),
+        ("failed_samples", functions, "have no reward: their function failed", _more_time(run)),
         ("episodes/failed", run["episodes/failed"], "ended without a result", ()),
     ):
         shares = run.share_of_samples(failed)
@@ -47,18 +47,13 @@ def failing_rewards(run: History) -> Iterator[Verdict]:
         )
 
 
-def _of_functions(run: History) -> tuple[Remedy, ...]:
-    """More time for the reward functions, if the spec has them."""
-    lines = _more_time(run)
-    return (Remedy("If it is a timeout, give the functions more time.", lines),) if lines else ()
-
-
-def _more_time(run: History) -> str:
-    """The run's reward functions with a longer timeout; empty if the spec does not have them."""
+def _more_time(run: History) -> tuple[Remedy, ...]:
+    """A longer timeout for the run's reward functions; empty if the spec has none."""
     functions = [{"name": one["name"], **one} for one in run.get("roles.reward.functions", []) if "name" in one]
     for one in functions:
         one["timeout_s"] = 3 * float(one.get("timeout_s") or 10.0)
-    return flow("roles.reward.functions", functions) if functions else ""
+    lines = flow("roles.reward.functions", functions)
+    return (Remedy("If it is a timeout, give the functions more time.", lines),) if functions else ()
 
 
 def repeated_data(run: History) -> Iterator[Verdict]:

@@ -30,14 +30,14 @@ def failed(run: History) -> Iterator[Verdict]:
 
 def no_steps(run: History) -> Iterator[Verdict]:
     """No step is recorded, so that nothing else can be said."""
-    if run.last_step or run.end.get("how") == "failed":
-        return
     how = run.end.get("how")
+    if run.last_step or how == "failed":
+        return
     yield Verdict(
         "no-steps",
         Level.WARNING,
         "No step is recorded",
         f"The run was {how} before its first step." if how else "It is starting, or has ended before its first step.",
         0,
-        remedies=(Remedy("`troupe why RUN` tells whether it is still starting."),),
+        remedies=() if how else (Remedy("`troupe why RUN` tells whether it is still starting."),),
     )

@@ -132,6 +132,15 @@ def test_the_report_of_a_chain_that_fails_has_the_stages_that_have_begun(
     assert "the report was not written" not in caplog.text
 
 
+def test_a_chain_that_is_asked_to_stop_while_a_stage_closes_begins_no_other(
+    ends: Callable[[Ends], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ends(lambda: replace(asked(), stopped=False))
+    result = run(monkeypatch, str(CHAIN), "--out", str(tmp_path / "chain"))
+    assert [path.name for path in (tmp_path / "chain").iterdir() if path.is_dir()] == ["sft"]
+    assert result.exit_code == 130 and "--resume  " in result.stdout
+
+
 def test_a_run_that_does_not_begin_leaves_the_records_of_another_as_they_are(
     ends: Callable[[Ends], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

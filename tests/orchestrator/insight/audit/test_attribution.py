@@ -172,7 +172,7 @@ TRUNCATIONS = [("top_p", 0.8), ("top_p", 0.63), ("top_k", 17), ("min_p", 0.3), (
 @pytest.mark.parametrize(("noise", "border"), [(1e-6, 1e-4), (0.02, 0.1)])
 @pytest.mark.parametrize(("kind", "value"), TRUNCATIONS)
 def test_truncation_is_fitted(kind: str, value: float, noise: float, border: float) -> None:
-    """By the numbers, or where the log-probs hide it, by the samples."""
+    """By the numbers, or by the samples if the log-probs hide it."""
     world = World(5, noise, drawn=truncated(kind, value, noise), border=border)
     for found in (replace(world.scores, sampler=world.shown), world.scores):
         cause, *others = attribute("sampler", found).causes

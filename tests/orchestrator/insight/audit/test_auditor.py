@@ -87,7 +87,7 @@ class ModelEngine(FakeEngine):
         response: list[int] = []
         found: list[float] = []
         for _ in range(count):
-            logits = self.model(torch.tensor([ids + response])).logits[0, -1]
+            logits = self.model(torch.tensor([ids + response]), logits_to_keep=1).logits[0, -1]
             logprobs = torch.log_softmax(logits / self.temperature, -1)
             token = int(torch.multinomial(logprobs.exp(), 1, generator=generator))
             response.append(token)
@@ -108,7 +108,8 @@ class Parts:
     """Engines, a policy and the auditor between them."""
 
     def __init__(self, folder: Path, model: Path, engines: int = 1) -> None:
-        spec = audit_spec(folder, model, "float32", "sampling.max_tokens=8", "audit.tokens=64")
+        changes = ("sampling.max_tokens=8", "audit.tokens=64", "roles.policy.threads=1")
+        spec = audit_spec(folder, model, "float32", *changes)
         self.spec = spec
         temperature = spec.sampling.temperature
         self.engines = [ModelEngine(f"rollout-{number}", model, temperature) for number in range(engines)]
