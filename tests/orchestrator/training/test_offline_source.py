@@ -142,7 +142,7 @@ def test_evaluation_runs_at_the_start_at_intervals_and_at_the_end(tmp_path: Path
     outcome = run.run()
     assert outcome.first_eval == outcome.last_eval == {"eval/examples": 4.0, "eval/loss": 0.5, "eval/accuracy": 0.75}
     assert outcome.summary(tmp_path)["held-out loss"] == "0.500 before, 0.500 after"
-    stopped = replace(outcome, last_eval=outcome.first_eval)
+    stopped = replace(outcome, evaluated=0)
     assert stopped.summary(tmp_path)["held-out loss"] == "0.500 before training"
     assert [line["step"] for line in run.lines() if "eval/loss" in line] == [0, 2, 4, 5]
     assert len(run.trainers[0].referenced) == 5 + 1  # the held-out batch is scored once
