@@ -71,10 +71,10 @@ class Run:
 
 def overrides(name: str, steps: int) -> tuple[str, ...]:
     """Settings of a run besides its spec: the number of steps, or, offline, an evaluation after each step."""
+    own = (f"algorithm.name={name}",) if spec_of(name).name != name else ()
     if name in OFFLINE_ALGORITHMS:
-        own = (f"algorithm.name={name}",) if spec_of(name).name != name else ()
         return (*own, "evaluation.every_steps=1", "checkpoint.every_steps=0")
-    return (f"schedule.steps={steps}", *SETTINGS.get(name, ()))
+    return (*own, f"schedule.steps={steps}", *SETTINGS.get(name, ()))
 
 
 def measure(name: str, steps: int) -> Run:

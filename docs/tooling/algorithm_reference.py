@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from troupe.orchestrator.algorithms.description import (
     advice_on,
@@ -126,7 +128,7 @@ def algorithm_reference(curves: Curves | None = None) -> str:
     for row in ALGORITHMS.values():
         lines += [f"## {row.name}", "", row.summary, "", f"- {_escaped(row.formula)}", f"- Source: {row.source}."]
         lines += [
-            f"- KL to the reference: in the {row.kl_in}. Shipped spec: `deploy/specs/algorithms/{row.name}.yaml`.",
+            f"- KL to the reference: in the {row.kl_in}. Shipped spec: {shipped_spec(row.name)}.",
             *_advice_lines(row.name, curves),
             "",
         ]
@@ -145,6 +147,14 @@ def algorithm_reference(curves: Curves | None = None) -> str:
     if curves.section:
         lines += ["# Curves", "", curves.section, ""]
     return "\n".join(lines)
+
+
+def listed_in(readme: str) -> str:
+    """The README with the names of all algorithms on rollouts in its table."""
+    for kind, critic in {"with": True, "without": False}.items():
+        names = ", ".join(name for name, row in ALGORITHMS.items() if ("critic" in row.required) == critic)
+        readme = re.sub(rf"^(\| Algorithms {kind} a critic \|) [\w, ]+", rf"\1 {names} ", readme, flags=re.MULTILINE)
+    return readme
 
 
 def _ratios() -> str:
@@ -178,7 +188,9 @@ class ShippedSpec:
 
 
 _SPEC_OF_ANOTHER = {"ipo": "dpo"}
-"""Rows without a separate spec in `deploy/specs/`, and the row whose spec runs them."""
+"""Offline rows without a separate spec in `deploy/specs/`, and the row whose spec runs them. On rollouts, `grpo`'s runs
+every row without one."""
+_SPECS = Path(__file__).resolve().parents[2] / "deploy" / "specs" / "algorithms"
 
 
 def spec_of(name: str) -> ShippedSpec:
@@ -186,7 +198,8 @@ def spec_of(name: str) -> ShippedSpec:
     if name in OFFLINE_ALGORITHMS:
         own = _SPEC_OF_ANOTHER.get(name, name)
         return ShippedSpec(f"deploy/specs/tiny-{own.replace('_', '-')}.yaml", own)
-    return ShippedSpec(f"deploy/specs/algorithms/{name}.yaml", name)
+    own = name if (_SPECS / f"{name}.yaml").is_file() else "grpo"
+    return ShippedSpec(f"deploy/specs/algorithms/{own}.yaml", own)
 
 
 def shipped_spec(name: str) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.algorithm_curves import curves
-from docs.tooling.algorithm_reference import algorithm_reference
+from docs.tooling.algorithm_reference import algorithm_reference, listed_in
 from docs.tooling.cli_reference import cli_reference
 from docs.tooling.combination_page import combination_page
 from docs.tooling.metric_reference import metric_reference
@@ -20,6 +20,12 @@ def _algorithms() -> str:
 
 
 FOLDER = Path(__file__).resolve().parents[1]
+README = FOLDER.parent / "README.md"
+
+
+def _readme() -> str:
+    return listed_in(README.read_text(encoding="utf-8"))
+
 
 PAGES: dict[str, Callable[[], str]] = {
     "reference/spec.md": spec_reference,
@@ -28,6 +34,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "reference/cli.md": cli_reference,
     "reference/combinations.md": combination_page,
     "guides/migration.md": migration_page,
+    "../README.md": _readme,
 }
 """Every generated page by its path in `docs/`, and the function that returns its text."""
 
@@ -35,7 +42,7 @@ PAGES: dict[str, Callable[[], str]] = {
 def main() -> None:
     """Write every page whose text has changed."""
     for name, text in PAGES.items():
-        path, wanted = FOLDER / name, text()
+        path, wanted = (FOLDER / name).resolve(), text()
         if not path.exists() or path.read_text(encoding="utf-8") != wanted:
             path.write_text(wanted, encoding="utf-8")
             sys.stdout.write(f"wrote {path.relative_to(FOLDER.parent)}\n")

@@ -20,7 +20,6 @@ from click import ClickException
 
 from docs.tooling.hooks import outside_code, resolved
 from tests.conftest import ROOT
-from troupe.orchestrator.algorithms.table import ALGORITHMS
 from troupe.orchestrator.cli import app
 
 PAGES = (*sorted((ROOT / "docs").rglob("*.md")), *sorted(ROOT.glob("*.md")))
@@ -202,15 +201,3 @@ def test_python_commands_name_files_and_modules_that_exist(page: str, line: str)
     words = shlex.split(line)
     named = words[2].replace(".", "/") + ".py" if words[1] == "-m" else words[1]
     assert named.isupper() or "NAME" in named or named == "pytest.py" or (ROOT / named).exists(), f"{page}: {line}"
-
-
-def test_the_readme_names_every_algorithm() -> None:
-    lines = (ROOT / "README.md").read_text().splitlines()
-
-    def listed(kind: str) -> set[str]:
-        (line,) = (line for line in lines if line.startswith(f"| {kind} |"))
-        return {word for word in re.split(r"[^\w]+", line.split("|")[2].split("(")[0]) if word}
-
-    critic = {name for name, row in ALGORITHMS.items() if "critic" in row.required}
-    assert listed("Algorithms with a critic") == critic
-    assert listed("Algorithms without a critic") == set(ALGORITHMS) - critic

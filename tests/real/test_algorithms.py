@@ -23,6 +23,7 @@ import pytest_asyncio
 import torch
 from transformers import AutoTokenizer
 
+from docs.tooling.algorithm_reference import spec_of
 from tests.conftest import ROOT
 from tests.real.commands import (
     Command,
@@ -70,9 +71,8 @@ PLACEMENT = Placement(
     "PACK",
     (WorkerPlacement("policy", 0, 0, 0.5, 0.0), WorkerPlacement("critic", 0, 0, 0.5, 0.0)),
 )
-SPECS = {name: f"algorithms/{name}" for name in ALGORITHMS} | {"grpo_process": "tiny-grpo-process"}
-"""File of each spec in deploy/specs/."""
-TWO_STEPS = {"grpo", "ppo", "ppo_penalty", "trpo", "remax", "reinforce", "dcpo", "distill", "grpo_process"}
+SPECS = (*ALGORITHMS, "tiny-grpo-process")
+TWO_STEPS = {"grpo", "ppo", "ppo_penalty", "trpo", "remax", "reinforce", "dcpo", "distill", "tiny-grpo-process"}
 """Algorithms whose second step uses what the first has left. The others differ from them in formulas of one step."""
 DAPO_STEPS = 5
 DAPO = (f"schedule.steps={DAPO_STEPS}", "checkpoint={every_steps: 1, keep: 10}")
@@ -251,8 +251,12 @@ async def started() -> AsyncIterator[SharedWorkers]:
 
 
 def shipped(name: str, *overrides: str) -> RolloutSpec:
-    """A shipped spec."""
-    return load_rollout_spec(ROOT / "deploy" / "specs" / f"{SPECS.get(name, name)}.yaml", overrides)
+    """The shipped spec of an algorithm, or another one of deploy/specs/."""
+    if name not in ALGORITHMS:
+        return load_rollout_spec(ROOT / "deploy" / "specs" / f"{name}.yaml", overrides)
+    spec = spec_of(name)
+    own = () if spec.name == name else (f"algorithm.name={name}",)
+    return load_rollout_spec(ROOT / spec.path, (*own, *overrides))
 
 
 @pytest.mark.asyncio(loop_scope="module")

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from docs.tooling.algorithm_reference import spec_of
 from tests.conftest import ROOT
 from troupe.orchestrator.algorithms.description import description, listing, row_defaults
 from troupe.orchestrator.algorithms.offline import OFFLINE_ALGORITHMS
@@ -186,11 +187,12 @@ def test_what_the_section_takes_the_workers_take_too(name: str, numbers: dict[st
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_every_row_is_described_and_has_a_spec_of_its_own(name: str) -> None:
+def test_every_row_is_described_and_a_shipped_spec_runs_it(name: str) -> None:
     text = description(name)
     assert name in listing() and ALGORITHMS[name].formula in text and ALGORITHMS[name].source in text
-    spec = load_rollout_spec(ROOT / "deploy" / "specs" / "algorithms" / f"{name}.yaml")
-    assert spec.algorithm.name == name
+    spec = spec_of(name)
+    changes = [] if spec.name == name else [f"algorithm.name={name}"]
+    assert load_rollout_spec(ROOT / spec.path, changes).algorithm.name == name
 
 
 @pytest.mark.parametrize("name", OFFLINE_ALGORITHMS)
