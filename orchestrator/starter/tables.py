@@ -1,0 +1,158 @@
+"""Finds the rows that a user names: what kind of source they are, their first rows and their held-out part."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from troupe.orchestrator.data.readers import TableSource, file_format, read_table
+from troupe.orchestrator.errors import DataError, UsageError
+from troupe.orchestrator.spec.locations import is_name, is_pattern, matching_files
+from troupe.orchestrator.starter.choices import GYM
+
+HELD_OUT = ("test", "validation", "valid", "val", "dev", "eval")
+"""Names of the part of the data that is held out, the usual one first."""
+
+_ROWS = 1000
+"""Rows that are looked at."""
+_NO_SPLIT = f"the data have no split called {', '.join(HELD_OUT[:-1])} or {HELD_OUT[-1]}"
+_FORMS = (
+    "a .jsonl, .json, .csv or .parquet file, a pattern of files, a folder of the `datasets` library, a name on the "
+    f"Hugging Face hub (org/name or org/name:subset), or {GYM}TASK"
+)
+
+Section = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Where rows are, and the first of them."""
+
+    section: Section
+    """The source as a section of the spec, without its columns."""
+    rows: Sequence[Mapping[str, Any]]
+    """The first rows by column; the fields of a struct are columns with dotted names."""
+
+
+def find_tables(data: str) -> tuple[Table, Table | None, str]:
+    """The rows to train on, the held-out rows, and why there are none of those.
+
+    Args:
+        data: What the user calls the data: a file, a pattern, a folder, or a name on the hub.
+
+    Raises:
+        UsageError: There are no such data, or they have no rows.
+        HubError: The hub cannot be reached, or has no such dataset.
+    """
+    path = Path(data)
+    if path.is_dir():
+        return _folder(data)
+    if path.is_file() or is_pattern(data):
+        return _files(data)
+    name, _, subset = data.partition(":")
+    if is_name(name) and not file_format(data):
+        return _on_hub(name, subset or None)
+    raise UsageError(f"--data: no such file: {data} ({_FORMS})")
+
+
+def _files(data: str) -> tuple[Table, Table | None, str]:
+    files = [path for path in matching_files(data) if path.is_file()]
+    if not files:
+        raise UsageError(f"--data: no file matches {data}")
+    kinds = {file_format(path.name) for path in files}
+    if len(kinds) > 1:
+        raise UsageError(f"--data: {data} matches files of several formats: {', '.join(sorted(kinds))}")
+    (kind,) = kinds
+    if not kind:
+        raise UsageError(f"--data: {data}: no reader reads this format; expected {_FORMS}")
+    held_out = next(_siblings(data), None)
+    other = None if held_out is None else _table({"kind": kind, "path": held_out})
+    name = Path(data).name
+    missing = f"no file beside {name} is its held-out part, as test.csv beside train.csv"
+    return _table({"kind": kind, "path": data}), other, missing
+
+
+def _siblings(data: str) -> Iterator[str]:
+    """The same path with the name of a held-out part instead of `train`, if such files exist."""
+    path = Path(data)
+    for word in HELD_OUT:
+        for part in (path.name, path.parent.name):
+            name = re.sub(r"(?<![a-z])train(?![a-z])", word, part, count=1)
+            if name == part:
+                continue
+            found = str(path.with_name(name) if part == path.name else path.parent.with_name(name) / path.name)
+            if any(one.is_file() for one in matching_files(found)):
+                yield found
+
+
+def _folder(data: str) -> tuple[Table, Table | None, str]:
+    """A folder of the `datasets` library, with one split or several."""
+    splits = [path.name for path in Path(data).iterdir() if (path / "state.json").is_file()]
+    if not splits and not (Path(data) / "state.json").is_file():
+        raise UsageError(f"--data: {data} is no folder of the `datasets` library; expected {_FORMS}")
+    held_out = next((word for word in HELD_OUT if word in splits), None)
+    train = {} if not splits else {"split": "train" if "train" in splits else min(splits)}
+    section = {"kind": "datasets", "path": data}
+    other = None if held_out is None else _table(section | {"split": held_out})
+    return _table(section | train), other, _NO_SPLIT
+
+
+def _on_hub(name: str, subset: str | None) -> tuple[Table, Table | None, str]:
+    """A dataset on the hub; downloads the first file of each split."""
+    from troupe.orchestrator.hub.resolve import NoFiles, with_first_file
+    from troupe.orchestrator.spec.sources import HubFiles
+
+    section: Section = {"kind": "hub", "name": name} | ({"subset": subset} if subset else {})
+
+    def part(split: str) -> Table:
+        source = with_first_file(HubFiles(kind="hub", name=name, subset=subset, split=split))
+        return Table(section | {"split": split}, _rows(source, name))
+
+    try:
+        train = part("train")
+    except NoFiles as error:
+        hint = f"; write --data {name}:SUBSET" if error.field == "subset" else ""
+        raise UsageError(f"--data: {error}{hint}") from None
+    for split in HELD_OUT:
+        with suppress(NoFiles):
+            return train, part(split), ""
+    return train, None, _NO_SPLIT
+
+
+def _table(section: Section) -> Table:
+    try:
+        source = TypeAdapter[TableSource](TableSource).validate_python(section)
+    except ValidationError as error:
+        raise UsageError(f"--data: {error.errors()[0]['msg']}") from None
+    return Table(section, _rows(source, str(section["path"])))
+
+
+def _rows(source: TableSource, name: str) -> list[dict[str, Any]]:
+    """The first rows of a source. Raises UsageError if one cannot be read, or there is none."""
+    rows: list[dict[str, Any]] = []
+    try:
+        for row in islice(read_table(source, None, "data.train"), _ROWS):
+            if row.error:
+                raise UsageError(f"--data: {row.origin}: {row.error}")
+            rows.append(dict(_flat(row.values)))
+    except DataError as error:
+        raise UsageError(f"--data: {error}") from None
+    if not rows:
+        raise UsageError(f"--data: {name} has no rows")
+    return rows
+
+
+def _flat(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Columns and values, the fields of a struct under dotted names."""
+    for name, value in row.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
