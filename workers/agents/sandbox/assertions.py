@@ -17,6 +17,8 @@ from troupe.workers.agents.expressions import BINARY, FUNCTIONS, evaluate
 _ITERATES = frozenset({"sum", "min", "max", "sorted", "set", "list", "tuple", "all", "any", "frozenset", "dict"})
 """Those of `FUNCTIONS` that take any iterable. What a call returns to them leaves the sandbox as a list if it is no
 data itself."""
+RAISED = "_raised"
+"""Function of the sandbox that names the classes of what a call raises."""
 ITEMS = "_items"
 """Function of the sandbox that makes that list; its second argument: whether the value must have a length."""
 _RESULT = "\0result"
@@ -48,12 +50,12 @@ class Assertions:
     """The assertions of a text."""
 
     setup: list[str] = field(default_factory=list)
-    """Statements for the sandbox that come before the calls: imports, and objects that are made by calls."""
+    """Imports for the sandbox that come before the calls."""
     cases: list[Assertion] = field(default_factory=list)
 
 
 def parse_assertions(text: str, function: str = "") -> Assertions:
-    """Split the assertions of a text: `assert` lines, or a `check(candidate)` function as in HumanEval.
+    """Split the assertions of a text: `assert` lines, in HumanEval's `check(candidate)`, or in functions `test...()`.
 
     Args:
         text: Python source.
@@ -76,6 +78,7 @@ class _Splitter:
         self._literals: dict[str, ast.expr] = {}
         self._imported: set[str] = set()
         self._objects: set[str] = set()
+        self._pending: list[str] = []
         self._found = Assertions()
 
     def split(self, body: list[ast.stmt]) -> Assertions:
@@ -91,6 +94,10 @@ class _Splitter:
 
     def _add(self, statement: ast.stmt) -> None:
         match statement:
+            case ast.Import([ast.alias("pytest")]):
+                pass
+            case ast.ImportFrom("solution"):
+                self._found.setup.append(ast.unparse(statement))
             case ast.Import(names) | ast.ImportFrom(names=names):
                 self._imported |= {(alias.asname or alias.name).partition(".")[0] for alias in names}
                 self._found.setup.append(ast.unparse(statement))
@@ -103,6 +110,18 @@ class _Splitter:
                     raise ValueError("check(candidate): no name of the function that is tested (`entry_point`)")
                 for inner in statement.body:
                     self._add(inner)
+            case ast.FunctionDef(name, ast.arguments(args=[]), body, []) if name.startswith("test"):
+                known = self._literals, self._objects
+                self._literals, self._objects = self._literals.copy(), self._objects.copy()
+                for inner in body:
+                    self._add(inner)
+                self._literals, self._objects = known
+            case ast.With(
+                [ast.withitem(ast.Call(func, [ast.Name(error)], []))], [ast.Expr(call) | ast.Assign(_, call)]
+            ) if ast.unparse(func) == "pytest.raises":
+                self._raises(error, self._insert(call))
+            case ast.Expr(ast.Call(ast.Attribute(ast.Name(name))) as call) if name in self._objects:
+                self._pending.append(ast.unparse(self._insert(call)))
             case ast.Expr(ast.Constant()) | ast.Expr(ast.Call(ast.Name("check"), [ast.Name()])) | ast.Pass():
                 pass
             case _:
@@ -112,18 +131,30 @@ class _Splitter:
         value = self._insert(value)
         calls: list[str] = []
         local = self._split(value, calls)
+        self._literals.pop(name, None)
+        self._objects.discard(name)
         if not calls:
             self._literals[name] = local
             return
         self._objects.add(name)
-        self._found.setup.append(f"{name} = {ast.unparse(value)}")
+        self._pending.append(f"globals().__setitem__({name!r}, {ast.unparse(value)})")
 
     def _assert(self, test: ast.expr) -> None:
-        calls: list[str] = []
+        calls = self._pending.copy()
         local = self._split(self._insert(test), calls, truth=True)
-        if calls:  # `assert True` tests nothing
+        if len(calls) > len(self._pending):  # `assert True` tests nothing
             _require_values(local)
             self._found.cases.append(Assertion(tuple(calls), local))
+            self._pending.clear()
+
+    def _raises(self, error: str, call: ast.expr) -> None:
+        """`with pytest.raises(ValueError): f(-1)`; of what is raised, the sandbox returns the names of its classes."""
+        if not isinstance(call, ast.Call) or not self._is_tested(call.func):
+            raise ValueError(f"the tests expect an error of something else than a call: {ast.unparse(call)[:80]}")
+        calls = self._pending.copy()
+        raised = self._call(f"{RAISED}(lambda: {ast.unparse(call)})", calls)
+        self._found.cases.append(Assertion(tuple(calls), ast.Compare(ast.Constant(error), [ast.In()], [raised])))
+        self._pending.clear()
 
     def _insert(self, node: ast.expr) -> ast.expr:
         """The expression with the values of names that the tests assigned, and the name that `candidate` stands for."""
@@ -176,16 +207,15 @@ class _Splitter:
                     given = [self._split_iterable(argument, calls, sized=name == "len") for argument in args]
                     return ast.Call(func, given, named)
                 return ast.Call(func, [part(argument) for argument in args], named)
-            case ast.Call(func) if self._is_tested(func):
+            case _ if self._is_result(node):
                 source = ast.unparse(node)
                 return self._call(f"bool({source})" if truth else source, calls)
         raise ValueError(f"the tests contain an expression that cannot be evaluated: {ast.unparse(node)[:80]}")
 
     def _split_iterable(self, node: ast.expr, calls: list[str], *, sized: bool = False) -> ast.expr:
         """As `_split`, of an expression whose items count: a call may return an iterator or a view."""
-        match node:
-            case ast.Call(func) if ast.unparse(func) not in FUNCTIONS and self._is_tested(func):
-                return self._call(f"{ITEMS}({ast.unparse(node)}, {sized})", calls)
+        if self._is_result(node):
+            return self._call(f"{ITEMS}({ast.unparse(node)}, {sized})", calls)
         return self._split(node, calls)
 
     def _call(self, source: str, calls: list[str]) -> ast.expr:
@@ -203,6 +233,15 @@ class _Splitter:
         if sum(count > 0 for count in counts) > 1:
             raise ValueError(f"the expected result would be computed in the sandbox: {ast.unparse(node)[:80]}")
         return ast.Compare(sides[0], node.ops, sides[1:])
+
+    def _is_result(self, node: ast.expr) -> bool:
+        """Whether only the sandbox has the value: what a tested call returns, an object with one, or its attribute."""
+        match node:
+            case ast.Call(func):
+                return ast.unparse(func) not in FUNCTIONS and self._is_tested(func)
+            case ast.Name(name) | ast.Attribute(ast.Name(name)):
+                return name in self._objects
+        return False
 
     def _is_tested(self, function: ast.expr) -> bool:
         """Whether a called function belongs to the code that is tested. Any other would receive an expected result."""

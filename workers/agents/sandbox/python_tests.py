@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any, Literal
 
-from troupe.workers.agents.sandbox.assertions import ITEMS, Assertions, parse_assertions
+from troupe.workers.agents.sandbox.assertions import ITEMS, RAISED, Assertions, parse_assertions
 from troupe.workers.agents.sandbox.run import SandboxLimits, SandboxStarter, run_python
 from troupe.workers.rewards.answer_text import visible
 
@@ -81,6 +81,15 @@ def items(value, sized):
     if len(found) > 2**20:
         raise ValueError("a result has too many items, or no end")
     return found
+
+
+def raised(call):
+    """Names of the classes of what a call raises."""
+    try:
+        call()
+    except Exception as error:
+        return [kind.__name__ for kind in type(error).__mro__]
+    return []
 
 
 def main(seconds):
@@ -164,7 +173,7 @@ def python_tests(
         raise ValueError(f"style must be auto, stdin or function, not {style!r}")
     if min(timeout_s, total_s) <= 0 or tolerance < 0 or max_cases < 0:
         raise ValueError("timeout_s and total_s must be positive, tolerance and max_cases not negative")
-    given = _read_tests((metadata.get("right_answers") or answer) if tests == "answer" else metadata[tests])
+    given = _read_tests(metadata.get("right_answers") or answer if tests == "answer" else metadata[tests], metadata)
     program = extract_code(visible(response, opens_thought=opens_thought))
     code = f"{prelude}\n{program}" if prelude else program
     limits = SandboxLimits(timeout_s, memory_mib, output_kib=_RESULTS_KIB, packages=packages)
@@ -175,6 +184,15 @@ def python_tests(
         return _judge(verdicts, len(cases), partial)
     pairs = _stdin_cases(given)[: max_cases or None]
     return _judge(_run_programs(code, pairs, limits, total_s, tolerance, partial), len(pairs), partial)
+
+
+def has_tests(given: Any, metadata: dict[str, Any]) -> bool:
+    """Whether a value of the data has one of the forms of test cases, and can be used."""
+    try:
+        cases = _read_tests(given, metadata)
+        return bool(_function_cases(cases, metadata, 0.0)[1] if _is_function_style(cases, "auto") else _pairs(cases))
+    except (ValueError, RecursionError):
+        return False
 
 
 def extract_code(response: str) -> str:
@@ -224,13 +242,30 @@ def _judge(verdicts: Sequence[bool], cases: int, partial: bool) -> float:
     return passed / cases if partial else float(passed == cases)
 
 
-def _read_tests(given: Any) -> Any:
-    """Test cases as an object or a list, or as text with assertions."""
-    if isinstance(given, str):
-        with contextlib.suppress(ValueError):  # assertions are not JSON
-            given = json.loads(given)
+def _parsed(given: Any) -> Any:
+    """What a text says as JSON; other values, and texts that are no JSON, as they are."""
+    with contextlib.suppress(ValueError):
+        return json.loads(given) if isinstance(given, str) else given
+    return given
+
+
+def _read_tests(given: Any, metadata: dict[str, Any]) -> Any:
+    """Test cases as an object with inputs and outputs, as a list of assertions, or as text with assertions."""
+    given = _parsed(given)
+    given = given.get("test_cases") or given if isinstance(given, dict) else given
     if not isinstance(given, (str, list, dict)) or not given:
         raise ValueError(f"no test cases: expected an object, a list of assertions or their text, got {given!r:.80}")
+    if isinstance(given, list) and all(isinstance(case, dict) for case in given):
+        if not all({"input", "output"} <= case.keys() for case in given):
+            raise ValueError(f"test cases need `input` and `output`, got {given[0]!r:.80}")
+        function = given[0].get("fn_name")
+        if not function and given[0].get("testtype") == "functional":  # LiveCodeBench has the name in `metadata`
+            own = _parsed(metadata.get("metadata"))
+            function = own.get("func_name") if isinstance(own, dict) else None
+            if not function:
+                raise ValueError("test cases of the style function need `func_name` in the metadata's `metadata`")
+        named = {"fn_name": function} if function else {}
+        return {name: [case[name[:-1]] for case in given] for name in ("inputs", "outputs")} | named
     return given
 
 
@@ -250,11 +285,12 @@ def _pairs(given: dict[str, Any]) -> list[tuple[Any, Any]]:
 
 def _stdin_cases(given: dict[str, Any]) -> list[tuple[str, str]]:
     """Input and expected output of each case; both may be given as lists of lines."""
+    return [(_as_text(entered), _as_text(expected)) for entered, expected in _pairs(given)]
 
-    def text(value: Any) -> str:
-        return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
-    return [(text(entered), text(expected)) for entered, expected in _pairs(given)]
+def _as_text(value: Any) -> str:
+    """A text, which may be given as a list of lines."""
+    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _function_cases(given: Any, metadata: dict[str, Any], tolerance: float) -> tuple[list[str], list[_Case]]:
@@ -264,7 +300,9 @@ def _function_cases(given: Any, metadata: dict[str, Any], tolerance: float) -> t
     source, function = given, str(metadata.get("entry_point") or "")
     if isinstance(given, dict):
         source, function = given["test"], str(given.get("entry_point") or given.get("fn_name") or function)
-    found: Assertions = parse_assertions("\n".join(source) if isinstance(source, list) else str(source), function)
+    first = (metadata.get("test_imports"), metadata.get("test_setup_code"))  # MBPP
+    text = "\n".join(_as_text(part) for part in (*first, source) if part)
+    found: Assertions = parse_assertions(text, function)
     return found.setup, [_Case(assertion.calls, assertion.holds) for assertion in found.cases]
 
 
@@ -337,8 +375,8 @@ def _run_programs(
 def _run_calls(code: str, setup: list[str], cases: list[_Case], limits: SandboxLimits, timeout_s: float) -> list[bool]:
     """Whether the cases pass that were run until time was up. All run in one sandbox, one after the other."""
     calls = ["(" + "".join(f"lambda: ({call}), " for call in case.calls) + ")," for case in cases]
-    given = ["import solution", "globals().update(vars(solution))", f"from __main__ import items as {ITEMS}"]
-    lines = [*given, *setup, "CASES = (", *calls, ")"]
+    helpers = f"from __main__ import items as {ITEMS}, raised as {RAISED}"
+    lines = ["import solution", "globals().update(vars(solution))", helpers, *setup, "CASES = (", *calls, ")"]
     modules = {"solution": code, "cases": "\n".join(lines)}
     result = run_python(f"{_DRIVER}\nmain({timeout_s!r})\n", limits=limits, modules=modules)
     found = _read_results(result.stdout)

@@ -310,6 +310,86 @@ def test_a_prelude_comes_before_the_program() -> None:
     assert score(code, ["assert f([4]) == 2.0"], prelude="import math\nfrom typing import List") == 1.0
 
 
+CHECKED_ADD = "def add(a, b):\n    if a is None: raise ValueError('none')\n    return a + b"
+STACK = """
+class Stack:
+    def __init__(self): self.items = []
+    def push(self, item): self.items.append(item)
+    def pop(self): return self.items.pop()
+def make(*items):
+    stack = Stack()
+    for item in items: stack.push(item)
+    return stack
+"""
+KODCODE = """
+import pytest
+from solution import add
+
+def test_add():
+    "Adds."
+    expected = 3
+    result = add(1, 2)
+    assert result == expected
+    result = add(-1, 1)
+    assert result == 0
+
+def test_sequences():
+    result = add([1], [2])
+    assert len(result) == 2
+    assert result[1] == 2
+    with pytest.raises(ValueError):
+        add(None, 1)
+"""
+OBJECTS = """
+from solution import make
+
+def test_order():
+    stack = make(1, 2)
+    assert stack.pop() == 2
+    stack.push(7)
+    last = stack.pop()
+    assert last == 7
+    assert stack.items == [1]
+
+def test_names_belong_to_a_test():
+    stack = 5
+    assert make(1).pop() == stack - 4
+"""
+STDIN = [
+    {"input": "1 2\n", "output": "3\n", "testtype": "stdin"},
+    {"input": "4 5\n", "output": "9", "testtype": "stdin"},
+]
+CALLS = [{"input": "1\n2", "output": "3", "testtype": "functional"}, {"input": "[1]\n[2]", "output": "[1, 2]"}]
+SUM = "a, b = map(int, input().split())\nprint(a + b)"
+NAMED = {"metadata": json.dumps({"func_name": "add"})}
+
+
+@pytest.mark.parametrize(
+    ("code", "wrong", "tests", "metadata"),
+    [
+        (CHECKED_ADD, ("+", "-"), KODCODE, {}),
+        (CHECKED_ADD, ("ValueError", "KeyError"), KODCODE, {}),
+        (CHECKED_ADD, ("raise", "return"), KODCODE, {}),
+        (STACK, ("self.items.pop()", "self.items[-1]"), OBJECTS, {}),
+        (STACK, ("self.items.pop()", "self.items.pop(0)"), OBJECTS, {}),
+        (SUM, ("+", "-"), json.dumps(STDIN), {}),
+        (SUM, ("+", "-"), STDIN, {}),
+        (SUM, ("+", "-"), {"language": "python", "test_cases": STDIN}, {}),
+        (CHECKED_ADD, ("+", "-"), json.dumps(CALLS), NAMED),
+        (CHECKED_ADD, ("+", "-"), [{**case, "fn_name": "add"} for case in CALLS], {}),
+        (CHECKED_ADD, ("+", "-"), ["assert add(1, sqrt(4)) == 3"], {"test_setup_code": "from math import sqrt"}),
+        (CHECKED_ADD, ("+", "-"), ["assert add(1, m.sqrt(4)) == 3"], {"test_imports": ["import math as m"]}),
+    ],
+)
+def test_published_forms_of_tests_are_read(
+    code: str, wrong: tuple[str, str], tests: Any, metadata: dict[str, Any]
+) -> None:
+    given = {"cases": tests, **metadata}
+    assert module.has_tests(tests, given)
+    assert python_tests(f"```python\n{code}\n```", "", given, tests="cases") == 1.0
+    assert python_tests(f"```python\n{code.replace(*wrong)}\n```", "", given, tests="cases") == 0.0
+
+
 # Test cases that cannot be used
 
 
@@ -333,9 +413,15 @@ def test_a_prelude_comes_before_the_program() -> None:
         ("assert print(f(1), 3) == 3", "cannot be evaluated"),
         ("assert (lambda x: x == 3)(f(1))", "cannot be evaluated"),
         ("assert f(1) == f'{3}'", "cannot be evaluated"),
+        ("import pytest\nwith pytest.raises(ValueError): f(1) + 1", "something else than a call"),
+        ("import pytest\nwith pytest.raises(ValueError, match='x'): f(1)", "line 2"),
+        ("x = [1]\nf(x)\nassert x == f(1)", "line 2"),
+        ([{"input": "1"}], "`input` and `output`"),
+        ([{"input": "1", "output": "1", "testtype": "functional"}], "func_name"),
     ],
 )
 def test_cases_that_cannot_be_judged_raise_and_are_no_reward(tests: Any, message: str) -> None:
+    assert not module.has_tests(tests, {})
     with pytest.raises(ValueError, match=message):
         python_tests("def f(x): return x", tests if isinstance(tests, str) else json.dumps(tests), {})
 
