@@ -67,6 +67,7 @@ ESTIMATOR_OPTIONS: dict[str, frozenset[str]] = {
 
 OBJECTIVE_OPTIONS: dict[str, frozenset[str]] = {
     "clip": _RATIO | {"clip_range", "clip_low", "clip_high", "dual_clip"},
+    "soft_gate": _RATIO | {"gate_positive", "gate_negative"},
     "cispo": _RATIO | {"clip_high"},
     "policy_gradient": _RATIO,
     "kl_penalty": _RATIO | {"kl_old"},
@@ -80,6 +81,7 @@ RATIOS = {
     "clip": "clipped: a token (`gspo`: a response) whose `r` has left the clip range in the direction of its advantage "
     "has no gradient",
     "kl_penalty": "unclipped, with a penalty on KL(old \\|\\| new)",
+    "soft_gate": "a soft gate: the gradient of a token fades as its `r` leaves 1, in either direction",
     "cispo": "a truncated weight: every token keeps its gradient",
     "likelihood": "none: the objective is the likelihood of chosen samples, whoever sampled them",
 }
@@ -314,6 +316,17 @@ ALGORITHMS: dict[str, Algorithm] = {
             min_group_size=2,
             advantage=_GRPO,
             loss=PolicyLossConfig(ratio="sequence_token", clip_low=3e-4, clip_high=4e-4, aggregation="sequence_mean"),
+        ),
+        Algorithm(
+            name="sapo",
+            summary="A soft gate for the clip: the gradient of a token fades as its ratio leaves 1.",
+            formula="A as grpo; loss -A sigmoid(tau (r - 1)) 4 / tau, tau = gate_positive for A > 0, else "
+            f"gate_negative, {_R_TOKEN}, mean per sequence",
+            source="SAPO, arXiv 2511.20347, eq. 5 to 7",
+            group_size=8,
+            min_group_size=2,
+            advantage=_GRPO,
+            loss=PolicyLossConfig(objective="soft_gate", aggregation="sequence_mean"),
         ),
         Algorithm(
             name="dcpo",

@@ -72,8 +72,8 @@ PLACEMENT = Placement(
     (WorkerPlacement("policy", 0, 0, 0.5, 0.0), WorkerPlacement("critic", 0, 0, 0.5, 0.0)),
 )
 SPECS = (*ALGORITHMS, "tiny-grpo-process")
-TWO_STEPS = {"grpo", "ppo", "ppo_penalty", "trpo", "remax", "reinforce", "dcpo", "distill", "tiny-grpo-process"}
-"""Algorithms whose second step uses what the first has left. The others differ from them in formulas of one step."""
+STEPS = 3
+"""Later steps use what earlier ones have left: statistics, coefficients, a critic that has learned."""
 DAPO_STEPS = 5
 DAPO = (f"schedule.steps={DAPO_STEPS}", "checkpoint={every_steps: 1, keep: 10}")
 DAPO_LEARNING = ("policy/loss", "policy/grad_norm", "reward/mean", "masked_samples", "ledger/trained", "ledger/dropped")
@@ -269,14 +269,13 @@ async def test_workers_say_what_they_do_while_they_start(shared: SharedWorkers) 
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("name", SPECS)
 async def test_the_shipped_spec_of_every_algorithm_trains(name: str, shared: SharedWorkers, tmp_path: Path) -> None:
-    steps = 2 if name in TWO_STEPS else 1
-    spec = shipped(name, f"schedule.steps={steps}")
+    spec = shipped(name, f"schedule.steps={STEPS}")
     run = await shared.run(spec, tmp_path / name)
     outcome, lines = run.outcome, run.metrics
-    assert outcome.steps_done == steps == len(lines)
+    assert outcome.steps_done == STEPS == len(lines)
     assert outcome.ledger["in_flight"] == 0
     assert outcome.ledger["dispatched"] == outcome.ledger["trained"] + outcome.ledger["dropped"]
-    assert outcome.ledger["trained"] == steps * spec.samples_per_step
+    assert outcome.ledger["trained"] == STEPS * spec.samples_per_step
     for line in lines:
         # Every step has a finite, non-zero gradient.
         assert line["policy/grad_norm"] > 0 and line["policy/skipped_updates"] == 0
@@ -287,7 +286,7 @@ async def test_the_shipped_spec_of_every_algorithm_trains(name: str, shared: Sha
     if spec.roles.critic is not None:
         assert all(line["critic/grad_norm"] > 0 for line in lines)
     table = pq.read_table(run.out / "trajectories")
-    assert table.num_rows == steps * spec.samples_per_step
+    assert table.num_rows == STEPS * spec.samples_per_step
     process = any(function.process for function in spec.roles.reward.functions)
     assert any(table["reward_spans"].to_pylist()) == process
 

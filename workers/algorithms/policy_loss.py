@@ -308,6 +308,16 @@ def _unclipped(
     return TokenLoss(-tokens.advantages * ratio, {"clip_fraction": torch.zeros_like(ratio)})
 
 
+def _soft_gate(
+    ratio: torch.Tensor, old_logprobs: torch.Tensor, tokens: PolicyTokens, config: PolicyLossConfig
+) -> TokenLoss:
+    # The factor 4 / temperature gives the gate the slope 1 at ratio 1, as the ratio has.
+    positive, negative = (ratio.new_tensor(one) for one in (config.gate_positive, config.gate_negative))
+    temperature = torch.where(tokens.advantages > 0, positive, negative)
+    gate = torch.sigmoid(temperature * (ratio - 1.0)) * (4.0 / temperature)
+    return TokenLoss(-tokens.advantages * gate, {"clip_fraction": torch.zeros_like(ratio)})
+
+
 def _cispo(
     ratio: torch.Tensor, old_logprobs: torch.Tensor, tokens: PolicyTokens, config: PolicyLossConfig
 ) -> TokenLoss:
@@ -338,6 +348,7 @@ SURROGATES: Mapping[str, Surrogate] = {
     "clip": _clip,
     "policy_gradient": _unclipped,
     "kl_penalty": _unclipped,
+    "soft_gate": _soft_gate,
     "cispo": _cispo,
     "custom": _custom,
 }

@@ -516,10 +516,10 @@ class CustomConfig(Frozen):
 class PolicyLossConfig(Frozen):
     """The policy's loss on one micro-batch."""
 
-    objective: Literal["clip", "policy_gradient", "cispo", "kl_penalty", "likelihood", "custom"] = "clip"
+    objective: Literal["clip", "policy_gradient", "soft_gate", "cispo", "kl_penalty", "likelihood", "custom"] = "clip"
     """`clip`: PPO's clipped ratio (arXiv 1707.06347, eq. 7); `policy_gradient`: -advantage * ratio, not clipped (eq.
     6), which has REINFORCE's gradient in the first update on a batch and is corrected for the policy's change in later
-    ones; `cispo`: -advantage * log-prob, weighted by the clipped ratio without gradient (arXiv 2506.13585, eq. 4);
+    ones; `soft_gate`: the ratio through a sigmoid (SAPO, arXiv 2511.20347, eq. 6); `cispo`: -advantage * log-prob, weighted by the clipped ratio without gradient (arXiv 2506.13585, eq. 4);
     `kl_penalty`: the unclipped ratio plus beta * KL(old || new) (arXiv 1707.06347, eq. 8); `likelihood`: -advantage *
     log-prob at temperature 1, without any correction for who sampled the tokens (RAFT); `custom`: the function of the
     user's algorithm."""
@@ -540,6 +540,11 @@ class PolicyLossConfig(Frozen):
     """Maximum of the upper bound, with `dynamic_clip`."""
     dual_clip: float | None = Field(default=None, gt=1.0)
     """If the advantage is negative, the loss is at most -dual_clip * advantage (arXiv 1912.09729)."""
+    gate_positive: float = Field(default=1.0, gt=0.0)
+    """Temperature of the gate for tokens with an advantage above 0 (sapo): the higher, the sooner a token whose ratio
+    has left 1 loses its gradient."""
+    gate_negative: float = Field(default=1.05, gt=0.0)
+    """The same for the other tokens."""
     kl_coef: float = Field(default=0.0, ge=0.0)
     """Weight of the KL-to-reference term in the loss."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"

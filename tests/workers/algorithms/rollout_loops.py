@@ -241,6 +241,12 @@ def gspo_token(s: Sample, t: int, advantage: float) -> Scalar:
     )
 
 
+def sapo(s: Sample, t: int, advantage: float) -> Scalar:
+    """SAPO, arXiv 2511.20347, eq. 6: 4 / tau over 1 + exp(-tau (r - 1))."""
+    tau = 1.0 if advantage > 0 else 1.05
+    return -weight(s, t) * advantage * 4.0 / tau / (1.0 + torch.exp(-tau * (ratio(s, t) - 1.0)))
+
+
 def dcpo_loss(s: Sample, t: int, advantage: float) -> Scalar:
     """DCPO, arXiv 2509.02333, eq. 7, with a cap of 10 on the ratio and on the loss of negative advantages."""
     q = math.exp(s.old[t])
@@ -321,6 +327,7 @@ LOOPS = {
     "dapo": Loop(grpo, clipped(0.2, 0.28), token_mean),
     "gspo": Loop(grpo, gspo, sequence_mean),
     "gspo_token": Loop(grpo, gspo_token, sequence_mean),
+    "sapo": Loop(grpo, sapo, sequence_mean),
     "dcpo": Loop(dcpo, dcpo_loss, only_token_mean),
     "cispo": Loop(grpo, cispo, token_mean),
     "raft": Loop(raft, likelihood, mean_of_chosen),

@@ -281,7 +281,7 @@ def test_only_token_mean_is_the_sum_of_the_sequences_means() -> None:
 def test_at_ratio_one_all_objectives_have_one_gradient(aggregation: str) -> None:
     tokens = replace(random_tokens(8, aggregation), old_logprobs=None)
     expected = -tokens.advantages * tokens.weights
-    for name in ("reinforce", "rloo", "grpo", "ppo_penalty", "trpo", "gspo_token", "cispo", "dcpo", "raft"):
+    for name in ("reinforce", "rloo", "grpo", "ppo_penalty", "trpo", "gspo_token", "sapo", "cispo", "dcpo", "raft"):
         output = policy_loss(tokens, config_of(name, aggregation=aggregation), 0.7)
         torch.testing.assert_close(gradient(output.loss, tokens.logprobs), expected, rtol=1e-9, atol=1e-12)
 
@@ -488,7 +488,11 @@ def trl_trainer(logprobs: torch.Tensor, **settings_: Any) -> SimpleNamespace:
         "_get_per_token_logps_and_entropies": lambda *_, **__: (logprobs, torch.zeros_like(logprobs), None),
         "accelerator": accelerator,
         "args": SimpleNamespace(
-            use_bias_correction_kl=False, delta=settings_.pop("delta", None), steps_per_generation=1
+            use_bias_correction_kl=False,
+            delta=settings_.pop("delta", None),
+            steps_per_generation=1,
+            sapo_temperature_pos=1.0,
+            sapo_temperature_neg=1.05,
         ),
         "model": SimpleNamespace(training=True),
         "current_gradient_accumulation_steps": 1,
@@ -548,6 +552,7 @@ LIKE_TRL: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon_low": 3e-4, "epsilon_high": 4e-4},
     ),
     "cispo": ({}, {"loss_type": "cispo", "epsilon_high": 1 + ALGORITHMS["cispo"].loss.clip_high}),
+    "sapo": ({}, {"loss_type": "sapo"}),
     "cispo_tight": ({"clip_high": 0.1}, {"loss_type": "cispo", "epsilon_high": 1.1}),
 }
 ROW_OF = {"bnpo": "ppo", "two_sided": "grpo", "gspo_as_published": "gspo", "cispo_tight": "cispo"}
