@@ -67,6 +67,7 @@ ESTIMATOR_OPTIONS: dict[str, frozenset[str]] = {
 
 OBJECTIVE_OPTIONS: dict[str, frozenset[str]] = {
     "clip": _RATIO | {"clip_range", "clip_low", "clip_high", "dual_clip"},
+    "geometric": _RATIO | {"clip_range", "clip_low", "clip_high"},
     "soft_gate": _RATIO | {"gate_positive", "gate_negative"},
     "cispo": _RATIO | {"clip_high"},
     "policy_gradient": _RATIO,
@@ -82,6 +83,8 @@ RATIOS = {
     "has no gradient",
     "kl_penalty": "unclipped, with a penalty on KL(old \\|\\| new)",
     "soft_gate": "a soft gate: the gradient of a token fades as its `r` leaves 1, in either direction",
+    "geometric": "clipped before the response's geometric mean: a token beyond the bounds has no gradient, and its "
+    "bound is part of the mean that weighs the others",
     "cispo": "a truncated weight: every token keeps its gradient",
     "likelihood": "none: the objective is the likelihood of chosen samples, whoever sampled them",
 }
@@ -316,6 +319,19 @@ ALGORITHMS: dict[str, Algorithm] = {
             min_group_size=2,
             advantage=_GRPO,
             loss=PolicyLossConfig(ratio="sequence_token", clip_low=3e-4, clip_high=4e-4, aggregation="sequence_mean"),
+        ),
+        Algorithm(
+            name="gmpo",
+            summary="GRPO with the geometric mean of a response's ratios, each clipped in a wide range before.",
+            formula="A as grpo; loss -A exp(mean over tokens of min(log r, clip_high), for A < 0 of "
+            f"max(log r, -clip_low)), {_R_TOKEN}, mean per sequence",
+            source="GMPO, arXiv 2507.20673, eq. 4; bounds e^-0.4 and e^0.4: sec. 4",
+            group_size=8,
+            min_group_size=2,
+            advantage=_GRPO,
+            loss=PolicyLossConfig(
+                objective="geometric", ratio="sequence", clip_low=0.4, clip_high=0.4, aggregation="sequence_mean"
+            ),
         ),
         Algorithm(
             name="sapo",

@@ -318,6 +318,17 @@ def _soft_gate(
     return TokenLoss(-tokens.advantages * gate, {"clip_fraction": torch.zeros_like(ratio)})
 
 
+def _geometric(
+    ratio: torch.Tensor, old_logprobs: torch.Tensor, tokens: PolicyTokens, config: PolicyLossConfig
+) -> TokenLoss:
+    # One-sided, as PPO's minimum: a token that a bound holds back would have moved on in its advantage's direction.
+    own, rises = tokens.logprobs - old_logprobs, tokens.advantages > 0
+    clipped = torch.where(rises, own > config.clip_high, own < -config.clip_low) & (tokens.advantages != 0)
+    near = torch.where(clipped, own.detach().clamp(-config.clip_low, config.clip_high), own)
+    mean = policy_log_ratio(near, torch.zeros_like(near), tokens.loss_mask.float(), tokens.sequence, config.ratio)
+    return TokenLoss(-tokens.advantages * bounded_exp(mean), {"clip_fraction": clipped})
+
+
 def _cispo(
     ratio: torch.Tensor, old_logprobs: torch.Tensor, tokens: PolicyTokens, config: PolicyLossConfig
 ) -> TokenLoss:
@@ -349,6 +360,7 @@ SURROGATES: Mapping[str, Surrogate] = {
     "policy_gradient": _unclipped,
     "kl_penalty": _unclipped,
     "soft_gate": _soft_gate,
+    "geometric": _geometric,
     "cispo": _cispo,
     "custom": _custom,
 }

@@ -516,13 +516,16 @@ class CustomConfig(Frozen):
 class PolicyLossConfig(Frozen):
     """The policy's loss on one micro-batch."""
 
-    objective: Literal["clip", "policy_gradient", "soft_gate", "cispo", "kl_penalty", "likelihood", "custom"] = "clip"
+    objective: Literal[
+        "clip", "policy_gradient", "soft_gate", "geometric", "cispo", "kl_penalty", "likelihood", "custom"
+    ] = "clip"
     """`clip`: PPO's clipped ratio (arXiv 1707.06347, eq. 7); `policy_gradient`: -advantage * ratio, not clipped (eq.
     6), which has REINFORCE's gradient in the first update on a batch and is corrected for the policy's change in later
-    ones; `soft_gate`: the ratio through a sigmoid (SAPO, arXiv 2511.20347, eq. 6); `cispo`: -advantage * log-prob, weighted by the clipped ratio without gradient (arXiv 2506.13585, eq. 4);
-    `kl_penalty`: the unclipped ratio plus beta * KL(old || new) (arXiv 1707.06347, eq. 8); `likelihood`: -advantage *
-    log-prob at temperature 1, without any correction for who sampled the tokens (RAFT); `custom`: the function of the
-    user's algorithm."""
+    ones; `soft_gate`: the ratio through a sigmoid (SAPO, arXiv 2511.20347, eq. 6); `geometric`: the geometric mean of a
+    sample's ratios, each clipped before (GMPO, arXiv 2507.20673, eq. 4); `cispo`: -advantage * log-prob, weighted by
+    the clipped ratio without gradient (arXiv 2506.13585, eq. 4); `kl_penalty`: the unclipped ratio plus beta * KL(old
+    || new) (arXiv 1707.06347, eq. 8); `likelihood`: -advantage * log-prob at temperature 1, without any correction for
+    who sampled the tokens (RAFT); `custom`: the function of the user's algorithm."""
     custom: CustomConfig | None = None
     """Objective custom: the user's algorithm."""
     ratio: Literal["token", "sequence", "sequence_token"] = "token"
@@ -530,9 +533,9 @@ class PolicyLossConfig(Frozen):
     (GSPO, arXiv 2507.18071, eq. 7); `sequence_token`: that mean with the gradient of each token (GSPO-token, eq.
     14)."""
     clip_low: float = Field(default=0.2, gt=0.0, lt=1.0)
-    """The ratio is clipped below at 1 - clip_low (`clip_range` sets both clips)."""
+    """The ratio is clipped below at 1 - clip_low (`gmpo`: exp(-clip_low); `clip_range` sets both clips)."""
     clip_high: float = Field(default=0.2, gt=0.0)
-    """The ratio is clipped above at 1 + clip_high (`clip_range` sets both clips)."""
+    """The ratio is clipped above at 1 + clip_high (`gmpo`: exp(clip_high); `clip_range` sets both clips)."""
     dynamic_clip: bool = False
     """Widen the bounds for improbable tokens, from `clip_low`, `clip_high` and the old probability (DCPO, arXiv
     2509.02333, sec. 3.1)."""

@@ -40,7 +40,7 @@ def trl_configs() -> dict[str, set[str]]:
     spec = importlib.util.find_spec("trl")
     assert spec is not None and spec.origin is not None
     folder, found = Path(spec.origin).parent, dict[str, set[str]]()
-    for path in (*folder.glob("trainer/*_config.py"), *folder.glob("experimental/orpo/*_config.py")):
+    for path in (*folder.glob("trainer/*_config.py"), *folder.glob("experimental/*/*_config.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ClassDef):
                 fields = (one.target for one in node.body if isinstance(one, ast.AnnAssign))

@@ -241,6 +241,15 @@ def gspo_token(s: Sample, t: int, advantage: float) -> Scalar:
     )
 
 
+def gmpo(s: Sample, t: int, advantage: float) -> Scalar:
+    """GMPO, arXiv 2507.20673, eq. 4: the product of the clipped ratios to the power 1 / |o|."""
+    product = torch.ones((), dtype=torch.double)
+    for k in range(len(s)):
+        r = ratio(s, k)
+        product = product * (torch.clamp(r, max=math.exp(0.4)) if advantage > 0 else torch.clamp(r, min=math.exp(-0.4)))
+    return -weight(s, t) * advantage * product ** (1.0 / len(s))
+
+
 def sapo(s: Sample, t: int, advantage: float) -> Scalar:
     """SAPO, arXiv 2511.20347, eq. 6: 4 / tau over 1 + exp(-tau (r - 1))."""
     tau = 1.0 if advantage > 0 else 1.05
@@ -327,6 +336,7 @@ LOOPS = {
     "dapo": Loop(grpo, clipped(0.2, 0.28), token_mean),
     "gspo": Loop(grpo, gspo, sequence_mean),
     "gspo_token": Loop(grpo, gspo_token, sequence_mean),
+    "gmpo": Loop(grpo, gmpo, sequence_mean),
     "sapo": Loop(grpo, sapo, sequence_mean),
     "dcpo": Loop(dcpo, dcpo_loss, only_token_mean),
     "cispo": Loop(grpo, cispo, token_mean),

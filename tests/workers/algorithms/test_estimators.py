@@ -771,12 +771,12 @@ def test_partition_of_tables_does_not_matter(name: str) -> None:
 
 
 COMPARING = ["grpo", "dr_grpo", "rloo", "reinforce_pp_baseline"]
-"""Rows that judge a sample by its group; dapo, gspo, gspo_token, sapo and cispo have grpo's advantages."""
+"""Rows that judge a sample by its group; dapo, gspo, gspo_token, gmpo, sapo and cispo have grpo's advantages."""
 
 
 def test_rows_with_the_advantages_of_grpo() -> None:
     same = [name for name, row in ALGORITHMS.items() if row.advantage == ALGORITHMS["grpo"].advantage]
-    assert same == ["grpo", "dapo", "gspo", "gspo_token", "sapo", "cispo"]
+    assert same == ["grpo", "dapo", "gspo", "gspo_token", "gmpo", "sapo", "cispo"]
 
 
 @pytest.mark.parametrize("name", COMPARING)

@@ -281,7 +281,19 @@ def test_only_token_mean_is_the_sum_of_the_sequences_means() -> None:
 def test_at_ratio_one_all_objectives_have_one_gradient(aggregation: str) -> None:
     tokens = replace(random_tokens(8, aggregation), old_logprobs=None)
     expected = -tokens.advantages * tokens.weights
-    for name in ("reinforce", "rloo", "grpo", "ppo_penalty", "trpo", "gspo_token", "sapo", "cispo", "dcpo", "raft"):
+    for name in (
+        "reinforce",
+        "rloo",
+        "grpo",
+        "ppo_penalty",
+        "trpo",
+        "gspo_token",
+        "gmpo",
+        "sapo",
+        "cispo",
+        "dcpo",
+        "raft",
+    ):
         output = policy_loss(tokens, config_of(name, aggregation=aggregation), 0.7)
         torch.testing.assert_close(gradient(output.loss, tokens.logprobs), expected, rtol=1e-9, atol=1e-12)
 
@@ -465,7 +477,8 @@ def trl_function(module: str, owner: str) -> Any:
     found = importlib.util.find_spec("trl")
     if found is None or found.origin is None:
         pytest.skip("trl is not installed")
-    tree = ast.parse((Path(found.origin).parent / "trainer" / f"{module}.py").read_text())
+    folder = "experimental/gmpo" if owner == "GMPOTrainer" else "trainer"
+    tree = ast.parse((Path(found.origin).parent / folder / f"{module}.py").read_text())
     body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == owner)
     function = next(node for node in body if isinstance(node, ast.FunctionDef) and node.name == "_compute_loss")
     names: dict[str, Any] = {"torch": torch, "nanmin": torch.min, "nanmax": torch.max}  # the latter for metrics only
@@ -552,10 +565,12 @@ LIKE_TRL: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon_low": 3e-4, "epsilon_high": 4e-4},
     ),
     "cispo": ({}, {"loss_type": "cispo", "epsilon_high": 1 + ALGORITHMS["cispo"].loss.clip_high}),
+    "gmpo": ({}, {"trainer": "gmpo", "epsilon_low": 0.4, "epsilon_high": 0.4}),
+    "gmpo_tight": ({"clip_low": 0.1, "clip_high": 0.2}, {"trainer": "gmpo", "epsilon_low": 0.1, "epsilon_high": 0.2}),
     "sapo": ({}, {"loss_type": "sapo"}),
     "cispo_tight": ({"clip_high": 0.1}, {"loss_type": "cispo", "epsilon_high": 1.1}),
 }
-ROW_OF = {"bnpo": "ppo", "two_sided": "grpo", "gspo_as_published": "gspo", "cispo_tight": "cispo"}
+ROW_OF = {"bnpo": "ppo", "two_sided": "grpo", "gspo_as_published": "gspo", "cispo_tight": "cispo", "gmpo_tight": "gmpo"}
 
 
 @pytest.mark.parametrize("case", LIKE_TRL)
@@ -565,7 +580,9 @@ def test_trl_gives_the_same_loss_and_gradient(case: str, dtype: torch.dtype) -> 
     changes, theirs = LIKE_TRL[case]
     config = config_of(ROW_OF.get(case, case), **changes)
     for seed in range(5):
-        tokens = random_tokens(seed, config.aggregation, drift=0.5, dtype=dtype)
+        # A response without a loss token adds its advantage to the value (not to the gradient) of TRL's GMPO.
+        holes = 0.0 if "trainer" in theirs else 0.25
+        tokens = random_tokens(seed, config.aggregation, drift=0.5, holes=holes, dtype=dtype)
         expected, expected_gradient = trl_loss(tokens, **theirs)
         output = policy_loss(tokens, config)
         assert output.loss.item() == pytest.approx(expected.item(), abs=1e-5)
