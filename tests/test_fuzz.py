@@ -312,8 +312,8 @@ def test_files_of_a_checkpoint(checkpoint: Path, name: str) -> None:
 
 def test_the_state_of_a_checkpoint(tmp_path: Path) -> None:
     ledger = Ledger()
-    ledger.dispatch("p0", 0, 2)
-    ledger.dispatch("p1", 1, 2)
+    ledger.dispatch("p0", 0, 1, 2)
+    ledger.dispatch("p1", 1, 2, 2)
     ledger.mark_dropped("p0", 0, "reward: error")
     (tmp_path / "rows.jsonl").write_bytes(_json_lines(ROWS))
     pool = load_pool(TypeAdapter(DataSource).validate_python({"kind": "jsonl", "path": str(tmp_path / "rows.jsonl")}))

@@ -322,6 +322,8 @@ class PolicyGroup(TrainerGroup[Policy]):
 
     shares_prompts = False
     """Whether the samples of a group are trained behind one copy of their prompt."""
+    updates = 0
+    """Updates that have begun: while their number is the same, so are the weights."""
 
     async def start(self, timeout_s: float) -> None:
         """Starts the ranks and asks whether their model can share prompts exactly."""
@@ -366,6 +368,7 @@ class PolicyGroup(TrainerGroup[Policy]):
             texts: TEXTS table whose pieces are learned in the same step (PPO-ptx).
             timeout_s: Bound on the call, in seconds.
         """
+        self.updates += 1
         return await self._run_plans(Policy.update, timeout_s, plans, batch, kl_old_coef, texts)
 
     async def token_records(self, *, timeout_s: float) -> list[TableRef]:

@@ -87,7 +87,8 @@ class PromptMixture:
             factor = 1.0 if self._curriculum is None else self._curriculum.source_factor(row)
             self._time = drawn.due
             drawn.due += 1.0 / (drawn.share.weight * factor)
-            return PromptPick(f"{drawn.share.name}-{pick.prompt_uid}", row, pick.epoch)
+            draws = sum(source.order.draws for source in self._sources)
+            return PromptPick(f"{drawn.share.name}-{pick.prompt_uid}", row, pick.epoch, draws)
 
     def state(self) -> dict[str, Any]:
         """Position in the order of every source, JSON-ready."""

@@ -34,6 +34,8 @@ class PromptPick:
     row: int
     epoch: int = 0
     """Pass over its source."""
+    draw: int = 0
+    """Draws until this one, skipped prompts included: a later prompt of the same order has a higher number."""
 
 
 class PromptOrder(Protocol):
@@ -247,12 +249,17 @@ class PromptSource:
         row = self._advance()
         while self._curriculum is not None and not self._curriculum.draws(row, self._epoch):
             row = self._advance()
-        return PromptPick(f"e{self._epoch}-r{row}", row, self._epoch)
+        return PromptPick(f"e{self._epoch}-r{row}", row, self._epoch, self.draws)
 
     @property
     def rows(self) -> int:
         """Number of rows of the pool."""
         return self._rows
+
+    @property
+    def draws(self) -> int:
+        """Draws so far, those of the epochs before included."""
+        return self._epoch * self._rows + self._position
 
     def exhausted(self, passes: int) -> bool:
         """Whether so many passes over the pool are drawn; 0: never."""

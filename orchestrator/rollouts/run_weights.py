@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Coroutine
 from itertools import islice
 from typing import Any, TypeVar
 
 from troupe.orchestrator.cluster.recoverable_calls import RecoverableCalls
-from troupe.orchestrator.errors import UpdateDamaged, WorkerError
+from troupe.orchestrator.errors import WorkerError
 from troupe.orchestrator.rollouts.weight_sync import SyncReport, WeightSync
 from troupe.orchestrator.telemetry.recorder import RunRecorder
 from troupe.orchestrator.training.batch import unless_failed
 
 T = TypeVar("T")
-
-logger = logging.getLogger(__name__)
 
 _MOST_DIGESTS = 64
 """Engines whose acknowledgement an event names."""
@@ -42,8 +39,6 @@ class RunWeights:
         self._recorder = recorder
         self._served = served
         self._loading: asyncio.Task[None] | None = None
-        self._missed = False
-        """Whether the last version did not arrive everywhere."""
 
     async def push(self, version: int) -> None:
         """Loads the policy's weights into every engine as `version`. Raises TroupeError."""
@@ -80,26 +75,18 @@ class RunWeights:
     async def _load(self, version: int) -> None:
         """Makes every engine load the published version, in the background.
 
-        A version that did not arrive everywhere cannot be published again, for the policy trains. An engine that did
-        not load it serves nothing until it has the next version, which is the last chance. Slots of the scheduler that
-        wait for the version wait for the next one.
+        Slots of the scheduler that wait for a version that did not arrive wait for the next one. The policy trains on
+        what the earlier ones have left, and then waits: a version is published again at the latest when none is left.
         """
         try:
             report = await self._calls.retry(self._sync.load)
-        except UpdateDamaged as error:
-            if self._missed:
-                error.locate(version, "sync")
-                raise
-            self._missed = True
-            logger.warning("%s; the next version replaces version %d", error, version)
         except WorkerError as error:
             error.locate(version, "sync")
             raise
-        else:
+        if report is not None:
             self._loaded(report)
 
     def _loaded(self, report: SyncReport) -> None:
-        self._missed = False
         digests = dict(islice(report.engines.items(), _MOST_DIGESTS))
         fields = {"version": report.version, "digest": report.digest, "bytes": report.nbytes}
         fields |= {"to_nodes": report.to_nodes, "seconds": round(report.publish_s + report.apply_s, 4)}

@@ -256,7 +256,8 @@ class RolloutScheduler:
                 continue
             self._opened += 1
             pick = self._next_prompt()
-            self._launch(pick, self._ledger.dispatch(pick.prompt_uid, pick.row, self.settings[pick.row].samples))
+            samples = self.settings[pick.row].samples
+            self._launch(pick, self._ledger.dispatch(pick.prompt_uid, pick.row, pick.draw, samples))
 
     def _reopen(self, known: OpenGroup) -> None:
         """Opens a slot for a group that was open at the checkpoint, as a new attempt."""

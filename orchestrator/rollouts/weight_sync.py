@@ -63,8 +63,11 @@ class WeightSync(Protocol):
         """Returns once the policy may train again: `load` reads nothing that an update writes."""
         ...
 
-    async def load(self) -> SyncReport:
-        """Loads the version that was published last into every engine, without the trainers."""
+    async def load(self) -> SyncReport | None:
+        """Loads the version that was published last into every engine, beside an update of the trainers.
+
+        Returns None if it did not arrive and the policy has trained since: the next version replaces it.
+        """
         ...
 
     async def bring_up(self, engine: Engine) -> None:
@@ -97,6 +100,8 @@ class FileSync:
         self._hosts_before: set[str] = set()
         """Hosts that have the base of the current version's delta."""
         self._sent = 0
+        self._updates = 0
+        """Updates of the policy before the current version was published."""
         self._times = 0.0, 0.0
         """Begin and end of the publication of the current version (time of the event loop, in seconds)."""
         self._damaged: WeightUpdate | None = None
@@ -135,18 +140,36 @@ class FileSync:
             except UpdateDamaged as error:
                 await self._publish_again(version, error)
 
-    async def load(self) -> SyncReport:
-        """Loads the published version into every engine. It is not published again: the policy may have trained since.
+    async def load(self) -> SyncReport | None:
+        """Loads the published version into every engine.
+
+        If it does not arrive, a policy that waits for samples publishes it again: without it, the engines may have none
+        to give. A policy that trains no longer has it, but publishes the next one afterwards; engines that did not load
+        this version stay closed until then.
+
+        Returns:
+            The report, or None if the next version replaces this one.
 
         Raises:
-            UpdateDamaged: It did not arrive as it was published. Engines that did not load it stay closed.
+            UpdateDamaged: It did not arrive the second time either.
             WeightsNotVerified: An engine acknowledged another version or digest, or did not load the version.
             EnginesLost: No engine is left and none is starting.
         """
         async with self._pool.weights.lock:
-            if self._current is None:
+            if (update := self._current) is None:
                 raise RuntimeError("no version was published")
-            return await self._load(self._current)
+            try:
+                return await self._load(update)
+            except UpdateDamaged as error:
+                if self._has_trained:
+                    logger.warning("%s; the next version replaces version %d", error, update.version)
+                    return None
+                return await self._load(await self._publish_again(update.version, error))
+
+    @property
+    def _has_trained(self) -> bool:
+        """Whether the policy has begun to train since the current version was published."""
+        return self._policy.updates != self._updates
 
     async def _begin(self, version: int) -> WeightUpdate:
         """Publishes the weights as `version` for the first time."""
@@ -160,6 +183,7 @@ class FileSync:
         before = self._current
         hosts = self._hosts_written - {before.host} if delta and before is not None else set[str]()
         base = before.digest if before is not None and hosts else ""
+        self._updates = self._policy.updates
         update = await self._policy.publish_weights(version, base=base, timeout_s=self._timeout_s)
         await self._serve(update, hosts)
         return update
@@ -190,10 +214,11 @@ class FileSync:
             damaged = self._damaged
             if damaged is None or self._current is not damaged:
                 return  # another version was published since, or this one again
-            update = await self._policy.publish_weights(damaged.version, timeout_s=self._timeout_s)
-            if update.digest == damaged.digest:
-                await self._serve(update, set())
-                return
+            if not self._has_trained:
+                update = await self._policy.publish_weights(damaged.version, timeout_s=self._timeout_s)
+                if update.digest == damaged.digest:
+                    await self._serve(update, set())
+                    return
         async with asyncio.timeout(self._pool.spec.schedule.step_timeout_s), self._published:
             await self._published.wait_for(lambda: self._current is not damaged)
 
@@ -360,7 +385,7 @@ class DeviceSync:
         """Pushes and waits for the engines: trainers send from the memory that an update writes."""
         await self.push(version)
 
-    async def load(self) -> SyncReport:
+    async def load(self) -> SyncReport | None:
         """Does nothing: `publish` has loaded the version."""
         if self._sent is None:
             raise RuntimeError("no version was published")

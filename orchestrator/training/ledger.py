@@ -1,7 +1,8 @@
 """The sample ledger: each dispatched sample ends either as trained or as dropped with a reason, exactly once.
 
-Groups are dispatched as a whole, so the ledger has one entry per group. Of a closed group it keeps only the counts and
-the name, which prevents a second training of the same prompt visit.
+Groups are dispatched as a whole, so the ledger has one entry per open group. Of closed groups it keeps only the counts.
+Prompts are dispatched in the order in which they are drawn, so the number of the last draw prevents a second training
+of the same prompt visit.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ class Ledger:
         self._by_source: dict[str, Counter[str]] = {}
         """Samples dispatched, trained and dropped, by the name of their source."""
         self._groups: dict[str, _Group] = {}
-        self._closed: set[str] = set()
+        self._drawn = 0
+        """Draw of the prompt that was dispatched last."""
         self._dispatched = 0
         self._in_flight = 0
         self._trained = 0
@@ -62,10 +64,15 @@ class Ledger:
         self._examples: dict[str, str] = {}
         """The first reason of each kind since the start or the resumption."""
 
-    def dispatch(self, prompt_uid: str, row: int, samples: int) -> int:
-        """Opens a group; returns its attempt number (0). Raises LedgerError if it was dispatched before."""
-        if prompt_uid in self._groups or prompt_uid in self._closed:
-            raise LedgerError(f"{prompt_uid} was dispatched before")
+    def dispatch(self, prompt_uid: str, row: int, draw: int, samples: int) -> int:
+        """Opens a group; returns its attempt number (0).
+
+        Raises:
+            LedgerError: It was dispatched before, or a prompt with the same or a higher number of its `draw` was.
+        """
+        if prompt_uid in self._groups or draw <= self._drawn:
+            raise LedgerError(f"{prompt_uid} was dispatched before: draw {draw} after draw {self._drawn}")
+        self._drawn = draw
         self._groups[prompt_uid] = _Group(row, 0, set(range(samples)))
         self._dispatched += samples
         self._in_flight += samples
@@ -158,7 +165,7 @@ class Ledger:
         """JSON-ready state; groups in flight are kept by name and dispatched again on resume."""
         sources = {"sources": self.source_counts()} if self._by_source else {}
         return sources | {
-            "closed": sorted(self._closed),
+            "drawn": self._drawn,
             "open": [
                 [uid, g.row, g.attempt, sorted(g.open), sorted(g.dropped.items())] for uid, g in self._groups.items()
             ],
@@ -173,7 +180,8 @@ class Ledger:
         """The ledger from a value of `state`."""
         ledger = cls(source_of)
         ledger._by_source = {name: Counter(counts) for name, counts in state.get("sources", {}).items()}
-        ledger._closed = set(state["closed"])
+        # Checkpoints of earlier versions name every closed group; there are as many draws at least.
+        ledger._drawn = state["drawn"] if "drawn" in state else len(state["closed"]) + len(state["open"])
         ledger._groups = {
             uid: _Group(row, attempt, set(open_), dict(dropped)) for uid, row, attempt, open_, dropped in state["open"]
         }
@@ -193,8 +201,7 @@ class Ledger:
     def _group(self, prompt_uid: str) -> _Group:
         group = self._groups.get(prompt_uid)
         if group is None:
-            reason = "is closed already" if prompt_uid in self._closed else "was never dispatched"
-            raise LedgerError(f"{prompt_uid} {reason}")
+            raise LedgerError(f"{prompt_uid} is closed already or was never dispatched")
         return group
 
     def _settle(self, prompt_uid: str, samples: tuple[int, ...]) -> None:
@@ -208,7 +215,6 @@ class Ledger:
         self._in_flight -= len(samples)
         if not group.open:
             del self._groups[prompt_uid]
-            self._closed.add(prompt_uid)
 
 
 def kind_of(reason: str) -> str:

@@ -114,7 +114,7 @@ class OfflineSource(BatchSource):
     def mark_trained(self, version: int) -> None:
         """Records the examples in the ledger as trained; only then does the saved order advance."""
         for pick in self._picks:
-            self._components.ledger.dispatch(pick.prompt_uid, pick.row, 1)
+            self._components.ledger.dispatch(pick.prompt_uid, pick.row, pick.draw, 1)
             self._components.ledger.mark_trained(pick.prompt_uid, 0)
         self._state = self._components.order.state()
 

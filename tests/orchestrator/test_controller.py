@@ -81,7 +81,7 @@ class _Prompts:
 
     def next(self) -> PromptPick:
         self._position += 1
-        return PromptPick(f"e0-r{self._position - 1}", self._position - 1)
+        return PromptPick(f"e0-r{self._position - 1}", self._position - 1, draw=self._position)
 
     def state(self) -> dict[str, Any]:
         return {"position": self._position}

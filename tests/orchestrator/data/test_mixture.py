@@ -89,7 +89,9 @@ def test_a_resumed_mixture_draws_what_the_uninterrupted_one_draws(before: int, r
     for _ in range(before):
         assert first.next() == whole.next()
     second.restore(json.loads(json.dumps(first.state())))
-    assert [second.next() for _ in range(40)] == [whole.next() for _ in range(40)]
+    picks = [second.next() for _ in range(40)]
+    assert picks == [whole.next() for _ in range(40)]
+    assert [pick.draw for pick in picks] == list(range(before + 1, before + 41))
 
 
 def test_a_source_that_has_had_its_passes_is_not_drawn_again_and_the_others_keep_their_proportions() -> None:

@@ -456,6 +456,7 @@ def test_every_epoch_has_every_row_once_with_a_unique_id(rows: int, seed: int, e
         part = picks[epoch * rows : (epoch + 1) * rows]
         assert sorted(pick.row for pick in part) == list(range(rows))
         assert all(pick.prompt_uid == f"e{epoch}-r{pick.row}" for pick in part)
+    assert [pick.draw for pick in picks] == list(range(1, len(picks) + 1))
 
 
 def test_epochs_and_seeds_differ() -> None:

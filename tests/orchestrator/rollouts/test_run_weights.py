@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 
+from tests.clock import on_virtual_time
 from tests.fakes import FakePolicy, FakeTable, FaultyEngine
 from tests.orchestrator.test_best_checkpoint import DATA, Values
 from tests.orchestrator.test_controller import RolloutRun
 from tests.orchestrator.training.test_recovery import RecoveringRun
+from troupe.orchestrator.controller import RunOutcome
 from troupe.orchestrator.errors import UpdateDamaged, WeightsNotVerified, WorkerRaised
 from troupe.orchestrator.telemetry.run_folder import RunFolder
 from troupe.workers.contract.messages import RankPlan, UpdateMetrics, WeightAck, WeightUpdate
@@ -165,10 +167,39 @@ def test_weights_damaged_beside_an_update_are_replaced_by_the_next_version(tmp_p
     assert max(line["staleness/max"] for line in run.lines()) <= 1
 
 
-def test_weights_damaged_twice_in_a_row_end_the_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("staleness", "patient", "published"),
+    [(1, (2,), [1, 2, 3, 3, 4]), (2, (2, 3), [1, 2, 3, 4])],  # the policy waits for version 3, or has samples left
+)
+def test_weights_of_two_versions_in_a_row_may_be_lost(
+    tmp_path: Path, staleness: int, patient: tuple[int, ...], published: list[int]
+) -> None:
+    """A policy that waits for samples publishes again what the engines need for them."""
+    run, order = run_of(tmp_path, patient=patient, schedule={"max_staleness": staleness}, checkpoint={"every_steps": 0})
+
+    class Forgetful(Engine):
+        async def update_weights(self, update: WeightUpdate) -> WeightAck:
+            try:
+                return await super().update_weights(update)
+            finally:
+                self.fails = {version: error for version, error in self.fails.items() if version != update.version}
+
+    run.engines[1] = Forgetful(1, order)
+    engine_of(run).fails, engine_of(run).patient = {2: damage(2), 3: damage(3)}, patient
+
+    async def whole() -> RunOutcome:
+        return await (await run.start()).run()
+
+    assert on_virtual_time(whole()).ledger["trained"] == 80
+    assert [version for what, version in order.events if what == "publish"] == published
+    assert loaded(tmp_path) == [1, *published[3:]]
+    assert max(line["staleness/max"] for line in run.lines()) <= staleness
+
+
+def test_weights_that_do_not_arrive_the_second_time_either_end_the_run(tmp_path: Path) -> None:
     run, _ = run_of(tmp_path, schedule=STALE)
-    engine_of(run).fails = {2: damage(2), 3: damage(3)}
-    with pytest.raises(UpdateDamaged, match=r"rollout-1.update_weights: version 3 .* \[step 3, sync\]"):
+    engine_of(run).fails = {2: damage(2)}
+    with pytest.raises(UpdateDamaged, match=r"rollout-1.update_weights: version 2 .* \[step 2, sync\]"):
         run.run()
 
 
@@ -189,12 +220,9 @@ def test_an_engine_that_dies_while_it_loads_is_replaced(tmp_path: Path) -> None:
     assert {engine.version for engine in run.pool.workers} == {4}
 
 
-@pytest.mark.parametrize(
-    ("file_lost", "loads_of_2"),
-    [(False, 3), (True, 2)],  # the first one, that of the recovery, and the first one repeated where it had not ended
-)
+@pytest.mark.parametrize("file_lost", [False, True])
 def test_a_policy_that_is_lost_while_engines_load_is_restarted_with_the_engines_at_its_version(
-    tmp_path: Path, file_lost: bool, loads_of_2: int
+    tmp_path: Path, file_lost: bool
 ) -> None:
     """An engine hangs in its first load of version 2 until the restart ends the call, or finds the file gone."""
     run = RecoveringRun(tmp_path, ("policy-0", "update", 3), schedule=STALE)  # step 3: the critic warms up in step 1
@@ -214,7 +242,7 @@ def test_a_policy_that_is_lost_while_engines_load_is_restarted_with_the_engines_
     outcome = run.run()
     assert outcome.ledger == {"dispatched": 80, "trained": 80, "dropped": 0, "in_flight": 0, "retries": 0}
     assert run.controller.components.recovery.budget.total == 1
-    assert loads == [1, *[2] * loads_of_2, 3, 4]
+    assert loads == [1, 2, 2, 2, 3, 4]  # version 2: the first load, its repetition, and that of the recovery
     assert {engine.version for engine in run.engines} == {4}
 
 

@@ -78,7 +78,7 @@ class FakeRollouts:
             self.pool,
             scorer,
             self.ledger,
-            lambda: PromptPick(f"e0-r{(row := next(rows))}", row),
+            lambda: PromptPick(f"e0-r{(row := next(rows))}", row, draw=row + 1),
             None,
             version,
         )
@@ -608,7 +608,7 @@ def test_an_error_while_groups_are_opened_is_raised_by_next_batch() -> None:
     def draw() -> PromptPick:
         if (row := next(rows)) == 50:
             raise ValueError("no more prompts")
-        return PromptPick(f"e0-r{row}", row)
+        return PromptPick(f"e0-r{row}", row, draw=row + 1)
 
     rollouts.scheduler._next_prompt = draw
     with pytest.raises(ValueError, match="no more prompts"):
