@@ -45,7 +45,7 @@ class TrustRegion(Frozen):
 
 
 ROW_ONLY = frozenset(
-    {"objective", "ratio", "dynamic_clip", "max_ratio", "estimator", "baseline", "reward_to_go", "custom"}
+    {"objective", "divergence", "ratio", "dynamic_clip", "max_ratio", "estimator", "baseline", "reward_to_go", "custom"}
 )
 """Fields of the losses that distinguish the algorithms: a spec does not set them."""
 KL_FIELDS = frozenset({"kl_coef", "kl_estimator", "kl_to_go", "kl_target", "kl_horizon"})
@@ -56,6 +56,8 @@ _TOKEN_REWARDS = frozenset({"gamma", "whiten", "reward_clip", "reward_scale", "a
 ESTIMATOR_OPTIONS: dict[str, frozenset[str]] = {
     "group": frozenset({"normalize_by_std"}),
     "smooth_group": frozenset(),
+    "max_likelihood": frozenset(),
+    "best_of_subsets": frozenset({"pass_k"}),
     "best_of_group": frozenset(),
     "distill": frozenset(),
     "custom": frozenset({"whiten", "advantage_clip"}),
@@ -68,6 +70,7 @@ ESTIMATOR_OPTIONS: dict[str, frozenset[str]] = {
 OBJECTIVE_OPTIONS: dict[str, frozenset[str]] = {
     "clip": _RATIO | {"clip_range", "clip_low", "clip_high", "dual_clip"},
     "geometric": _RATIO | {"clip_range", "clip_low", "clip_high"},
+    "divergence": _RATIO | {"clip_range", "clip_low", "clip_high"},
     "soft_gate": _RATIO | {"gate_positive", "gate_negative"},
     "cispo": _RATIO | {"clip_high"},
     "policy_gradient": _RATIO,
@@ -85,6 +88,8 @@ RATIOS = {
     "soft_gate": "a soft gate: the gradient of a token fades as its `r` leaves 1, in either direction",
     "geometric": "clipped before the response's geometric mean: a token beyond the bounds has no gradient, and its "
     "bound is part of the mean that weighs the others",
+    "divergence": "masked: a token whose probability is too far from the sampler's, in the direction of its advantage, "
+    "has no gradient, whatever its `r`",
     "cispo": "a truncated weight: every token keeps its gradient",
     "likelihood": "none: the objective is the likelihood of chosen samples, whoever sampled them",
 }
@@ -92,7 +97,7 @@ RATIOS = {
 
 CRITIC_OPTIONS = frozenset({"value_clip"})
 TRUST_REGION_OPTIONS = frozenset({"trust_region"})
-COMPARES = frozenset({"group", "smooth_group", "best_of_group", "custom"})
+COMPARES = frozenset({"group", "smooth_group", "max_likelihood", "best_of_subsets", "best_of_group", "custom"})
 """Estimators for which a group of equal rewards may carry no signal, so that it is worth replacing."""
 
 
@@ -325,7 +330,7 @@ ALGORITHMS: dict[str, Algorithm] = {
             summary="GRPO with the geometric mean of a response's ratios, each clipped in a wide range before.",
             formula="A as grpo; loss -A exp(mean over tokens of min(log r, clip_high), for A < 0 of "
             f"max(log r, -clip_low)), {_R_TOKEN}, mean per sequence",
-            source="GMPO, arXiv 2507.20673, eq. 4; bounds e^-0.4 and e^0.4: sec. 4",
+            source="GMPO, arXiv 2507.20673; bounds e^-0.4 and e^0.4: sec. 4",
             group_size=8,
             min_group_size=2,
             advantage=_GRPO,
@@ -338,11 +343,56 @@ ALGORITHMS: dict[str, Algorithm] = {
             summary="A soft gate for the clip: the gradient of a token fades as its ratio leaves 1.",
             formula="A as grpo; loss -A sigmoid(tau (r - 1)) 4 / tau, tau = gate_positive for A > 0, else "
             f"gate_negative, {_R_TOKEN}, mean per sequence",
-            source="SAPO, arXiv 2511.20347, eq. 5 to 7",
+            source="SAPO, arXiv 2511.20347; temperatures: its defaults",
             group_size=8,
             min_group_size=2,
             advantage=_GRPO,
             loss=PolicyLossConfig(objective="soft_gate", aggregation="sequence_mean"),
+        ),
+        Algorithm(
+            name="dppo_tv",
+            summary="A trust region in probabilities instead of ratios: total variation between sampler and policy.",
+            formula=f"A as dr_grpo; loss -A r, {_R_TOKEN}, 0 for A > 0 where pi - pi_rollout > clip_high, for A < 0 "
+            "where pi_rollout - pi > clip_low; summed over tokens / (sequences * max_tokens)",
+            source="DPPO, arXiv 2602.04879, eq. 12 and 13 (binary); bounds and advantage: its published code",
+            group_size=8,
+            min_group_size=2,
+            advantage=_GRPO.model_copy(update={"normalize_by_std": False}),
+            loss=PolicyLossConfig(objective="divergence", clip_low=0.15, clip_high=0.15, aggregation="constant"),
+        ),
+        Algorithm(
+            name="dppo_kl",
+            summary="As dppo_tv, with a KL divergence between sampler and policy.",
+            formula="as dppo_tv, 0 where q log(q / p) + (1 - q) log((1 - q) / (1 - p)) is above the bound and p has "
+            "left q in the direction of A, p = pi(token), q = pi_rollout(token)",
+            source="DPPO, arXiv 2602.04879, eq. 12 and 14 (binary); bounds and advantage: its published code",
+            group_size=8,
+            min_group_size=2,
+            advantage=_GRPO.model_copy(update={"normalize_by_std": False}),
+            loss=PolicyLossConfig(
+                objective="divergence", divergence="kl", clip_low=0.05, clip_high=0.05, aggregation="constant"
+            ),
+        ),
+        Algorithm(
+            name="maxrl",
+            summary="GRPO that divides by the group's mean reward: towards the likelihood of a right answer.",
+            formula=f"A = (reward - group mean) / group mean; loss {_CLIP}, {_R_TOKEN}, mean over tokens",
+            source="MaxRL, arXiv 2602.02710; division and aggregation as in its published code",
+            group_size=8,
+            min_group_size=2,
+            advantage=AdvantageConfig(estimator="max_likelihood"),
+            loss=PolicyLossConfig(aggregation="token_mean"),
+        ),
+        Algorithm(
+            name="pass_at_k",
+            summary="Trains for the best of k samples: a sample is judged by the subsets of its group that it is in.",
+            formula="R(S) = best reward of a subset of pass_k samples; A = (mean R of the subsets with the sample - "
+            f"mean R of all subsets) / (their std + 1e-4); loss {_CLIP}, {_R_TOKEN}, mean over tokens",
+            source="Pass@k training, arXiv 2508.10751 (analytical derivation, there for rewards of 0 and 1)",
+            group_size=8,
+            min_group_size=3,
+            advantage=AdvantageConfig(estimator="best_of_subsets", pass_k=4),
+            loss=PolicyLossConfig(aggregation="token_mean"),
         ),
         Algorithm(
             name="dcpo",

@@ -5,6 +5,7 @@ They compute in float64 on the CPU, vectorized over samples.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -102,6 +103,48 @@ def leave_one_out_advantages(returns: torch.Tensor, groups: torch.Tensor) -> tor
     centred = group_advantages(returns, groups, normalize_by_std=False)
     count = torch.bincount(groups, minlength=1).double()[groups] if len(groups) else centred
     return centred * count / (count - 1).clamp(min=1.0)
+
+
+def max_likelihood_advantages(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+    """float64 [n]: (reward - mean) / mean of the group (MaxRL, arXiv 2602.02710), 0 if all rewards are equal.
+
+    For rewards of 0 and 1 the expected gradient is that of the first terms of the log-likelihood of a right answer, as
+    many as the group has samples. Arguments as in `group_advantages`.
+
+    Raises:
+        ValueError: A reward is negative: a mean below 0 would reverse the gradient.
+    """
+    lowest = float(rewards.min()) if len(rewards) else 0.0
+    if lowest < 0.0:
+        raise ValueError(f"the max_likelihood estimator needs rewards of 0 or more (chances of success), got {lowest}")
+    centred = group_advantages(rewards, groups, normalize_by_std=False)
+    return torch.where(centred == 0.0, 0.0, centred / (rewards.double() - centred))
+
+
+def best_of_subsets_advantages(rewards: torch.Tensor, groups: torch.Tensor, k: int) -> torch.Tensor:
+    """float64 [n]: the mean best reward of the subsets of k samples that a sample is in, standardised over all subsets.
+
+    Pass@k training by its analytical derivation (arXiv 2508.10751), for any rewards instead of 0 and 1. With rewards in
+    ascending order, the j-th of n, counted from 0, is the best of C(j, k-1) subsets, and of C(j-1, k-2) of those with a
+    given sample below it. A group of k samples or fewer has no two subsets to compare and gets 0. Arguments as in
+    `group_advantages`.
+    """
+    result = torch.zeros(len(rewards), dtype=torch.double)
+    for group in groups.unique().tolist():
+        members = (groups == group).nonzero().flatten()
+        n, values = len(members), rewards[members].double()
+        if n <= k or bool((values == values[0]).all()):
+            continue
+        ascending, order = values.sort()
+        own = torch.tensor([math.comb(j, k - 1) for j in range(n)], dtype=torch.double)
+        with_lower = torch.tensor([math.comb(j - 1, k - 2) if j else 0 for j in range(n)], dtype=torch.double)
+        share = own / math.comb(n, k)
+        mean = (share * ascending).sum()
+        deviation = (share * (ascending - mean).square()).sum().sqrt()
+        above = (with_lower * ascending).flip(0).cumsum(0).flip(0) - with_lower * ascending
+        best = (own * ascending + above) / math.comb(n - 1, k - 1)
+        result[members[order]] = (best - mean) / (deviation + STD_EPS)
+    return result
 
 
 def best_of_group(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:

@@ -14,10 +14,12 @@ import torch
 from troupe.workers.algorithms.advantages import (
     SampledTokens,
     best_of_group,
+    best_of_subsets_advantages,
     explained_variance,
     gae,
     group_advantages,
     leave_one_out_advantages,
+    max_likelihood_advantages,
     n_step_advantages,
     process_advantages,
     returns_to_go,
@@ -97,6 +99,14 @@ def _smooth_group(config: AdvantageConfig, batch: SampledTokens, state: Advantag
     return Estimate(advantages[batch.sequence], state.model_copy(update={"prompts": after}))
 
 
+def _max_likelihood(config: AdvantageConfig, batch: SampledTokens, state: AdvantageState) -> Estimate:
+    return Estimate(max_likelihood_advantages(batch.rewards, batch.groups)[batch.sequence], state)
+
+
+def _best_of_subsets(config: AdvantageConfig, batch: SampledTokens, state: AdvantageState) -> Estimate:
+    return Estimate(best_of_subsets_advantages(batch.rewards, batch.groups, config.pass_k)[batch.sequence], state)
+
+
 def _best_of_group(config: AdvantageConfig, batch: SampledTokens, state: AdvantageState) -> Estimate:
     return Estimate(best_of_group(batch.rewards, batch.groups)[batch.sequence], state)
 
@@ -156,6 +166,8 @@ def _custom(config: AdvantageConfig, batch: SampledTokens, state: AdvantageState
 ESTIMATORS: dict[str, Estimator] = {
     "group": _group,
     "smooth_group": _smooth_group,
+    "max_likelihood": _max_likelihood,
+    "best_of_subsets": _best_of_subsets,
     "best_of_group": _best_of_group,
     "distill": _distill,
     "returns": _returns,

@@ -218,6 +218,23 @@ def clipped_surrogate(
     return loss, clipped
 
 
+def sampler_divergence(
+    logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, kind: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(divergence of the policy from the sampler, rise of the token's probability), both [T].
+
+    Over two outcomes, the sampled token and any other, with p and q its probability under policy and sampler: `tv` is
+    |p - q|, `kl` is q log(q / p) + (1 - q) log((1 - q) / (1 - p)) (DPPO, arXiv 2602.04879, eq. 13 and 14): lower bounds
+    of the divergences over the whole vocabulary.
+    """
+    p, q = logprobs.exp(), rollout_logprobs.exp()
+    if kind == "tv":
+        return (p - q).abs(), p - q
+    below = 1.0 - torch.finfo(p.dtype).eps  # log(1 - p) stays finite
+    others = torch.log1p(-q.clamp(max=below)) - torch.log1p(-p.clamp(max=below))
+    return q * (rollout_logprobs - logprobs) + (1.0 - q) * others, p - q
+
+
 @dataclass(frozen=True)
 class PolicyTokens:
     """Inputs of the policy loss; every field is 1-D over the micro-batch's response tokens."""
@@ -329,6 +346,16 @@ def _geometric(
     return TokenLoss(-tokens.advantages * bounded_exp(mean), {"clip_fraction": clipped})
 
 
+def _divergence(
+    ratio: torch.Tensor, old_logprobs: torch.Tensor, tokens: PolicyTokens, config: PolicyLossConfig
+) -> TokenLoss:
+    # The region is around the policy that sampled, not around the one before the update (DPPO, sec. 5.2).
+    distance, risen = sampler_divergence(tokens.logprobs.detach(), tokens.rollout_logprobs, config.divergence)
+    up, down = tokens.advantages > 0, tokens.advantages < 0
+    left = (up & (risen > 0) & (distance > config.clip_high)) | (down & (risen < 0) & (distance > config.clip_low))
+    return TokenLoss(-tokens.advantages * ratio.masked_fill(left, 0.0), {"clip_fraction": left})
+
+
 def _cispo(
     ratio: torch.Tensor, old_logprobs: torch.Tensor, tokens: PolicyTokens, config: PolicyLossConfig
 ) -> TokenLoss:
@@ -361,6 +388,7 @@ SURROGATES: Mapping[str, Surrogate] = {
     "kl_penalty": _unclipped,
     "soft_gate": _soft_gate,
     "geometric": _geometric,
+    "divergence": _divergence,
     "cispo": _cispo,
     "custom": _custom,
 }

@@ -517,15 +517,27 @@ class PolicyLossConfig(Frozen):
     """The policy's loss on one micro-batch."""
 
     objective: Literal[
-        "clip", "policy_gradient", "soft_gate", "geometric", "cispo", "kl_penalty", "likelihood", "custom"
+        "clip",
+        "policy_gradient",
+        "soft_gate",
+        "geometric",
+        "divergence",
+        "cispo",
+        "kl_penalty",
+        "likelihood",
+        "custom",
     ] = "clip"
     """`clip`: PPO's clipped ratio (arXiv 1707.06347, eq. 7); `policy_gradient`: -advantage * ratio, not clipped (eq.
     6), which has REINFORCE's gradient in the first update on a batch and is corrected for the policy's change in later
-    ones; `soft_gate`: the ratio through a sigmoid (SAPO, arXiv 2511.20347, eq. 6); `geometric`: the geometric mean of a
-    sample's ratios, each clipped before (GMPO, arXiv 2507.20673, eq. 4); `cispo`: -advantage * log-prob, weighted by
-    the clipped ratio without gradient (arXiv 2506.13585, eq. 4); `kl_penalty`: the unclipped ratio plus beta * KL(old
-    || new) (arXiv 1707.06347, eq. 8); `likelihood`: -advantage * log-prob at temperature 1, without any correction for
-    who sampled the tokens (RAFT); `custom`: the function of the user's algorithm."""
+    ones; `soft_gate`: the ratio through a sigmoid (SAPO, arXiv 2511.20347); `geometric`: the geometric mean of a
+    sample's ratios, each clipped before (GMPO, arXiv 2507.20673); `divergence`: -advantage * ratio, without the tokens
+    at which the policy has left the sampler's (DPPO, arXiv 2602.04879, eq. 12); `cispo`: -advantage * log-prob,
+    weighted by the clipped ratio without gradient (arXiv 2506.13585, eq. 4); `kl_penalty`: the unclipped ratio plus
+    beta * KL(old || new) (arXiv 1707.06347, eq. 8); `likelihood`: -advantage * log-prob at temperature 1, without any
+    correction for who sampled the tokens (RAFT); `custom`: the function of the user's algorithm."""
+    divergence: Literal["tv", "kl"] = "tv"
+    """Objective divergence: the distance between sampler and policy, both as a choice between the sampled token and all
+    others: total variation or KL (DPPO, eq. 13 and 14)."""
     custom: CustomConfig | None = None
     """Objective custom: the user's algorithm."""
     ratio: Literal["token", "sequence", "sequence_token"] = "token"
@@ -533,9 +545,11 @@ class PolicyLossConfig(Frozen):
     (GSPO, arXiv 2507.18071, eq. 7); `sequence_token`: that mean with the gradient of each token (GSPO-token, eq.
     14)."""
     clip_low: float = Field(default=0.2, gt=0.0, lt=1.0)
-    """The ratio is clipped below at 1 - clip_low (`gmpo`: exp(-clip_low); `clip_range` sets both clips)."""
+    """The ratio is clipped below at 1 - clip_low (`gmpo`: exp(-clip_low); `clip_range` sets both clips). `dppo_tv`,
+    `dppo_kl`: the largest divergence of a token that has become less likely."""
     clip_high: float = Field(default=0.2, gt=0.0)
-    """The ratio is clipped above at 1 + clip_high (`gmpo`: exp(clip_high); `clip_range` sets both clips)."""
+    """The ratio is clipped above at 1 + clip_high (`gmpo`: exp(clip_high); `clip_range` sets both clips). `dppo_tv`,
+    `dppo_kl`: the largest divergence of a token that has become likelier."""
     dynamic_clip: bool = False
     """Widen the bounds for improbable tokens, from `clip_low`, `clip_high` and the old probability (DCPO, arXiv
     2509.02333, sec. 3.1)."""
@@ -592,9 +606,22 @@ STEP_ESTIMATORS = frozenset({"group", "returns", "gae", "n_step"})
 class AdvantageConfig(Frozen):
     """How rewards become advantages (and, with a critic, returns)."""
 
-    estimator: Literal["group", "smooth_group", "best_of_group", "returns", "gae", "n_step", "distill", "custom"]
+    estimator: Literal[
+        "group",
+        "smooth_group",
+        "max_likelihood",
+        "best_of_subsets",
+        "best_of_group",
+        "returns",
+        "gae",
+        "n_step",
+        "distill",
+        "custom",
+    ]
     """`group`: reward relative to the other samples of the group (GRPO); `smooth_group`: also relative to earlier
-    visits of the prompt (DCPO); `best_of_group`: samples per group for the best sample, 0 for the others (RAFT);
+    visits of the prompt (DCPO); `max_likelihood`: divided by the group's mean reward (MaxRL); `best_of_subsets`: the
+    best reward of `pass_k` samples, relative to all choices of that many (pass@k training); `best_of_group`: samples
+    per group for the best sample, 0 for the others (RAFT);
     `returns`: sums of token rewards minus a baseline (REINFORCE family); `gae`, `n_step`: temporal differences of the
     critic; `distill`: log-prob under the teacher minus log-prob under the policy; `custom`: the function of the user's
     algorithm."""
@@ -602,6 +629,8 @@ class AdvantageConfig(Frozen):
     """Estimator custom: the user's algorithm."""
     normalize_by_std: bool = True
     """Estimator group: divide by the group's standard deviation."""
+    pass_k: int = Field(default=4, ge=2)
+    """Estimator best_of_subsets: samples of which the best one counts. A group needs more samples than this."""
     baseline: Literal["none", "running_mean", "group_mean", "leave_one_out", "greedy"] = "none"
     """returns: what is subtracted from a sample's return: nothing, the mean of all earlier batches, the mean of the
     group, the mean of the other samples of the group, or the reward of the greedy response to the same prompt."""

@@ -81,6 +81,12 @@ def check_algorithm(spec: RolloutSpec) -> Iterator[Finding]:
     if spec.sampling.structured is not None and uncorrected and not spec.sampling.truncates:
         why = "samples come from the permitted tokens (sampling.structured), and only the correction accounts for that"
         yield "algorithm.importance.mode", f"{why}; use truncate or mask"
+    if spec.sampling.structured is not None and row.loss.objective == "divergence" and not spec.sampling.truncates:
+        why = f"{row.name} compares a token's probability with the sampler's, which is among the permitted tokens"
+        yield "sampling.structured", f"{why}; set sampling.top_p below 1 too, or use another algorithm"
+    smallest, pass_k = min(spec.group_sizes), algorithms.advantage(config).pass_k
+    if row.advantage.estimator == "best_of_subsets" and smallest <= pass_k:
+        yield "algorithm.pass_k", f"must be less than the samples of a group, {smallest}, got {pass_k}"
     yield from _several_updates(spec)
     yield from _exact_divergence(spec)
 

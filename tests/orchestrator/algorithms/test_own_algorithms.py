@@ -142,8 +142,8 @@ def test_the_shipped_losses_have_the_policy_gradient_on_a_bandit(name: str, leve
     logits, other, rewards = torch.randn(3, 5, generator=generator, dtype=torch.double)
     logits.requires_grad_()
     (known,) = torch.autograd.grad((logits.softmax(0) * rewards).sum(), logits)
-    importance = {"level": level, "cap": 1e9}
-    config = policy_loss(AlgorithmConfig.model_validate({"name": name, "importance": importance, "kl": {"coef": 0.0}}))
+    importance, wide = {"level": level, "cap": 1e9}, {"clip_low": 0.999, "clip_high": 9.0, "kl": {"coef": 0.0}}
+    config = policy_loss(AlgorithmConfig.model_validate({"name": name, "importance": importance, **wide}))
     sampler = (logits.detach() + 0.5 * other).log_softmax(0)
     policy = logits.log_softmax(0)
     tokens = losses.PolicyTokens(

@@ -14,6 +14,7 @@ import pytest
 from troupe.orchestrator.algorithms.table import ALGORITHMS
 from troupe.orchestrator.spec.errors import SpecError
 from troupe.orchestrator.spec.load import load_rollout_spec
+from troupe.workers.contract.config import STEP_ESTIMATORS
 from troupe.workers.contract.rewards import REWARD_FUNCTIONS
 from troupe.workers.contract.weight_backends import TransferBackend
 
@@ -430,7 +431,7 @@ CPU_CASES = [
         "process_of_one_reward",
         (
             "17: roles.reward.functions.0.process: dcpo takes one reward for a response; remove it or use one of "
-            f"{', '.join(name for name in ALGORITHMS if name not in ('dcpo', 'raft', 'distill'))}"
+            f"{', '.join(name for name, row in ALGORITHMS.items() if row.advantage.estimator in STEP_ESTIMATORS)}"
         ),
         ("      - name: exact_match\n        weight: 1.0", "      - name: mine.rewards:judge\n        process: true"),
         ("  name: grpo", "  name: dcpo"),
@@ -474,6 +475,18 @@ CPU_CASES = [
         "kl_stop_of_one_update",
         "20: algorithm.kl_stop: needs more than one update a step (schedule.epochs times schedule.minibatches)",
         ("  name: grpo", "  name: grpo\n  kl_stop: 0.1"),
+    ),
+    case(
+        "structured_for_a_divergence",
+        "25: sampling.structured: dppo_tv compares a token's probability with the sampler's, which is among the "
+        "permitted tokens; set sampling.top_p below 1 too, or use another algorithm",
+        ("  name: grpo", "  name: dppo_tv"),
+        ("sampling:", 'sampling:\n  structured: {regex: "[0-9]+"}'),
+    ),
+    case(
+        "pass_of_the_whole_group",
+        "20: algorithm.pass_k: must be less than the samples of a group, 4, got 4",
+        ("  name: grpo", "  name: pass_at_k\n  pass_k: 4"),
     ),
     case(
         "structured_without_correction",

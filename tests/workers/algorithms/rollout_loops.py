@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 
 import torch
 
@@ -135,6 +136,24 @@ def dr_grpo(batch: Batch) -> Advantages:
     return [[s.reward - mean([other.reward for other in batch.mates(s)])] * len(s) for s in batch.samples]
 
 
+def maxrl(batch: Batch) -> Advantages:
+    """MaxRL, arXiv 2602.02710: the reward minus the group's mean, over that mean."""
+    means = [mean([other.reward for other in batch.mates(s)]) for s in batch.samples]
+    return [[(s.reward - middle) / middle] * len(s) for s, middle in zip(batch.samples, means, strict=True)]
+
+
+def pass_at_k(batch: Batch, k: int = 4) -> Advantages:
+    """Pass@k training, arXiv 2508.10751, over every subset of k samples, one by one."""
+    result = []
+    for s in batch.samples:
+        subsets = list(combinations(batch.mates(s), k))
+        best = [max(one.reward for one in subset) for subset in subsets]
+        own = [reward for reward, subset in zip(best, subsets, strict=True) if any(one is s for one in subset)]
+        spread = math.sqrt(mean([(reward - mean(best)) ** 2 for reward in best]))
+        result.append([(mean(own) - mean(best)) / (spread + 1e-4)] * len(s))
+    return result
+
+
 def rloo(batch: Batch) -> Advantages:
     """RLOO, arXiv 2402.14740, eq. 6, on returns with a KL term of 0.05."""
     result = []
@@ -242,7 +261,7 @@ def gspo_token(s: Sample, t: int, advantage: float) -> Scalar:
 
 
 def gmpo(s: Sample, t: int, advantage: float) -> Scalar:
-    """GMPO, arXiv 2507.20673, eq. 4: the product of the clipped ratios to the power 1 / |o|."""
+    """GMPO, arXiv 2507.20673: the product of the clipped ratios to the power 1 / |o|."""
     product = torch.ones((), dtype=torch.double)
     for k in range(len(s)):
         r = ratio(s, k)
@@ -250,8 +269,24 @@ def gmpo(s: Sample, t: int, advantage: float) -> Scalar:
     return -weight(s, t) * advantage * product ** (1.0 / len(s))
 
 
+def dppo(bound: float, divergence: Callable[[float, float], float]) -> Callable[[Sample, int, float], Scalar]:
+    """DPPO, arXiv 2602.04879, eq. 12: -M r A, M = 0 beyond the bound in the direction of the advantage."""
+
+    def token(s: Sample, t: int, advantage: float) -> Scalar:
+        p, q = math.exp(float(s.new[t].detach())), math.exp(s.rollout[t])
+        left = divergence(p, q) > bound and (p - q) * advantage > 0
+        return 0.0 * s.new[t] if left else -weight(s, t) * advantage * ratio(s, t)
+
+    return token
+
+
+def binary_kl(p: float, q: float) -> float:
+    """KL of two coins (eq. 14)."""
+    return q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
+
+
 def sapo(s: Sample, t: int, advantage: float) -> Scalar:
-    """SAPO, arXiv 2511.20347, eq. 6: 4 / tau over 1 + exp(-tau (r - 1))."""
+    """SAPO, arXiv 2511.20347: 4 / tau over 1 + exp(-tau (r - 1))."""
     tau = 1.0 if advantage > 0 else 1.05
     return -weight(s, t) * advantage * 4.0 / tau / (1.0 + torch.exp(-tau * (ratio(s, t) - 1.0)))
 
@@ -337,6 +372,10 @@ LOOPS = {
     "gspo": Loop(grpo, gspo, sequence_mean),
     "gspo_token": Loop(grpo, gspo_token, sequence_mean),
     "gmpo": Loop(grpo, gmpo, sequence_mean),
+    "dppo_tv": Loop(dr_grpo, dppo(0.15, lambda p, q: abs(p - q)), constant),
+    "dppo_kl": Loop(dr_grpo, dppo(0.05, binary_kl), constant),
+    "maxrl": Loop(maxrl, PPO_CLIP, token_mean),
+    "pass_at_k": Loop(pass_at_k, PPO_CLIP, token_mean),
     "sapo": Loop(grpo, sapo, sequence_mean),
     "dcpo": Loop(dcpo, dcpo_loss, only_token_mean),
     "cispo": Loop(grpo, cispo, token_mean),

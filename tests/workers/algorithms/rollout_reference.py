@@ -15,29 +15,32 @@ from troupe.workers.algorithms.advantages import SampledTokens
 from troupe.workers.algorithms.estimators import estimate
 from troupe.workers.contract.advantage_state import AdvantageState
 
-LENGTHS = (4, 2, 5, 3, 1, 6, 3, 2)
-GROUPS = (0, 0, 0, 0, 1, 1, 1, 1)
+LENGTHS = (4, 2, 5, 3, 1, 6, 3, 2, 4, 1)
+GROUPS = (0, 0, 0, 0, 0, 1, 1, 1, 1, 1)
 MAX_TOKENS = 8
 
 
 def make_batch(seed: int) -> Batch:
-    """Two groups of four responses, after an update that moved the policy; an earlier visit of both prompts."""
+    """Two groups of five responses, after an update that moved the policy; an earlier visit of both prompts."""
     generator = torch.Generator().manual_seed(seed)
 
     def noise(count: int, scale: float) -> list[float]:
         return (scale * torch.randn(count, generator=generator, dtype=torch.double)).tolist()
 
+    def near(logprobs: list[float], scale: float) -> list[float]:
+        return [min(a + b, -0.01) for a, b in zip(logprobs, noise(len(logprobs), scale), strict=True)]
+
     def sample(prompt: int, length: int) -> Sample:
         old = [-abs(x) - 0.05 for x in noise(length, 1.5)]
-        moved = [a + b for a, b in zip(old, noise(length, 0.3), strict=True)]
+        moved = near(old, 0.3)
         return Sample(
             prompt=prompt,
-            reward=noise(1, 1.0)[0],
+            reward=abs(noise(1, 1.0)[0]),
             greedy=(0.3, -0.4)[prompt],
             new=[torch.tensor(x, dtype=torch.double, requires_grad=True) for x in moved],
             old=old,
-            ref=[a + b for a, b in zip(old, noise(length, 0.4), strict=True)],
-            rollout=[a + b for a, b in zip(old, noise(length, 0.6), strict=True)],
+            ref=near(old, 0.4),
+            rollout=near(old, 0.6),
             values=noise(length, 1.0),
         )
 

@@ -25,7 +25,9 @@ from troupe.workers.algorithms.advantages import (
     STD_EPS,
     SampledTokens,
     best_of_group,
+    best_of_subsets_advantages,
     leave_one_out_advantages,
+    max_likelihood_advantages,
     n_step_advantages,
     process_advantages,
     returns_to_go,
@@ -72,7 +74,7 @@ def batch_of(seed: int, sizes: Sequence[int] = (3, 4, 2)) -> list[Sample]:
             mask = (rng.random(int(rng.integers(1, 7))) < 0.75).tolist() + [True] + [False] * int(rng.integers(0, 2))
             # Tables hold float32: numbers that have an exact one are the same everywhere.
             columns = [rng.normal(size=len(mask)).astype(np.float32).tolist() for _ in range(4)]
-            reward = float(np.float32(rng.normal(1.0, 2.0)))
+            reward = abs(float(np.float32(rng.normal(1.0, 2.0))))
             samples.append(Sample("abcdef"[group], index, reward, mask, *columns))
     return samples
 
@@ -532,6 +534,37 @@ def test_part_of_a_state_is_sent_and_merged_back() -> None:
 # --- RAFT and distillation ---
 
 
+@pytest.mark.parametrize(("solved", "samples", "k"), [(1, 8, 4), (3, 8, 2), (6, 8, 4), (2, 5, 4)])
+def test_pass_at_k_is_its_closed_form_on_rewards_of_0_and_1(solved: int, samples: int, k: int) -> None:
+    """arXiv 2508.10751: with the share rho of subsets that solve the prompt and the deviation s of their reward,
+    (1 - rho) / s for a right answer and (1 - rho - P(no right one beside it)) / s for a wrong one."""
+    rewards = torch.tensor([1.0] * solved + [0.0] * (samples - solved))
+    wrong = samples - solved
+    rho = 1 - math.comb(wrong, k) / math.comb(samples, k)
+    scale = math.sqrt(rho * (1 - rho)) + STD_EPS
+    failed = math.comb(wrong - 1, k - 1) / math.comb(samples - 1, k - 1)
+    expected = [(1 - rho) / scale] * solved + [(1 - rho - failed) / scale] * wrong
+    found = best_of_subsets_advantages(rewards, torch.zeros(samples, dtype=torch.int64), k)
+    assert found.tolist() == pytest.approx(expected, rel=1e-12, abs=1e-9)
+
+
+def test_groups_without_two_subsets_have_no_pass_at_k() -> None:
+    rewards, groups = torch.tensor([1.0, 0.0, 0.0, 0.3, 0.3, 0.3]), torch.tensor([0, 0, 0, 1, 1, 1])
+    assert best_of_subsets_advantages(rewards, groups, 3).tolist() == [0.0] * 6
+    assert best_of_subsets_advantages(rewards, groups, 2)[3:].tolist() == [0.0] * 3
+
+
+def test_maxrl_weighs_the_rare_success_by_hand() -> None:
+    rewards, groups = (
+        torch.tensor([1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0]),
+        torch.tensor([0] * 4 + [1] * 4 + [2] * 2),
+    )
+    expected = [3.0, -1.0, -1.0, -1.0, *[1 / 3] * 3, -1.0, 0.0, 0.0]
+    assert max_likelihood_advantages(rewards, groups).tolist() == pytest.approx(expected)
+    with pytest.raises(ValueError, match="rewards of 0 or more"):
+        max_likelihood_advantages(rewards - 0.5, groups)
+
+
 def test_best_of_group_by_hand() -> None:
     rewards, groups = torch.tensor([1.0, 3.0, 3.0, -1.0, -2.0, 0.0]), torch.tensor([0, 0, 0, 2, 2, 1])
     # Six samples, three groups of different sizes: each best sample weighs the same.
@@ -770,7 +803,7 @@ def test_partition_of_tables_does_not_matter(name: str) -> None:
         assert summary == expected and table.equals(expected_table)
 
 
-COMPARING = ["grpo", "dr_grpo", "rloo", "reinforce_pp_baseline"]
+COMPARING = ["grpo", "dr_grpo", "maxrl", "rloo", "reinforce_pp_baseline"]
 """Rows that judge a sample by its group; dapo, gspo, gspo_token, gmpo, sapo and cispo have grpo's advantages."""
 
 
@@ -804,7 +837,7 @@ def test_advantages_of_a_group_sum_to_zero(name: str, seed: int, sizes: list[int
         assert sum(row[0] for row in rows) == pytest.approx(0.0, abs=1e-7), uid
 
 
-@pytest.mark.parametrize("name", COMPARING)
+@pytest.mark.parametrize("name", [name for name in COMPARING if name != "maxrl"])
 def test_a_shift_of_all_rewards_changes_nothing(name: str) -> None:
     samples = batch_of(15)
     moved = [replace(sample, reward=sample.reward + 3.0) for sample in samples]

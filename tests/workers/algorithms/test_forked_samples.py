@@ -31,7 +31,7 @@ SAMPLES: dict[Key, tuple[float, list[list[bool]]]] = {
     ("p", 2): (0.5, [[True], [False, False], [True, True]]),
     ("q", 0): (2.0, [[True, True, False, True, True]]),
     ("q", 1): (2.0, [[True] * 4, [True]]),
-    ("q", 2): (-1.0, [[True, True]]),
+    ("q", 2): (0.25, [[True, True]]),
 }
 """Reward of each sample, and the loss mask of each of its rows."""
 MAX_TOKENS = 9
