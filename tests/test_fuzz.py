@@ -56,7 +56,12 @@ from troupe.orchestrator.training.checkpoint import Checkpoint, CheckpointStore,
 from troupe.orchestrator.training.ledger import Ledger
 from troupe.orchestrator.training.parts import states_of
 from troupe.orchestrator.training.state import PenaltyState
+from troupe.workers.agents.environments.gateway.completions import Completions
+from troupe.workers.agents.environments.gateway.generate import Generate
+from troupe.workers.agents.environments.gateway.messages import Messages
+from troupe.workers.agents.environments.gateway.protocol import Protocol
 from troupe.workers.agents.environments.gateway.request import read_options, read_request
+from troupe.workers.agents.environments.gateway.responses import Responses
 from troupe.workers.contract.advantage_state import AdvantageState
 from troupe.workers.contract.config import ModelConfig, RewardFunctionConfig
 from troupe.workers.isolation.child import BoundedOutput, Child
@@ -551,6 +556,59 @@ async def test_requests_of_an_agent() -> None:
             lambda value=value: read_request(read_options(value)), ValueError, TypeError, KeyError, OverflowError
         )
     assert refused > 300
+
+
+GATEWAY: dict[type[Protocol], dict[str, Any]] = {
+    Messages: {
+        "system": [{"type": "text", "text": "s"}],
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "hello"}]},
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": "t", "signature": "dA=="},
+                    {"type": "tool_use", "id": "1", "name": "add", "input": {"a": 1}},
+                ],
+            },
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": "5"}]},
+        ],
+        "tools": [{"name": "add", "input_schema": {}}],
+        "tool_choice": {"type": "any"},
+        "thinking": {"type": "adaptive"},
+        "output_config": {"format": {"type": "json_schema", "schema": {}}},
+        "max_tokens": 16,
+    },
+    Responses: {
+        "input": [
+            {"role": "user", "content": [{"type": "input_text", "text": "hello"}]},
+            {"type": "reasoning", "summary": [], "encrypted_content": "dA=="},
+            {"type": "function_call", "call_id": "1", "name": "add", "namespace": "n", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "1", "output": "5"},
+        ],
+        "tools": [{"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "add", "parameters": {}}]}],
+        "tool_choice": {"type": "function", "name": "add", "namespace": "n"},
+        "text": {"format": {"type": "json_schema", "schema": {}}},
+        "include": ["reasoning.encrypted_content"],
+        "instructions": "i",
+    },
+    Completions: {"prompt": [1, 2], "n": 2, "stop": ["x"], "logprobs": 0, "max_tokens": 5},
+    Generate: {"token_ids": [1, 2], "sampling_params": {"n": 2, "stop": ["x"], "logprobs": 1, "max_tokens": 5}},
+}
+UNREAD = (ValueError, TypeError, KeyError, OverflowError, AttributeError, RecursionError)
+"""What the endpoint answers with a status of 400."""
+
+
+@pytest.mark.parametrize("kind", GATEWAY)
+async def test_requests_of_the_gateways_protocols(kind: type[Protocol]) -> None:
+    def read(value: Any) -> None:
+        protocol = kind()
+        protocol.fields.check(value)
+        read_request(read_options(protocol.request(value, [])))
+
+    good = GATEWAY[kind]
+    read(good)
+    changed = [value for value in Mutations().of_json(good, 2000) if isinstance(value, dict)]
+    assert sum(refuses(lambda value=value: read(value), *UNREAD) for value in changed) > 100
 
 
 def test_records_of_a_run(tmp_path: Path) -> None:

@@ -69,9 +69,16 @@ class Observation:
     logprobs: bool = False
     """Whether the message of the next step has `logprobs`: for every token of the turn its text and the log-prob that
     it was sampled with, in nats."""
+    raw: bool = False
+    """Whether `messages` are the prompt itself, without the chat template: their `content` as it is, special tokens
+    included, or their `token_ids`. The message of the next step has `token_ids`. A conversation stays in one form."""
+    counted: bool = False
+    """Whether only the tokens of the prompt are counted: no turn is sampled, and the message of the next step has
+    `usage` alone. The conversation must be a new one."""
     also: Sequence[Observation] = ()
     """Separate conversations whose responses are sampled at the same time as the next turn. Read of each are
-    `messages`, `tools`, `stop`, `max_tokens`, `structured`, `logprobs`, `refusable`, and `conversation` with `restart`.
+    `messages`, `tools`, `stop`, `max_tokens`, `structured`, `logprobs`, `refusable`, `raw`, `counted`, and
+    `conversation` with `restart`.
     The message of the next step has their responses as `also`, in this order (fewer if the turns have run out), and the
     sample has a row for each conversation."""
     refusable: bool = False
@@ -172,6 +179,8 @@ def read_observation(value: Any) -> Observation:
         structured=read_form(value.get("structured")),
         refusable=bool(value.get("refusable", False)),
         logprobs=bool(value.get("logprobs", False)),
+        raw=bool(value.get("raw", False)),
+        counted=bool(value.get("counted", False)),
         note=valid_text(str(value.get("note") or ""))[:_NOTE_CHARS],
         info=info,
     )

@@ -178,7 +178,8 @@ class Child:
             return "closed its connection"
         finally:
             self.close()
-        return f"died with exit code {code}" if code >= 0 else f"died with signal {-code} ({signal.strsignal(-code)})"
+        died = f"exit code {code}" if code >= 0 else f"signal {-code} ({signal.strsignal(-code)})"
+        return f"died with {died}{self._output.last_lines()}"
 
     def close(self) -> None:
         """End the child and all processes that it started."""
@@ -201,19 +202,23 @@ logger = logging.getLogger(__name__)
 OUTPUT_LIMIT = 2**20
 """Bytes that one process, with all that it starts, may write to the log."""
 _LOG = 2
+_TAIL = 2**16
+"""Bytes at the end of an output that are kept."""
+_LAST_LINES, _LAST_CHARS = 12, 800
 
 
 class BoundedOutput:
     """A pipe for a process's output, read by a thread for as long as anyone has its other end open."""
 
-    def __init__(self, name: str, limit: int = OUTPUT_LIMIT, log: int = _LOG) -> None:
+    def __init__(self, name: str, limit: int = OUTPUT_LIMIT, log: int | None = _LOG) -> None:
         """Open the pipe.
 
         Args:
             name: Whose output it is, for the message that it was cut.
             limit: Bytes that are passed on.
-            log: Descriptor that receives them.
+            log: Descriptor that receives them, or None if only their end is wanted.
         """
+        self._tail = b""
         self._name = name
         self._left = limit
         self._limit = limit
@@ -236,11 +241,26 @@ class BoundedOutput:
         """Wait until all output of a process that has ended is in the log, but no longer than `timeout_s`."""
         self._thread.join(timeout_s)
 
+    def lines(self) -> list[str]:
+        """The last lines that are not empty, at most about 64 KiB of them."""
+        lines = self._tail.decode(errors="replace").splitlines()
+        return [line.strip() for line in lines if line.strip()]
+
+    def last_lines(self) -> str:
+        """The last lines in so many characters as a status can have, behind a colon; empty if there are none."""
+        words = ""
+        for line in reversed(self.lines()[-_LAST_LINES:]):
+            if words and len(words) + len(line) > _LAST_CHARS:
+                break
+            words = f"{line[:_LAST_CHARS]} | {words}" if words else line[:_LAST_CHARS]
+        return f": {words}" if words else ""
+
     def _pump(self) -> None:
         """Read until the last process has closed its end, also what exceeds the limit: no writer may block."""
         try:
             while chunk := os.read(self._read, _CHUNK):
-                if self._left > 0:
+                self._tail = (self._tail + chunk)[-_TAIL:]
+                if self._left > 0 and self._log is not None:
                     os.write(self._log, chunk[: self._left])
                     self._left -= len(chunk)
                     if self._left <= 0:

@@ -16,7 +16,7 @@ from statistics import fmean
 from types import TracebackType
 from typing import Any
 
-from troupe.workers.contract.text import one_line
+from troupe.workers.contract.text import LONGEST_LINE, one_line
 
 Step = tuple[int, float]
 """(end of the step, its reward)"""
@@ -31,7 +31,13 @@ _MACHINERY = (
     __file__,
 )
 """Files whose frames precede user code's in a traceback."""
+_LONGEST = 1000
+"""Characters of a failed program's line."""
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+
+
+class ProgramFailed(RuntimeError):
+    """A program has failed; the message has its last lines."""
 
 
 @dataclass(frozen=True)
@@ -164,10 +170,11 @@ def failure(cause: str, detail: str) -> Reply:
 def describe(error: BaseException) -> Reply:
     """Reply for an exception: one line of about 300 characters that ends with the user's file and line.
 
+    That of a program has its last lines as well.
     The cause of a shipped function's exception has no place: its message is enough.
     """
     try:
-        text = one_line(str(error))
+        text = one_line(str(error), _LONGEST if isinstance(error, ProgramFailed) else LONGEST_LINE)
     except Exception:
         text = "(its text cannot be shown)"
     kind = type(error).__name__
@@ -202,7 +209,9 @@ def user_place(error: BaseException) -> tuple[str, int] | None:
     if not frames or _within(frames[0][0], (_SHIPPED,)):
         return None
     own = [place for place in frames if not _within(place[0], (_SHIPPED, *_LIBRARIES))]
-    return own[-1] if own else frames[0]
+    if own:
+        return own[-1]
+    return None if any(_within(file, (_SHIPPED,)) for file, _ in frames) else frames[0]
 
 
 def user_traceback(error: BaseException) -> TracebackType | None:

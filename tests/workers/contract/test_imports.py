@@ -132,7 +132,7 @@ def without(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
     """Make the import of a module fail, in this process, and forget what has imported it."""
     for name in [name for name in sys.modules if name.partition(".")[0] == module]:
         monkeypatch.delitem(sys.modules, name)
-    agents = ("agents.environments.agent", "agents.environments.verifiers")
+    agents = ("agents.environments.agent", "agents.environments.gateway.endpoint", "agents.environments.verifiers")
     for name in (*agents, "rewards.mathematics", "rewards.numeric", "rewards.gym"):
         monkeypatch.delitem(sys.modules, f"troupe.workers.{name}", raising=False)
     monkeypatch.setattr(sys, "meta_path", [Refused(module), *sys.meta_path])

@@ -20,6 +20,8 @@ from troupe.workers.agents.environments.functions import Tool, ToolCallError
 from troupe.workers.contract.config import Frozen, first_problem
 from troupe.workers.contract.imports import require_package
 from troupe.workers.contract.text import is_secret, valid_json
+from troupe.workers.isolation.child import BoundedOutput
+from troupe.workers.rewards.results import ProgramFailed
 
 if TYPE_CHECKING:
     from mcp import Client
@@ -29,6 +31,8 @@ _LAUNCH = (
     "import ctypes, os, signal, sys; ctypes.CDLL(None).prctl(1, signal.SIGKILL); os.execvp(sys.argv[1], sys.argv[1:])"
 )
 """Runs a program that ends with the process of its episode (`PR_SET_PDEATHSIG`), also if that is killed."""
+_DRAIN_S = 0.5
+"""Longest wait for the output of a server that has failed."""
 _kept: dict[str, McpServer] = {}
 """Servers with `reuse`, by their configuration; of this process."""
 
@@ -75,6 +79,7 @@ class McpServer:
         self._closing = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._client: Client | None = None
+        self._errors: BoundedOutput | None = None
 
     async def open(self) -> list[Tool]:
         """Start the server, unless it runs; its tools.
@@ -110,17 +115,24 @@ class McpServer:
 
     async def _hold(self, opened: asyncio.Future[Client], closing: asyncio.Event) -> None:
         from mcp import Client, StdioServerParameters
+        from mcp.client.stdio import stdio_client
 
         inherited = {name: os.environ[name] for name in self._config.environment_variables if name in os.environ}
         launch = ["-S", "-c", _LAUNCH, *self._config.command]
+        self._errors = errors = BoundedOutput(self._name)
+        errlog = open(os.dup(errors.descriptor), "w")  # noqa: SIM115 - closed when the server has its own
+        errors.started()
         try:
-            async with Client(StdioServerParameters(command=sys.executable, args=launch, env=inherited)) as client:
+            parameters = StdioServerParameters(command=sys.executable, args=launch, env=inherited)
+            async with Client(stdio_client(parameters, errlog=errlog)) as client:
+                errlog.close()
                 opened.set_result(client)
                 await closing.wait()
         except Exception as error:
             if opened.done():
                 raise
-            opened.set_exception(RuntimeError(f"the MCP server {self._name} does not answer: {error}"))
+            errlog.close()
+            opened.set_exception(await self._failed(f"does not answer: {error}"))
 
     async def _tools(self) -> list[Tool]:
         client, wanted = self._connected(), self._config.tools
@@ -157,11 +169,18 @@ class McpServer:
             result = await self._connected().call_tool(name, valid_json(arguments))
         except MCPError as error:
             if error.error.code == CONNECTION_CLOSED:
-                raise RuntimeError(f"the MCP server {self._name} has ended") from error
+                raise await self._failed("has ended") from error
             raise ToolCallError(error.error.message) from error
         if result.is_error:
             raise ToolCallError(_text(result))
         return _text(result)
+
+    async def _failed(self, how: str) -> ProgramFailed:
+        """The server's failure, with the last lines that it wrote."""
+        if self._errors is not None:
+            await asyncio.to_thread(self._errors.drain, _DRAIN_S)
+        words = "" if self._errors is None else self._errors.last_lines()
+        return ProgramFailed(f"the MCP server {self._name} {how}{words}")
 
     def _connected(self) -> Client:
         if self._client is None:

@@ -211,6 +211,42 @@ class Conversation:
         return ids[1:] if ids[:1] == last else text_ids(self._tokenizer, text)
 
 
+class RawConversation(Conversation):
+    """A conversation whose prompts are texts or token ids as they are, without the chat template."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> None:
+        self._tokenizer, self._shown, self._response = tokenizer, list(messages), list[int]()
+        self.prompt_ids = self._known(self._ids(messages, lambda text: token_ids(tokenizer, text)))
+
+    def add_messages(self, messages: Sequence[Message]) -> Added:
+        """Append texts or token ids.
+
+        The text of a turn lacks its end, so that a text behind it repeats that. If it does not, the policy's end is not
+        in the prompt: the conversation forks.
+
+        Raises:
+            ConversationError: a token has no embedding.
+        """
+        end, new = self._sampled_end(), list(messages)
+        repeats = bool(new) and new[0]["content"].startswith(end)
+        forked = bool(new and end) and "token_ids" not in new[0] and not repeats
+        if repeats:
+            new[0] = new[0] | {"content": new[0]["content"].removeprefix(end)}
+        self._shown += messages
+        added = self._known(self._ids(new, self._tokenize_behind))
+        if not forked:
+            self.prompt_ids = [*self.prompt_ids, *added]
+            return Added(added)
+        before, own = self.prompt_ids[: -len(self._response)], without_end(self._tokenizer, self._response)
+        self.prompt_ids = [*before, *own, *self._ids(new, lambda text: text_ids(self._tokenizer, text))]
+        return Added([], forked=True)
+
+    @staticmethod
+    def _ids(messages: Sequence[Message], encode: Callable[[str], list[int]]) -> list[int]:
+        ids = [message["token_ids"] if "token_ids" in message else encode(message["content"]) for message in messages]
+        return [int(token) for part in ids for token in part]
+
+
 def end_of(content: str, text: str, start: int) -> int | None:
     """Position in `text` behind `content`, which begins at `start`; None if something else does.
 
@@ -251,6 +287,10 @@ class TurnReader:
             self.dropped.update(dict.fromkeys(new))
             logger.warning("%s", dropped_note(new))
         return conversation
+
+    def start_raw(self, messages: Sequence[Message]) -> Conversation:
+        """The conversation of a prompt without the chat template. Raises ConversationError."""
+        return RawConversation(self.tokenizer, messages)
 
     def adopt(self, conversation: Conversation) -> None:
         """Continue a conversation that another reader began."""

@@ -56,6 +56,10 @@ class Reader(Protocol):
         """The conversation with its first prompt."""
         ...
 
+    def start_raw(self, messages: Sequence[Message]) -> Conversation:
+        """The same without the chat template."""
+        ...
+
     def read(self, ids: Sequence[int], tools: Sequence[Any] | None, *, cut: bool) -> tuple[Message, Message]:
         """From the tokens of a turn, which was `cut` or not, to the message for the environment and for the history."""
         ...
@@ -207,6 +211,8 @@ class EpisodeRunner:
         """A turn as the environment gets it, with how it ended and what it cost; before it enters the conversation."""
         counts = {"prompt_tokens": len(asked.conversation.prompt_ids), "completion_tokens": len(turn.ids)}
         told = message | {"finish_reason": turn.finish_reason, "usage": counts}
+        if asked.observation.raw:
+            told["token_ids"] = list(turn.ids)
         if not asked.observation.logprobs:
             return told
         texts = await self._run(self.reader.texts, turn.ids)
@@ -216,7 +222,8 @@ class EpisodeRunner:
         """The conversation that an observation begins. Raises EpisodeFailed for one without tokens."""
         long = self._is_long(asked.messages, asked.tools)
         reader = self.long.reader if long and self.long is not None else self.reader
-        conversation: Conversation = await self._run(reader.start, asked.messages, asked.tools, long=long)
+        start = reader.start_raw if asked.raw else partial(reader.start, tools=asked.tools)
+        conversation: Conversation = await self._run(start, asked.messages, long=long)
         if not conversation.prompt_ids:
             raise EpisodeFailed("the prompt is empty")
         return conversation
@@ -252,7 +259,7 @@ class EpisodeRunner:
         return asked
 
     async def _refusal(self, conversation: Conversation, observation: Observation) -> Message | None:
-        """The answer to a request that is refused, or None if a turn is sampled.
+        """The answer to a request that is refused or counted, or None if a turn is sampled.
 
         Raises:
             EpisodeFailed: the form cannot be used, and the observation is no request.
@@ -261,6 +268,9 @@ class EpisodeRunner:
         if tokens >= most:
             why = f"This model's maximum context length is {most} tokens. However, your messages have {tokens} tokens."
             refused = _refused("context_length_exceeded", f"{why} Please reduce the length of the messages.")
+        elif observation.counted:
+            usage = {"prompt_tokens": tokens, "completion_tokens": 0}
+            refused = {"role": "assistant", "content": "", "usage": usage}
         elif observation.structured is not None:
             form = StructuredConfig.model_validate(observation.structured)
             if problem := await self._run(self.form_problem, form):
@@ -295,7 +305,7 @@ class EpisodeRunner:
         following = await self._open(state, observation)
         if following.refusal is None or not observation.refusable:
             state.played.messages += observation.messages
-        if following.refusal is not None:
+        if following.refusal is not None and "refused" in following.refusal:
             state.refusals += 1
             if not observation.refusable or state.refusals >= self.config.max_turns:
                 state.end("length")
@@ -373,7 +383,7 @@ class _Asked:
     observation: Observation
     tools: Sequence[Any] | None
     refusal: Message | None
-    """The answer if the request is refused and no turn is sampled."""
+    """The answer if the request is refused or counted and no turn is sampled."""
     segment: Segment
     """The row of the next turn."""
     added: Sequence[int]

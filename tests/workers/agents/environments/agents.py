@@ -118,14 +118,14 @@ def other_protocols(row: Row, client: OpenAI, served: bool = True) -> float:
     for post in (
         lambda: client.post("/chat/completions", body={"messages": asked}, cast_to=object),
         lambda: client.get("/chat/completions", cast_to=object),
-        lambda: client.responses.create(model="any", input="hello"),
-        lambda: client.post("/messages", body={}, cast_to=object),
+        lambda: client.embeddings.create(model="any", input="hello"),
+        lambda: client.post("/audio/speech", body={}, cast_to=object),
     ):
         try:
             post()
         except APIStatusError as error:
             body: Any = error.body
-            named += "serves POST /v1/chat/completions" in body["message"]
+            named += "serves POST /v1/chat/completions, /v1/responses" in body["message"]
             assert body["type"] == "invalid_request_error" and error.status_code in (404, 405, 413)
     if served:
         chat(row, client, 1)

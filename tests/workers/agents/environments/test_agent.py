@@ -15,6 +15,7 @@ import pytest
 
 from tests.workers.agents.environments.agents import ADD
 from tests.workers.agents.environments.started import bound, started
+from troupe.workers.agents.environments.gateway.chat import Chat
 from troupe.workers.agents.environments.gateway.request import (
     Choice,
     forced_calls,
@@ -209,7 +210,9 @@ def test_one_call_of_any_tool_is_a_list_of_one() -> None:
 
 
 async def read(options: dict[str, Any]) -> list[Choice]:
-    return read_request(read_options({"model": "any", "messages": list(ROW.messages), **options}))
+    body = {"model": "any", "messages": list(ROW.messages), **options}
+    Chat.fields.check(body)
+    return read_request(read_options(Chat().request(body, [])))
 
 
 @pytest.mark.parametrize(
@@ -224,10 +227,10 @@ async def read(options: dict[str, Any]) -> list[Choice]:
         ({"best_of": 4}, "best_of: every sampled response is trained"),
         ({"repetition_penalty": 1.1}, "repetition_penalty: it would change the distribution"),
         ({"logit_bias": {"5": 1}}, "logit_bias: it would change the distribution"),
-        ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs: the endpoint has no such option"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs: the template is"),
         ({"min_tokens": 5}, "min_tokens: it would change the distribution that is trained; leave it out"),
         ({"return_token_ids": True}, "return_token_ids: the tokens are recorded"),
-        ({"modalities": ["text", "audio"]}, "modalities: the endpoint has no such option"),
+        ({"modalities": ["text", "audio"]}, "modalities: the policy writes text"),
         ({"parallel_tool_calls": "no"}, "parallel_tool_calls: Input should be a valid boolean"),
         ({"logprobs": 5}, "logprobs: Input should be a valid boolean"),
         ({"stream": 1}, "stream: Input should be a valid boolean"),
@@ -271,7 +274,7 @@ def test_what_the_endpoint_does_not_serve_is_an_error_of_the_protocol(play: Play
     assert (played.last.status, played.last.observation.reward) == ("ok", 4.0)
     status = play(function=f"{HERE}:other_protocols", args={"served": False}).last.status
     assert (
-        "its last one was refused: POST /v1/messages: Not Found. The endpoint serves POST /v1/chat/completions"
+        "its last one was refused: POST /v1/audio/speech: Not Found. The endpoint serves POST /v1/chat/completions"
         in status
     )
 
@@ -353,13 +356,29 @@ def test_a_program_in_any_language_is_an_agent(play: Play) -> None:
     played = play(command=[sys.executable, "-m", HERE])
     assert (played.last.status, played.last.observation.reward) == ("ok", 0.5)
     played = play(command=["false"])
-    assert played.last.status.startswith("start: error: RuntimeError: the command ended with exit code 1")
+    assert played.last.status.startswith("start: error: ProgramFailed: the command ended with exit code 1")
     for held in ("", ", stdout=-3", ", stderr=-3"):
         script = f"import subprocess, sys; subprocess.Popen(['sleep', '100']{held}); sys.exit('no such table')"
         played = play(command=[sys.executable, "-c", script])
         assert "the command ended with exit code 1: no such table" in played.last.status
-    played = play(command=[sys.executable, "-c", "import sys; print('x' * 200_000); sys.exit('no such table: orders')"])
-    assert "the command ended with exit code 1: no such table: orders" in played.last.status
+    for size in (200_000, 20_000_000):
+        script = f"import sys; print('x' * {size}); print('first', file=sys.stderr); sys.exit('no such table: orders')"
+        played = play(command=[sys.executable, "-c", script])
+        assert "the command ended with exit code 1: first | no such table: orders" in played.last.status
+
+
+def test_the_cause_of_a_failed_program_is_in_the_status_behind_many_lines(play: Play) -> None:
+    """Node writes it some lines before its last one."""
+    lines = "\n".join(["Error: no table", *"012345678", "Node.js v20"])
+    script = f"import os, sys; print({lines!r}, file=sys.stderr, flush=True); os.kill(os.getpid(), 9)"
+    status = play(command=[sys.executable, "-c", script]).last.status
+    assert "the command ended with signal 9 (Killed): Error: no table | 0 | 1" in status and "| Node.js v20" in status
+
+
+def test_a_long_line_of_output_loses_no_episode(play: Play) -> None:
+    code = f"import runpy; print('x' * 20_000_000); runpy.run_module({HERE!r}, run_name='__main__')"
+    played = play(command=[sys.executable, "-c", code])
+    assert (played.last.status, played.last.observation.reward) == ("ok", 0.5)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,4 @@
-"""The chat-completions protocol: what a request of an agent may ask for, and the body of a response.
-
-An option that would change a response is honoured or refused, not ignored: an agent would be trained on responses that
-it did not ask for. The exceptions are options that clients always send: the temperature and its kin, which the spec
-decides, and hints such as `reasoning_effort`, which a run logs once.
+"""The request that every protocol of the gateway is translated to: what a response may be asked for, and its choices.
 
 A request can force the form of a response: calls of tools, or JSON. A form is a JSON schema: vLLM's structured outputs
 permit only its tokens. Calls that a request forces are plain JSON, as in vLLM's own server, whatever form the chat
@@ -13,9 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import secrets
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,40 +20,7 @@ from troupe.workers.contract.environments import Message, Observation, message_t
 
 MODEL_NAME = "policy"
 MAX_CHOICES = 16
-_NOT_TOLD = ("finish_reason", "usage", "unread_call", "logprobs")
-"""Fields of a turn that do not belong to the message of a response."""
 _NO_ARGUMENTS = {"type": "object", "properties": {}}
-_WITHOUT_EFFECT = {
-    *("model", "user", "metadata", "store", "service_tier", "safety_identifier"),
-    *("prediction", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "cache_control"),
-    *("temperature", "top_p", "top_k", "min_p", "seed"),
-}
-"""Options that a response does not depend on, and options of the distribution, which the spec sets (`sampling`)."""
-_HINTS = ("reasoning_effort", "reasoning", "verbosity")
-"""Options that ask for a manner, and that some agents always send: the policy does not learn of them."""
-_DISTRIBUTION = "it would change the distribution that is trained"
-_FORM = "use response_format, or sampling.structured in the spec"
-_FUNCTIONS = "use tools and tool_choice, which have replaced it"
-_REFUSED = {
-    "top_logprobs": "only the log-prob of the sampled token is known: use logprobs",
-    "min_tokens": _DISTRIBUTION,
-    "return_token_ids": "the tokens are recorded in the run's trajectories",
-    "logit_bias": _DISTRIBUTION,
-    "presence_penalty": _DISTRIBUTION,
-    "frequency_penalty": _DISTRIBUTION,
-    "repetition_penalty": _DISTRIBUTION,
-    "best_of": "every sampled response is trained: use n, and choose in the agent",
-    "functions": _FUNCTIONS,
-    "function_call": _FUNCTIONS,
-    "guided_json": _FORM,
-    "guided_regex": _FORM,
-    "guided_choice": _FORM,
-    "guided_grammar": _FORM,
-    "structured_outputs": _FORM,
-    "chat_template": "the template is the spec's: model.chat_template",
-}
-_NEUTRAL = {"best_of": 1, "repetition_penalty": 1, "function_call": "none", "modalities": ["text"]}
-"""Values that ask for nothing, besides empty ones."""
 
 
 class StreamOptions(BaseModel):
@@ -70,9 +31,9 @@ class StreamOptions(BaseModel):
 
 
 class ChatRequest(BaseModel):
-    """The options on which a response depends; whatever else the body has is in `model_extra`."""
+    """What a response depends on, by the names of chat completions."""
 
-    model_config = ConfigDict(strict=True, frozen=True, extra="allow")
+    model_config = ConfigDict(strict=True, frozen=True)
     messages: list[Any] = Field(min_length=1)
     tools: list[Any] | None = None
     tool_choice: Any = None
@@ -85,23 +46,20 @@ class ChatRequest(BaseModel):
     logprobs: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    raw: bool = False
+    """Whether the messages are the text of the prompt, or its token ids, without the chat template."""
+    counted: bool = False
+    """Whether only the number of tokens of the prompt is wanted."""
+    thoughts_aside: bool = False
+    """Whether a history may lack the thoughts of earlier turns, which the protocol has beside their texts."""
 
 
-def read_options(body: Any) -> ChatRequest:
-    """The typed options of a request. Raises ValueError for one that the endpoint does not honour."""
+def read_options(body: Mapping[str, Any]) -> ChatRequest:
+    """The typed options of a request. Raises ValueError for one of another form."""
     try:
-        options = ChatRequest.model_validate(body)
+        return ChatRequest.model_validate(body)
     except ValidationError as error:
         raise ValueError(first_problem(error)) from error
-    for name, value in (options.model_extra or {}).items():
-        if name not in _WITHOUT_EFFECT and name not in _HINTS and value and value != _NEUTRAL.get(name):
-            raise ValueError(f"{name:.60}: {_REFUSED.get(name, 'the endpoint has no such option')}; leave it out")
-    return options
-
-
-def hints(options: ChatRequest) -> list[str]:
-    """Names of the options of a request that are ignored though they could change a response."""
-    return [name for name in _HINTS if (options.model_extra or {}).get(name)]
 
 
 def forced_tool(tools: Sequence[Mapping[str, Any]], choice: Any) -> bool | str:
@@ -192,16 +150,22 @@ class Choice:
     one_call: bool
     """Whether the agent takes at most one call of a tool from the response."""
     answer: asyncio.Future[Message] = field(repr=False)
+    raw: bool = False
+    counted: bool = False
+    thoughts_aside: bool = False
+    """See `ChatRequest`, also for the two before."""
     conversation: str = ""
     """Name of its conversation."""
-    known: int = 0
-    """Messages of that conversation before this turn, or 0 if it begins here."""
+    added: list[Message] = field(default_factory=list)
+    """Messages behind what that conversation has."""
+    known: bool = False
+    """Whether the conversation has turns, so that it does not begin here."""
 
     @property
     def observation(self) -> Observation:
         """The request as a turn of its conversation."""
         return Observation(
-            self.messages[self.known :],
+            self.added,
             tools=self.tools,
             restart=not self.known,
             conversation=self.conversation,
@@ -210,11 +174,21 @@ class Choice:
             structured=None if self.schema is None else {"json_schema": self.schema},
             refusable=True,
             logprobs=self.logprobs,
+            raw=self.raw,
+            counted=self.counted,
         )
 
     def read(self, message: Message, prefix: str) -> Message:
-        """The response with the calls that the request forced, whose names begin with a prefix, or with its first."""
+        """The response with the calls that the request forced, whose ids begin with a prefix, or with its first.
+
+        A text that ended the turn because the request named it is its `stop_sequence`, and is left out of the content.
+        """
         calls = message.get("tool_calls") or ()
+        found = [(place, text) for text in self.stop if (place := message["content"].find(text)) >= 0]
+        if found and not calls and message.get("finish_reason") == "stop":
+            place, text = min(found)
+            behind = {"stop_sequence": text, "behind_stop": message["content"][place:]}
+            message = message | behind | {"content": message["content"][:place]}
         if self.one_call and len(calls) > 1:
             return message | {"tool_calls": calls[:1]}
         if not self.forced or calls or message.get("finish_reason") == "length":
@@ -225,7 +199,7 @@ class Choice:
 
 def read_request(options: ChatRequest) -> list[Choice]:
     """The responses that a request asks for. Raises ValueError, TypeError or KeyError for what is not supported."""
-    messages = [plain(message) for message in options.messages]
+    messages = list(options.messages) if options.raw else [plain(message) for message in options.messages]
     stop = options.stop or ()
     stops = read_stop([stop] if isinstance(stop, str) else stop)
     tools, tool_choice = options.tools or [], options.tool_choice or "auto"
@@ -246,6 +220,9 @@ def read_request(options: ChatRequest) -> list[Choice]:
             forced=forced,
             one_call=one_call,
             answer=loop.create_future(),
+            raw=options.raw,
+            counted=options.counted,
+            thoughts_aside=options.thoughts_aside,
         )
         for _ in range(options.n or 1)
     ]
@@ -266,84 +243,3 @@ def plain(message: Any) -> Message:
         if not isinstance(message.get(name), str | None):
             raise TypeError(f"messages: {name}: expected text")
     return result | {name: message[name] for name in ("tool_calls", "tool_call_id", "name") if message.get(name)}
-
-
-def first_difference(known: Sequence[Message], given: Sequence[Message]) -> str:
-    """How a history differs in meaning from the conversation that it should continue; empty if it continues it.
-
-    Clients write an equal turn in many forms: arguments dumped again, own ids, an `index` from the stream, a `name`,
-    stripped text. None of these changes what was said.
-    """
-    for number, (one, other) in enumerate(zip(known, given, strict=False)):
-        for field_name, (said, now) in _meanings(one, other):
-            if said != now:
-                return f"messages.{number} ({one['role']}): {field_name} {said!r:.100} became {now!r:.100}"
-    return "" if len(given) >= len(known) else f"it has {len(given)} of {len(known)} messages"
-
-
-def _meanings(one: Message, other: Message) -> Iterator[tuple[str, tuple[Any, Any]]]:
-    yield "role", (one["role"], other["role"])
-    sampled = one["role"] == "assistant"
-    yield "content", tuple(message["content"].strip() if sampled else message["content"] for message in (one, other))
-    yield "tool_calls", (_called(one), _called(other))
-
-
-def _called(message: Message) -> list[tuple[str, str]]:
-    """Name and arguments of each call, arguments in one form."""
-    functions = [call.get("function") for call in message.get("tool_calls") or ()]
-    return [
-        (str(function.get("name")), _one_form(function.get("arguments"))) if isinstance(function, dict) else ("", "")
-        for function in functions
-    ]
-
-
-def _one_form(arguments: Any) -> str:
-    try:
-        value = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
-        return json.dumps(value, sort_keys=True)
-    except (ValueError, RecursionError):
-        return str(arguments).strip()
-
-
-def completion(messages: Sequence[Message]) -> dict[str, Any]:
-    """The body of a response."""
-    choices = [
-        {
-            "index": number,
-            "message": {**_told(message), "content": message["content"] or None},
-            "finish_reason": "tool_calls" if message.get("tool_calls") else message.get("finish_reason", "stop"),
-            "logprobs": _logprobs(message.get("logprobs")),
-        }
-        for number, message in enumerate(messages)
-    ]
-    return {
-        "id": f"chatcmpl-{secrets.token_hex(8)}",
-        "object": "chat.completion",
-        "created": int(time.time()),
-        "model": MODEL_NAME,
-        "choices": choices,
-        "usage": _usage([message["usage"] for message in messages if "usage" in message]),
-    }
-
-
-def _told(message: Message) -> Message:
-    """The fields of a turn that belong to the message."""
-    return {name: value for name, value in message.items() if name not in _NOT_TOLD}
-
-
-def _logprobs(tokens: Sequence[Sequence[Any]] | None) -> dict[str, Any] | None:
-    """The log-probs of a choice, or None if not requested."""
-    if tokens is None:
-        return None
-    content = [
-        {"token": text, "logprob": value, "bytes": list(text.encode(errors="replace")), "top_logprobs": []}
-        for text, value in tokens
-    ]
-    return {"content": content, "refusal": None}
-
-
-def _usage(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    """Tokens of a request: its prompt once, and all responses."""
-    prompt = max((count["prompt_tokens"] for count in counts), default=0)
-    completion = sum(count["completion_tokens"] for count in counts)
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
