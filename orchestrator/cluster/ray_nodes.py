@@ -175,17 +175,21 @@ def _own_process_groups() -> Iterator[None]:
 
 @contextmanager
 def _without_unused_processes() -> Iterator[None]:
-    """Ray starts no process that a local cluster does not use: its dashboard, its autoscaler and its log monitor.
+    """Ray starts nothing that a local cluster does not use: no dashboard, autoscaler or log monitor, and no services of
+    the dashboard in the node's agent.
 
-    `ray.init` waits until the dashboard has imported its libraries, even without `include_dashboard`.
+    `ray.init` waits until the dashboard has imported its libraries, even without `include_dashboard`. The agent runs as
+    it does where these libraries are not installed; to look for them, Ray would import them in this process.
     """
     unused = ("start_api_server", "start_monitor", "start_log_monitor")
     before = {name: getattr(RayNode, name) for name in unused}
     for name in unused:
         setattr(RayNode, name, lambda *_, **__: None)
+    look, ray_utils.get_dashboard_dependency_error = ray_utils.get_dashboard_dependency_error, ImportError
     try:
         yield
     finally:
+        ray_utils.get_dashboard_dependency_error = look
         for name, method in before.items():
             setattr(RayNode, name, method)
 
