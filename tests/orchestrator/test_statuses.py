@@ -35,12 +35,11 @@ SERVER = "test_a_server_that_is_lost_fails_its_episode_alone"
 STATUSES: dict[str, tuple[str, str] | str] = {
     "timeout after {} s": ("test_a_slow_sample_of_an_asynchronous_function_times_out_alone", ASYNC),
     "timeout": "the common cause of the statuses above, and the kind of an agent's answer",
-    "out of memory (limit {} MiB)": (FAULT, FAULT),
-    "out of memory (limit {} MiB; {} processes use {} MiB more)": (
+    "out of memory (limit {} MiB)": (FAULT, EPISODE),
+    "{}: out of memory (limit {} MiB; {} processes use {} MiB more)": (
         "test_memory_counts_over_all_processes_of_a_function",
         "test_memory_that_forked_processes_share_counts_once",
     ),
-    str(b'{"failure": "out of memory", "last": true}\n'): (EPISODE, EPISODE),
     "{} is lost, or leaves": (
         "test_a_lost_engine_s_evaluation_begins_again_where_the_version_still_is",
         "test_an_engine_that_leaves_hands_its_evaluation_over",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -27,8 +27,22 @@ _wait = ContextVar("_wait", default="")
 """How long the last response to a task's question asks its client to wait, in seconds or until a time."""
 
 
-async def _note_wait(response: Any) -> None:
+async def _read_refusal(response: Any) -> None:
+    """Notes the wait, and reads the body of an error or a redirection, of which the client would read all."""
     _wait.set(response.headers.get("retry-after", ""))
+    if not response.is_success:
+        response._content = await _bounded(response.aiter_bytes())
+        await response.aclose()
+
+
+async def _bounded(chunks: AsyncIterator[bytes]) -> bytes:
+    """The bytes of a body until there are more than `_LONGEST_BODY`."""
+    body = bytearray()
+    async for chunk in chunks:
+        body += chunk
+        if len(body) > _LONGEST_BODY:
+            break
+    return bytes(body)
 
 
 class HttpJudgeConfig(Frozen):
@@ -81,8 +95,8 @@ class HttpJudge:
     def __init__(self, config: HttpJudgeConfig) -> None:
         """Raises JudgeError if the key's variable is not set."""
         self._config = config
-        body = f" {json.dumps(config.body, sort_keys=True)}" if config.body else ""
-        self.name = f"{config.url} {config.model} {config.temperature} {config.max_tokens}{body}"
+        further = "".join(f" {json.dumps(one, sort_keys=True)}" for one in (config.body, config.headers) if one)
+        self.name = f"{config.url} {config.model} {config.temperature} {config.max_tokens}{further}"
         self._key = os.environ.get(config.api_key_variable, "") if config.api_key_variable else "none"
         if not self._key:
             raise JudgeError(f"the environment variable {config.api_key_variable} is not set")
@@ -104,20 +118,18 @@ class HttpJudge:
             api_key=self._key,
             max_retries=config.retries,
             timeout=timeout_s,
-            http_client=DefaultAsyncHttpxClient(event_hooks={"response": [_note_wait]}),
+            http_client=DefaultAsyncHttpxClient(event_hooks={"response": [_read_refusal]}),
         )
 
         async def read(question: list[Message], left: int) -> JudgeAnswer:
             # What the endpoint sent, unread: the client accepts whatever is JSON, and text that is not.
             create = client.chat.completions.with_streaming_response.create
             async with create(model=config.model, messages=question, **options) as response:
-                body = bytearray()
                 try:
-                    async for chunk in response.iter_bytes():
-                        body += chunk
-                        if len(body) > _LONGEST_BODY:
-                            return JudgeAnswer(failure=f"an answer of more than {_LONGEST_BODY} bytes")
-                    return read_completion(bytes(body))
+                    body = await _bounded(response.iter_bytes())
+                    if len(body) > _LONGEST_BODY:
+                        return JudgeAnswer(failure=f"an answer of more than {_LONGEST_BODY} bytes")
+                    return read_completion(body)
                 except Exception:  # the transport's: the client repeats only requests that no answer has begun to
                     if not left:
                         raise

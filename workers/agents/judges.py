@@ -307,12 +307,12 @@ class JudgeReward:
             keys = [question_key(self._judge.name, question) for _, question in asked]
             questions |= {key: question for key, (_, question) in zip(keys, asked, strict=True)}
             parts.append([(weight, key) for key, (weight, _) in zip(keys, asked, strict=True)])
-        known = {key: JudgeAnswer(text) for key, text in self._cache.find(questions).items() if self._has_score(text)}
-        new = {key: question for key, question in questions.items() if key not in known}
-        asked_now = self._ask(self._judge, self._cache, new)
-        self._cache.add({key: answer.text for key, answer in asked_now.items() if self._has_score(answer.text)})
-        answers = known | asked_now
-        return [part if isinstance(part, RewardResult) else self._outcome(part, answers) for part in parts]
+        known = {key: self._read(JudgeAnswer(text)) for key, text in self._cache.find(questions).items()}
+        scores = {key: score for key, score in known.items() if isinstance(score, float)}
+        answers = self._ask(self._judge, self._cache, {key: questions[key] for key in questions if key not in scores})
+        new = {key: self._read(answer) for key, answer in answers.items()}
+        self._cache.add({key: answers[key].text for key, score in new.items() if isinstance(score, float)})
+        return [part if isinstance(part, RewardResult) else _outcome(part, scores | new) for part in parts]
 
     def close(self) -> None:
         """Close the cache."""
@@ -320,12 +320,14 @@ class JudgeReward:
             self._cache.close()
             self._cache = None
 
-    def _has_score(self, text: str) -> bool:
+    def _read(self, answer: JudgeAnswer) -> float | RewardResult:
+        """The score in an answer, from 0 to 1, or the failure if it has none."""
+        if answer.failure:
+            return _failed(answer.failure, answer.said[:_SHOWN])
         try:
-            self._args.reward(text)
-        except JudgeError:
-            return False
-        return True
+            return self._args.reward(answer.text)
+        except JudgeError as error:
+            return _failed(str(error), answer.text[-_SHOWN:])
 
     def _ask(self, judge: Judge, cache: AnswerCache, questions: dict[str, list[Message]]) -> dict[str, JudgeAnswer]:
         """Answers by key, as far as the budget reaches."""
@@ -336,18 +338,16 @@ class JudgeReward:
         spent = JudgeAnswer(failure=f"the budget of {budget} questions (max_requests) is used up")
         return dict.fromkeys(questions, spent) | dict(zip(asked, answers, strict=True))
 
-    def _outcome(self, parts: Sequence[tuple[float, str]], answers: Mapping[str, JudgeAnswer]) -> RewardResult:
-        """The weighted mean of the scores in the answers with these keys; the first failure if one has none."""
-        total = 0.0
-        for weight, key in parts:
-            answer = answers[key]
-            if answer.failure:
-                return _failed(answer.failure, answer.said[:_SHOWN])
-            try:
-                total += weight * self._args.reward(answer.text)
-            except JudgeError as error:
-                return _failed(str(error), answer.text[-_SHOWN:])
-        return RewardResult(min(1.0, max(0.0, total / sum(max(0.0, weight) for weight, _ in parts))))
+
+def _outcome(parts: Sequence[tuple[float, str]], scores: Mapping[str, float | RewardResult]) -> RewardResult:
+    """The weighted mean of the scores with these keys, or the first failure if there is one."""
+    total = 0.0
+    for weight, key in parts:
+        score = scores[key]
+        if isinstance(score, RewardResult):
+            return score
+        total += weight * score
+    return RewardResult(min(1.0, max(0.0, total / sum(max(0.0, weight) for weight, _ in parts))))
 
 
 def _failed(reason: str, said: str = "") -> RewardResult:

@@ -15,11 +15,12 @@ import os
 import reprlib
 import socket
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from troupe.workers.isolation.inside import connection, limit_memory
 from troupe.workers.rewards.loading import RewardFunctionError, check_machine, load
-from troupe.workers.rewards.results import ErrorReplies, Reply, parse_batch, parse_value
+from troupe.workers.rewards.results import ErrorReplies, Reply, describe, parse_batch, parse_value
 
 if TYPE_CHECKING:
     import asyncio
@@ -40,18 +41,21 @@ def main(control: str, owner_pipe: str) -> None:
             return
         limit_memory(order["memory_limit_mib"])
         _reply(parent, {"ready": True, "pid": os.getpid(), "concurrent": caller.concurrent})
-        _serve(parent, requests, caller, order["memory_limit_mib"])
+        _serve(parent, requests, caller, f"out of memory (limit {order['memory_limit_mib']} MiB)")
 
 
-def _serve(parent: socket.socket, requests: Any, caller: FunctionCaller, limit_mib: int) -> None:
+def _serve(parent: socket.socket, requests: Any, caller: FunctionCaller, exhausted: str) -> None:
     # Prepared in advance: there may be no memory left for it later.
-    exhausted = json.dumps({"failure": f"out of memory (limit {limit_mib} MiB)", "last": True}).encode() + b"\n"
+    last = json.dumps({"failure": exhausted, "last": True}).encode() + b"\n"
     for line in requests:
         request = json.loads(line)
         try:
             results = caller.results(request["samples"])
-        except MemoryError:
-            parent.sendall(exhausted)
+        except MemoryError as error:
+            with suppress(MemoryError):  # the function may have raised it with memory left
+                reply = {"failure": f"{exhausted}: {describe(error)['failure']}", "last": True}
+                last = json.dumps(reply).encode() + b"\n"
+            parent.sendall(last)
             return
         _reply(parent, {"id": request["id"], "results": results})
 

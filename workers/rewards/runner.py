@@ -176,7 +176,7 @@ class RewardProcess:
     def _read(self, reply: dict[str, Any], samples: Sequence[Sample]) -> list[RewardResult]:
         """The outcomes in a reply. Raises InvalidReply for an invalid one: user code may have written it."""
         if reply.get("last") and isinstance(failure := reply.get("failure"), str):
-            return self._all_failed(failure, len(samples))
+            return self._all_failed(f"{self.config.name}: {failure}", len(samples))
         if reply.get("id") != self._requests:
             raise InvalidReply("replied out of turn")
         results = reply.get("results")
@@ -218,7 +218,8 @@ class RewardProcess:
         grown = (used - self._resident) >> 20
         if grown > self.memory_limit_mib:
             raise _OutOfMemory(
-                f"out of memory (limit {self.memory_limit_mib} MiB; {processes} processes use {grown} MiB more)"
+                f"{self.config.name}: out of memory (limit {self.memory_limit_mib} MiB; {processes} processes use "
+                f"{grown} MiB more)"
             )
 
     def _reap(self) -> str:

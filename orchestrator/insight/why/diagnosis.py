@@ -33,6 +33,8 @@ _SLOW = 3.0
 _SHOWN_CALLS = 8
 _SPACE = ("no space left", "disk quota exceeded", "enospc")
 _MEMORY = ("out of memory", "cannot allocate memory", "memoryerror", "out-of-memory")
+_LIMITED = "out of memory (limit "
+"""What user code says that has used up its own limit; the node may have memory left."""
 
 
 def diagnose(facts: Facts) -> Diagnosis:
@@ -78,7 +80,7 @@ def _run_failed(facts: Facts) -> Diagnosis | None:
     words = next(iter(facts.exit_reasons), "")
     # The killer also ends processes of others: it explains a worker whose log shows no error.
     killed = _kills(facts) and any("SIGKILL" in reason for reason in facts.exit_reasons)
-    if killed or any(word in text for word in _MEMORY):
+    if killed or (any(word in text for word in _MEMORY) and _LIMITED not in text):
         return Diagnosis("memory", f"{summary}; the node has run out of memory", "")
     if words:
         summary = f"{summary}; {words}"

@@ -314,6 +314,11 @@ DIAGNOSES: dict[str, tuple[tuple[str, Facts, Facts], ...]] = {
             replace(facts(node=KILLS), error="the data is empty"),
         ),
         (
+            "has run out of memory",
+            replace(facts(), error="policy-0.update: out of memory"),
+            replace(facts(), error="4 x reward: mine:f: out of memory (limit 128 MiB): error: MemoryError (mine.py:3)"),
+        ),
+        (
             "is full",
             replace(facts(node=FULL), error="OSError: no space left"),
             replace(facts(), error="OSError: no space left"),

@@ -11,7 +11,7 @@ from typing import Any
 
 from aiohttp import web
 
-Script = Callable[[int, dict[str, Any]], "web.Response | str | None"]
+Script = Callable[[int, dict[str, Any]], "web.StreamResponse | str | None"]
 """From the number of the request and its body to a response, a text as the answer, or None: no answer at all."""
 
 
@@ -35,7 +35,7 @@ def endpoint(script: Script, pause_s: float = 0.0) -> Iterator[Endpoint]:
     ready, loop = threading.Event(), asyncio.new_event_loop()
     stop = asyncio.Event()
 
-    async def complete(request: web.Request) -> web.Response:
+    async def complete(request: web.Request) -> web.StreamResponse:
         nonlocal running
         body = await request.json()
         served.bodies.append(body)
@@ -50,7 +50,7 @@ def endpoint(script: Script, pause_s: float = 0.0) -> Iterator[Endpoint]:
                 await asyncio.sleep(60)
         finally:
             running -= 1
-        if isinstance(answer, web.Response):
+        if isinstance(answer, web.StreamResponse):
             return answer
         message = {"role": "assistant", "content": answer}
         choice = {"index": 0, "message": message, "finish_reason": "stop"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Sequence
@@ -437,7 +438,8 @@ def test_an_endpoint_gets_further_fields_and_headers_and_lacks_what_is_null() ->
     assert body.keys() == {"model", "messages", "max_completion_tokens", "response_format"}
     assert served.headers[0]["X-A"] == "b"
     one, other = (HttpJudge(HttpJudgeConfig.model_validate(asked | {"body": body})) for body in ({}, {"top_p": 0.5}))
-    assert one.name != other.name, "the cache tells their answers apart"
+    elsewhere = HttpJudge(HttpJudgeConfig.model_validate(asked | {"body": {}, "headers": {"X-A": "c"}}))
+    assert len({one.name, other.name, elsewhere.name}) == 3, "the cache tells their answers apart"
 
 
 def test_a_wait_that_is_longer_than_the_bound_is_said() -> None:
@@ -479,6 +481,41 @@ def test_the_body_of_an_answer_is_bounded() -> None:
     with endpoint(lambda number, body: web.Response(body=large, content_type="application/json")) as served:
         (outcome,) = judge(endpoint={"url": served.url, "model": "m"}).score([sample("a")])
     assert outcome.status == "judge: an answer of more than 1048576 bytes" and len(served.bodies) == 1
+
+
+@pytest.mark.parametrize("status", [302, 400, 503])
+def test_the_body_of_a_refusal_is_bounded(status: int) -> None:
+    """One that never ends would be read to its end, or until the memory is."""
+    sent = 0
+
+    class Endless(web.StreamResponse):
+        async def prepare(self, request: web.BaseRequest) -> Any:
+            nonlocal sent
+            prepared = await super().prepare(request)
+            with contextlib.suppress(ConnectionError):
+                while sent < 2**26:
+                    await super().write(b"x" * 2**16)
+                    sent += 2**16
+            return prepared
+
+    with endpoint(lambda number, body: Endless(status=status, headers={"Location": "/v1/other"})) as served:
+        asked = {"url": served.url, "model": "m", "retries": 0}
+        (outcome,) = judge(endpoint=asked).score([sample("a")])
+    assert outcome.value is None and len(outcome.status) < 1000 and sent < 2**24
+
+
+def test_an_answer_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+
+    def read_score(answer: str, low: float, high: float) -> float:
+        read.append(answer)
+        return 5.0
+
+    monkeypatch.setattr("troupe.workers.agents.judges.read_score", read_score)
+    with endpoint(lambda number, body: "Score: 5") as served:
+        asked = judge(endpoint={"url": served.url, "model": "m"})
+        assert asked.score([sample("a")]) == [RewardResult(0.5)] and read == ["Score: 5"]
+        assert asked.score([sample("a")]) == [RewardResult(0.5)] and read == ["Score: 5"] * 2
 
 
 def test_without_a_judge_every_sample_says_so() -> None:

@@ -141,7 +141,9 @@ def test_memory_counts_over_all_processes_of_a_function(process: RewardProcess) 
     process.start()
     mark = mark_of(process)
     status = score(process).status
-    assert status.startswith("out of memory (limit 256 MiB; ") and status.endswith(" MiB more)"), status
+    assert status.partition(": ")[2].startswith("out of memory (limit 256 MiB; ") and status.endswith(" MiB more)"), (
+        status
+    )
     assert gone(mark)
 
 

@@ -302,6 +302,7 @@ def behave(response, answer, metadata):
     if word == "sleep": time.sleep(1000)
     if word == "allocate":
         while True: kept.append(bytearray(2**24))
+    if word == "refuse": raise MemoryError("full")
     if word == "orphan":
         os.posix_spawn("/bin/sleep", ["sleep", rest], {}); os._exit(1)
     if word == "print": print("hello from user code"); return 1
@@ -345,14 +346,15 @@ FAULTS = {
     "exit 0": "died with exit code 0",
     "abort": "died with signal 6 (Aborted)",
     "quit": "error: SystemExit: 4 (behaviours.py:10)",
-    "allocate": "out of memory (limit 128 MiB)",
+    "allocate": "behaviours:behave: out of memory (limit 128 MiB): error: MemoryError (behaviours.py:13)",
+    "refuse": "behaviours:behave: out of memory (limit 128 MiB): error: MemoryError: full (behaviours.py:14)",
     "nan": "not a finite number: nan",
     "inf": "not a finite number: inf",
     "huge": "error: OverflowError: int too large to convert to float",
     "text": "not a number: '1.0' (str)",
     "none": "not a number: None (NoneType)",
     "list": "not a number: [1.0, 2.0] (list)",
-    "unknown": "error: KeyError: 'unknown' (behaviours.py:26)",
+    "unknown": "error: KeyError: 'unknown' (behaviours.py:27)",
 }
 
 

@@ -79,7 +79,8 @@ def _become_episode_process(
     connection: socket.socket, create: Callable[[], Environment], memory_limit_mib: int
 ) -> None:
     """Serve episodes in this forked process; does not return."""
-    code = 1
+    code, exhausted = 1, {"failure": f"out of memory (limit {memory_limit_mib} MiB)", "last": True}
+    last = json.dumps(exhausted).encode() + b"\n"
     try:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # does not outlive the loading process
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -92,7 +93,7 @@ def _become_episode_process(
         code = 0
     except MemoryError:
         with contextlib.suppress(OSError):
-            connection.sendall(b'{"failure": "out of memory", "last": true}\n')
+            connection.sendall(last)
     finally:
         sys.stdout.flush()
         os._exit(code)

@@ -9,6 +9,7 @@ import signal
 from collections.abc import Mapping, Sequence
 
 from troupe.workers.isolation.child import BoundedOutput
+from troupe.workers.isolation.descendants import MARK, end_marked, new_mark
 from troupe.workers.rewards.results import ProgramFailed
 
 _DRAIN_S = 1.0
@@ -18,17 +19,20 @@ _DRAIN_S = 1.0
 class Program:
     """A running program."""
 
-    def __init__(self, process: asyncio.subprocess.Process, output: BoundedOutput, errors: BoundedOutput) -> None:
-        self._process, self._output, self._errors = process, output, errors
+    def __init__(
+        self, process: asyncio.subprocess.Process, mark: str, output: BoundedOutput, errors: BoundedOutput
+    ) -> None:
+        self._process, self._mark, self._output, self._errors = process, mark, output, errors
 
     @classmethod
     async def start(cls, command: Sequence[str], variables: Mapping[str, str]) -> Program:
         """Start it with further environment variables. Raises OSError if there is no such program."""
         output, errors = BoundedOutput(command[0], log=None), BoundedOutput(command[0])
+        mark = f"{os.environ.get(MARK) or new_mark()}.{new_mark()}"
         try:
             process = await asyncio.create_subprocess_exec(
                 *command,
-                env=os.environ | variables,
+                env=os.environ | variables | {MARK: mark},
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output.descriptor,
                 stderr=errors.descriptor,
@@ -40,7 +44,7 @@ class Program:
             raise
         output.started()
         errors.started()
-        return cls(process, output, errors)
+        return cls(process, mark, output, errors)
 
     async def last_line(self) -> str:
         """Wait for its end; the last line of its output, or nothing.
@@ -56,7 +60,8 @@ class Program:
         return (self._output.lines() or [""])[-1]
 
     def kill(self) -> None:
-        """End it, and what is in its process group."""
-        if self._process.returncode is None:
+        """End it, what is in its process group, and what it has left behind."""
+        if self._process.returncode is None:  # after that its number may be another's
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
+        end_marked(self._mark)

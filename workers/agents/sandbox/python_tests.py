@@ -22,8 +22,14 @@ from troupe.workers.rewards.answer_text import visible
 
 Style = Literal["auto", "stdin", "function"]
 
-_FENCED = re.compile(r"(```|~~~)(?:[^\n]*?\1|[ \t]*([\w+#.-]*)[^\n`]*\n(.*?)(?:^[ \t]*\1|\Z))", re.S | re.M)
-"""A block, or code within a line, which has no third group."""
+_FENCED = re.compile(
+    r"(?P<alone>^[ \t]*)?(?P<fence>```|~~~)(?:[^\n]*?(?P=fence)"
+    r"|(?(alone)[ \t]*)(?P<language>[\w+#.-]*)(?(alone)[^\n`]*|[ \t\r]*)\n(?P<code>.*?)"
+    r"(?:^[ \t]*(?P=fence)(?!\w)|(?=^[ \t]*(?P=fence)\w)|\Z))",
+    re.S | re.M,
+)
+"""A block, or code within a line, which has no group `code`. Within a line, only a language may follow what opens a
+block; a fence with a language opens one, and closes none."""
 _PYTHON = ("python", "python3", "py")
 _RESULTS_KIB = 4096
 """Results of a response that are read, for all cases together."""
@@ -197,10 +203,11 @@ def has_tests(given: Any, metadata: dict[str, Any]) -> bool:
 
 def extract_code(response: str) -> str:
     """The last ```python block of a response, which may lack its end; else the last block of no language, else all."""
-    blocks = [(found[2].lower(), found[3]) for found in _FENCED.finditer(response) if found[3] is not None]
-    found = [code for language, code in blocks if language in _PYTHON]
-    found = found or [code for language, code in blocks if not language]
-    return found[-1] if found else response
+    found = [one for one in _FENCED.finditer(response) if one["code"] is not None]
+    blocks = [(one["language"].lower(), one["code"]) for one in found]
+    codes = [code for language, code in blocks if language in _PYTHON]
+    codes = codes or [code for language, code in blocks if not language]
+    return codes[-1] if codes else response
 
 
 def same_output(output: str, expected: str, tolerance: float = 0.0) -> bool:

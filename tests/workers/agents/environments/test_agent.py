@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
@@ -379,6 +380,18 @@ def test_a_long_line_of_output_loses_no_episode(play: Play) -> None:
     code = f"import runpy; print('x' * 20_000_000); runpy.run_module({HERE!r}, run_name='__main__')"
     played = play(command=[sys.executable, "-c", code])
     assert (played.last.status, played.last.observation.reward) == ("ok", 0.5)
+
+
+def test_what_a_command_leaves_behind_ends_with_its_episode(play: Play) -> None:
+    """In its group or in a session of its own; the worker's processes go on."""
+    for session in (False, True):
+        length = f"{314159 + session}.{os.getpid()}"
+        left = f"subprocess.Popen(['sleep', '{length}'], start_new_session={session}, stdout=-3, stderr=-3)"
+        script = f"import runpy, subprocess; {left}; runpy.run_module({HERE!r}, run_name='__main__')"
+        played = play(command=[sys.executable, "-c", script])
+        assert (played.last.status, played.last.observation.reward) == ("ok", 0.5)
+        left_behind = [one for one in psutil.process_iter(["cmdline"]) if one.info["cmdline"] == ["sleep", length]]
+        assert not psutil.wait_procs(left_behind, timeout=10)[1]
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,7 @@ FAULTS = {
     "exits": "step: its process died",
     "leaves": "step: error: SystemExit: 3",
     "crashes": "step: its process died",
-    "eats": "step: out of memory",
+    "eats": "step: out of memory (limit 512 MiB)",
     "child": "step: timeout after 1 s",
     "nothing": "step: error: TypeError: expected an Observation, got NoneType",
     "number": "step: error: TypeError: expected an Observation, got int",

@@ -64,6 +64,10 @@ def test_the_sandbox_defines_what_site_does() -> None:
         ("```json\n{}\n```", "```json\n{}\n```"),
         ("I use ```python ... ``` fences:\n\n```python\na\n```", "a\n"),
         ("```x``` prints:\n```\na\n```", "a\n"),
+        ("Use a ``` fence, as said:\n```python\na\n```", "a\n"),
+        ("I end blocks with ```\n\n```python\na\n```", "a\n"),
+        ("from a ~~~ b\n```python\na\n```\nDone ``` now", "a\n"),
+        ("```python\na = '``` b'\nc\n```", "a = '``` b'\nc\n"),
     ],
 )
 def test_the_program_is_the_last_python_block_or_the_whole_response(response: str, code: str) -> None:
