@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -23,7 +23,6 @@ from troupe.orchestrator.spec.rollout import RolloutSpec
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "explanation" / "shared-gpus.md"
-BEGIN, END = "<!-- {name}: python -m docs.tooling.shared_gpus -->", "<!-- end of {name} -->"
 SPEC = ROOT / "deploy" / "specs" / "node-8gpu-grpo.yaml"
 SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
 GPUS = (1, 8, 16)
@@ -194,17 +193,17 @@ def _sum(memory: WorkerMemory, period: Period) -> str:
 
 def written(page: str) -> str:
     """The page with its generated parts."""
-    for name, text in _parts():
-        begin, end = BEGIN.format(name=name), END.format(name=name)
+    return written_with(page, [("table", table()), ("arithmetic", arithmetic())], "docs.tooling.shared_gpus")
+
+
+def written_with(page: str, parts: Sequence[tuple[str, str]], tool: str) -> str:
+    """The page with its parts between the comments of a tool (a module) that name them."""
+    for name, text in parts:
+        begin, end = f"<!-- {name}: python -m {tool} -->", f"<!-- end of {name} -->"
         before, _, rest = page.partition(begin)
         _, _, after = rest.partition(end)
         page = f"{before}{begin}\n\n{text}\n\n{end}{after}"
     return page
-
-
-def _parts() -> Iterator[tuple[str, str]]:
-    yield "table", table()
-    yield "arithmetic", arithmetic()
 
 
 def main() -> None:

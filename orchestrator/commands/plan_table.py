@@ -193,6 +193,27 @@ def measurements(plan: Plan) -> Iterator[str]:
         yield f"a step takes about {step_s:.2f} s, {plan.steps} steps {whole} (without scoring and the start)"
 
 
+def predictions(plan: Plan) -> Iterator[str]:
+    """The predicted speed of a step, and the division of its GPUs."""
+    speed, measured = plan.predicted, plan.measured
+    if speed is None:
+        return
+    source = "a roofline" if measured is None or measured.training_s is None else "measured times where they are known"
+    parts = f"sampling {speed.sampling_s:.1f} s, " if speed.sampling_gpus else ""
+    yield (
+        f"predicted ({source}; sequences as long as allowed): {speed.tokens_per_gpu:,.0f} tokens/s/GPU; a step of "
+        f"{speed.step_s:.1f} s: {parts}training {speed.training_s:.1f} s at {speed.mfu:.0%} MFU, weights "
+        f"{speed.transfer_s:.1f} s"
+    )
+    if not speed.divided:
+        return
+    waits, better = speed.idle, "no other division that fits is faster"
+    if (one := plan.balance) is not None:
+        better = f"{one.sampling} and {one.training} would take {one.step_s:.1f} s a step"
+    sampled = f"{speed.sampling_gpus} GPUs sample and wait {waits[0]:.0%} of a step"
+    yield f"balance: {sampled}, {speed.training_gpus} train and wait {waits[1]:.0%}; {better}"
+
+
 def unknown_sizes(plans: Sequence[MemoryPlan]) -> list[str]:
     """One line for each model whose size is not known: its section, why, and what to change.
 
@@ -217,5 +238,5 @@ def show(plan: Plan, console: Console | None = None) -> None:
             console.print(render_memory(plan.memory, where, console.width))
     if plan.memory.shared:
         console.print(render_periods(plan.memory, console.width))
-    for note in (*notes(plan.memory), *measurements(plan)):
+    for note in (*notes(plan.memory), *measurements(plan), *predictions(plan)):
         console.print(note, markup=False, highlight=False, soft_wrap=console.width == UNBOUNDED)

@@ -54,6 +54,10 @@ class ModelShape:
     vocabulary: int
     experts: int = 0
     """Routed experts that one token passes through; 0: the layers are dense."""
+    routed: int = 0
+    """All routed experts of a layer."""
+    sparse: int = 0
+    """Layers with routed experts."""
     expert_weights: int = 0
     """Numbers of all routed experts of a layer, which transformers makes one module of."""
     latent: int = 0
@@ -113,6 +117,8 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
         head_dim=head_dim,
         vocabulary=number(config, "vocab_size"),
         experts=number(config, "num_experts_per_tok", default=1) if _experts(config) else 0,
+        routed=_experts(config),
+        sparse=_sparse_layers(config, layers) if _experts(config) else 0,
         expert_weights=3 * fused_experts(config) // 2,
         latent=latent,
         window=window,

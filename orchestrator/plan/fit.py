@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from troupe.orchestrator.model_facts.families import undivided
 from troupe.orchestrator.plan.measured import Measured, with_peak
-from troupe.orchestrator.plan.memory import HEADROOM, MemoryOf, PlacedWorker, Sizes
+from troupe.orchestrator.plan.memory import HEADROOM, Memory, MemoryOf, PlacedWorker, Sizes
 from troupe.orchestrator.plan.placement import Node
 from troupe.orchestrator.plan.remedies import Misfit
 from troupe.orchestrator.plan.worker_memory import (
@@ -106,11 +107,16 @@ def memory_plan(
     by_name = {node.name: node for node in nodes}
     workers: dict[str, tuple[WorkerMemory, ...]] = {}
     caches: dict[str, Cache] = {}
+    alike: dict[tuple[str, bool, int], Memory] = {}  # the workers of a role but for the first are
     for placed in everyone:
         gpu = by_name[placed.node].gpu_memory if placed.node in by_name else 0
-        memory: MemoryOf = resolve(row_of(spec, placed.role).memory)
-        estimated, cache = memory(spec, placed, gpu, sizes)
-        workers[placed.worker] = tuple(with_peak(memory, peaks.get(placed.role, {})) for memory in estimated)
+        kind = placed.role, placed.is_first, gpu
+        if kind not in alike:
+            memory: MemoryOf = resolve(row_of(spec, placed.role).memory)
+            alike[kind] = memory(spec, placed, gpu, sizes)
+        estimated, cache = alike[kind]
+        own = (replace(memory, worker=placed.worker) for memory in estimated)
+        workers[placed.worker] = tuple(with_peak(memory, peaks.get(placed.role, {})) for memory in own)
         if cache is not None:
             caches[placed.worker] = cache
     node_memories = tuple(_of_node(spec, number, node, everyone, workers, sizes) for number, node in enumerate(nodes))
@@ -220,7 +226,7 @@ class _SharedGpu:
     memories: Mapping[PlacedWorker, Sequence[WorkerMemory]]
     capacity: int
 
-    @property
+    @cached_property
     def needs(self) -> Mapping[PlacedWorker, int]:
         """What each needs in the fullest period."""
         return self._during(max(PERIODS, key=lambda period: sum(self._during(period).values())))

@@ -43,6 +43,10 @@ class Measured:
     """Seconds of a step without scoring, or None if not all of its parts were measured."""
     lines: tuple[str, ...]
     """What is used, and what is not, for the user."""
+    sampling_s: float | None = None
+    """Seconds in which the engines sample a batch, or None if unknown."""
+    training_s: float | None = None
+    """Seconds of a step's updates, or None if unknown."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +127,7 @@ class Recorded:
                 step_s = max(engines.seconds + weights.engines_s, trainers.seconds + weights.trainers_s)
         first = [f"measured: memory of {', '.join(sorted(memory))} ({self._file})"] if memory else []
         lines = [part.line for part in (engines, trainers, weights) if part.line]
-        return Measured(self._file, memory, step_s, (*first, *lines))
+        return Measured(self._file, memory, step_s, (*first, *lines), engines.seconds, trainers.seconds)
 
     def _engines(self, spec: RolloutSpec, wanted: Settings) -> _Found:
         """Memory of an engine, and the seconds in which all of them sample a batch."""

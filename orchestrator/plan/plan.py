@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,8 @@ from troupe.orchestrator.plan.placement import (
     room,
     too_large,
 )
-from troupe.orchestrator.plan.remedies import Misfit, MisfitRemedy, describe, remedies
+from troupe.orchestrator.plan.remedies import Misfit, MisfitRemedy, changed, describe, remedies
+from troupe.orchestrator.plan.speed import Division, Prediction, predict
 from troupe.orchestrator.plan.worker_memory import Part
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.chain import PlannedRun
@@ -52,6 +53,10 @@ class Plan:
     """Changes after which the misfit is gone."""
     measured: Measured | None = None
     """What a benchmark measured for the spec; None without a benchmark."""
+    predicted: Prediction | None = None
+    """The speed of a run that fits; None without a known type of GPU and size of the model."""
+    balance: Division | None = None
+    """The division of its GPUs that fits and is faster, if one was looked for and there is one."""
 
 
 def plan(
@@ -68,7 +73,8 @@ def plan(
         spec: The spec.
         nodes: The nodes.
         known: Sizes of models that were read before, or that an earlier stage will write, or None.
-        advise: Look for changes with which the workers fit; each that is tried is planned as well.
+        advise: Look for changes with which the workers fit, or for a faster division of GPUs; each that is tried is
+            planned as well.
         recorded: A benchmark, whose measurements replace estimates if they hold for the spec.
     """
     sizes = known if known is not None else Sizes()
@@ -77,8 +83,9 @@ def plan(
     found: tuple[MisfitRemedy, ...] = ()
     text = "" if misfit is None else misfit.problem
     if misfit is not None and advise:
-        found = remedies(spec, misfit, lambda other: _Placed.of(other, nodes, sizes, recorded).misfit)
+        found = remedies(spec, misfit, lambda other: _Placed.of(other, nodes, sizes, recorded).assessed)
         text = describe(spec, misfit, found, max((node.gpus for node in nodes), default=0.0))
+    faster = _faster(spec, placed, lambda other: _Placed.of(other, nodes, sizes, recorded)) if advise else ()
     return Plan(
         rows=placed.rows,
         in_process=tuple((size.role, size.colocate_with or "") for size in role_sizes(spec) if size.in_process),
@@ -89,7 +96,24 @@ def plan(
         steps=spec.schedule.steps,
         remedies=found,
         measured=placed.measured,
+        predicted=placed.predicted,
+        balance=next(iter(faster), None),
     )
+
+
+def _faster(spec: RunSpec, placed: _Placed, assess: Callable[[RunSpec], _Placed]) -> Iterator[Division]:
+    """Divisions of the GPUs that fit and make a step shorter: by what is predicted for them, or by measured times."""
+    if placed.predicted is None or spec.rollouts is None:
+        return
+    for division in placed.predicted.shorter:
+        other = changed(spec, division.changes(spec.rollouts))
+        speed = None if other is None else assess(other).predicted
+        if speed is None:
+            continue
+        if placed.measured is not None and placed.measured.training_s is not None:
+            yield division
+        elif speed.step_s < placed.predicted.step_s:
+            yield replace(division, step_s=speed.step_s)
 
 
 @dataclass(frozen=True)
@@ -101,6 +125,12 @@ class _Placed:
     memory: MemoryPlan
     misfit: Misfit | None
     measured: Measured | None
+    predicted: Prediction | None
+
+    @property
+    def assessed(self) -> tuple[Misfit | None, float]:
+        """The first misfit, and the predicted speed if there is none."""
+        return self.misfit, 0.0 if self.predicted is None else self.predicted.tokens_per_gpu
 
     @classmethod
     def of(cls, spec: RunSpec, nodes: Sequence[Node], sizes: Sizes, recorded: Recorded | None) -> _Placed:
@@ -121,7 +151,9 @@ class _Placed:
         )
         measured = None if recorded is None else recorded.of(spec, nodes)
         memory = memory_plan(spec, rows, nodes, sizes, measured)
-        return cls(placements, rows, memory, _first(placements, nodes, fitted.missing, memory.misfit), measured)
+        misfit = _first(placements, nodes, fitted.missing, memory.misfit)
+        speed = None if misfit is not None else predict(spec, rows, nodes, sizes, memory.caches, measured)
+        return cls(placements, rows, memory, misfit, measured, speed)
 
 
 def _first(
@@ -203,6 +235,8 @@ def as_json(name: str, planned: Plan) -> dict[str, Any]:
         "remedies": [dict(remedy.changes) for remedy in planned.remedies],
         "warnings": list(memory.warnings),
         "measured": None if planned.measured is None else asdict(planned.measured),
+        "predicted": None if planned.predicted is None else asdict(replace(planned.predicted, shorter=())),
+        "balance": None if planned.balance is None else asdict(planned.balance),
     }
 
 

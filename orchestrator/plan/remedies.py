@@ -58,22 +58,22 @@ class MisfitRemedy:
     changes: Changes
     then: Misfit | None
     """What does not fit after the change, or None if everything fits."""
+    speed: float = 0.0
+    """Predicted tokens per second and GPU if everything fits; 0 if unknown."""
 
 
-Assess = Callable[[RunSpec], Misfit | None]
-"""The first misfit of a spec on the nodes of the plan."""
+Assess = Callable[[RunSpec], tuple[Misfit | None, float]]
+"""The first misfit of a spec on the nodes of the plan, and its predicted speed (`MisfitRemedy.speed`)."""
 
 
 def remedies(spec: RunSpec, misfit: Misfit, assess: Assess) -> tuple[MisfitRemedy, ...]:
-    """Up to two changes without which the misfit stays, those after which everything fits before any others."""
+    """Up to two changes without which the misfit stays: the fastest after which everything fits, or else any others."""
     found: list[MisfitRemedy] = []
     for alternatives in _alternatives(spec, misfit):
         best = _smallest(spec, misfit, alternatives, assess)
         if best is not None and all(best.changes != other.changes for other in found):
             found.append(best)
-        if sum(remedy.then is None for remedy in found) == _SHOWN:
-            break
-    whole = [remedy for remedy in found if remedy.then is None]
+    whole = sorted((one for one in found if one.then is None), key=lambda one: -one.speed)
     return tuple((whole or found)[:_SHOWN])
 
 
@@ -116,9 +116,9 @@ def _smallest(spec: RunSpec, misfit: Misfit, alternatives: Iterator[Changes], as
         other = changed(spec, changes) if changes else None
         if other is None:
             continue
-        then = assess(other)
+        then, speed = assess(other)
         if then is None:
-            return MisfitRemedy(changes, None)
+            return MisfitRemedy(changes, None, speed)
         if first is None and misfit.leads_to(then):
             first = MisfitRemedy(changes, then)
     return first
@@ -193,20 +193,15 @@ def _of_trainer(spec: RunSpec, role: str, gpu: bool) -> Iterator[Iterator[Change
     """Changes after which a training rank needs less."""
     settings = next(trainer for name, trainer in spec.roles.trainers().items() if name == role)
     path = f"roles.{role}"
-    cheap: list[Changes] = []
-    if not settings.gradient_checkpointing:
-        cheap.append({f"{path}.gradient_checkpointing": True})
-    if settings.zero_stage < 3 and settings.workers > 1:
-        cheap.append({f"{path}.zero_stage": 3})
-    if len(cheap) == 2:
-        cheap.append({**cheap[0], **cheap[1]})
-    yield iter(cheap)
+    zero = [{f"{path}.zero_stage": stage} for stage in (2, 3) if stage > settings.zero_stage]
+    again = [] if settings.gradient_checkpointing else [{f"{path}.gradient_checkpointing": True}]
+    both = [{**one, **other} for one in again for other in zero]
+    yield iter([*zero, *again, *both] if settings.workers > 1 else again)  # the fastest first
     if gpu:
-        more = [{}, *cheap, *([{f"{path}.zero_stage": 3}] if settings.zero_stage < 3 and len(cheap) < 3 else [])]
         yield (
             _with_guests(spec, role, {f"{path}.workers": workers, **changes})
             for workers in _doublings(settings.workers, MOST_WORKERS)
-            for changes in more
+            for changes in ({}, *zero, *again, *both)
         )
     yield _halves(spec, f"{path}.micro_batch_tokens", 8)
     if gpu:

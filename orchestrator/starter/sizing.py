@@ -1,4 +1,4 @@
-"""Chooses the settings of a first spec: the first candidate that `troupe plan` places on the machine."""
+"""Chooses the settings of a first spec: of the candidates that fit the machine, the fastest by `troupe plan`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import Any
 from troupe.orchestrator.algorithms.offline import OFFLINE_ALGORITHMS
 from troupe.orchestrator.algorithms.table import ALGORITHMS
 from troupe.orchestrator.errors import DoesNotFit, UsageError
-from troupe.orchestrator.model_facts.model_size import SizeUnknown, config_or_empty, read_size
+from troupe.orchestrator.model_facts.families import undivided
+from troupe.orchestrator.model_facts.model_size import ModelSize, SizeUnknown, config_or_empty, read_size
 from troupe.orchestrator.plan.placement import GPU_GIB, Node
 from troupe.orchestrator.plan.plan import Plan, described_nodes, plan_stages
 from troupe.orchestrator.spec.checks.models import ATTENTION, has_experts, has_latent_attention
@@ -27,6 +28,12 @@ _SMALL, _TINY = 500_000_000, 200_000_000
 _GENTLE = frozenset({"dpo", "ipo", "kto"})
 """Offline algorithms whose papers use a small learning rate."""
 _MOST_SEQUENCES = 256
+_ROOMY = (True, True, 0.0)
+"""Rank of a candidate that fits and leaves memory free, if nothing predicts its speed."""
+_STAGES = 3
+"""Settings of a group that differ in ZeRO's stage only: the last ones need the least memory."""
+_PER_NODE = 8
+"""GPUs of each node of a machine with more."""
 _ADAPTER_RATE = 10
 """Learning rate of adapters, as a multiple of the rate of all weights."""
 
@@ -75,24 +82,60 @@ def fitting_document(choices: Choices, data: Data) -> tuple[dict[str, Any], Plan
 
 def _best(choices: Choices, data: Data) -> tuple[Sizing | None, Plan | None]:
     """The settings that fit, with adapters if all weights do not fit; else the last ones, or None without a layout."""
-    whole = _first(choices, data, candidates(choices, longest(choices, data)))
+    whole = _fastest(choices, data, candidates(choices, longest(choices, data)))
     if whole[1] is None or not whole[1].misfit:
         return whole
-    adapted = _first(choices, data, adapted_candidates(choices, longest(choices, data)))
+    adapted = _fastest(choices, data, adapted_candidates(choices, longest(choices, data)))
     return whole if adapted[1] is None or adapted[1].misfit else adapted
 
 
-def _first(choices: Choices, data: Data, tried: Iterator[Sizing]) -> tuple[Sizing | None, Plan | None]:
-    """The first settings that fit and leave memory free, else the first that fit, else the last, or None."""
+def _fastest(choices: Choices, data: Data, groups: Iterator[list[Sizing]]) -> tuple[Sizing | None, Plan | None]:
+    """The fastest settings that leave memory free, else the fastest that fit, else the last, or None.
+
+    The optimizer is in host memory only if nothing else leaves memory free. Without a prediction the first settings
+    that leave memory free count.
+    """
+    best: tuple[Sizing | None, Plan | None] = None, None
+    for group in groups:
+        offloads = best[0] is not None and best[0].offload_optimizer
+        if _rank(best) == _ROOMY or (_rank(best) > _ROOMY and group[0].offload_optimizer and not offloads):
+            break
+        one = _first(choices, data, group)
+        best = max(best, one, key=_rank) if _rank(best)[0] else one
+    settings, found = best
+    if settings is not None and found is not None and found.predicted is not None:
+        for one in found.predicted.shorter:
+            engines = one.sampling // settings.tensor_parallel
+            other = _first(choices, data, [replace(settings, rollouts=engines, policies=one.training)])
+            if _rank(other) > _rank(best):
+                return other
+    return best
+
+
+def _rank(candidate: tuple[Sizing | None, Plan | None]) -> tuple[bool, bool, float]:
+    """Whether the candidate fits, whether it leaves memory free, and its predicted speed."""
+    found = candidate[1]
+    if found is None or found.misfit:
+        return False, False, 0.0
+    return True, not found.memory.warnings, 0.0 if found.predicted is None else found.predicted.tokens_per_gpu
+
+
+def _first(choices: Choices, data: Data, group: list[Sizing]) -> tuple[Sizing, Plan]:
+    """The first settings that fit and leave memory free, else the first that fit, else the last."""
+
+    def planned(settings: Sizing) -> tuple[Sizing, Plan]:
+        return settings, _plan(_document(choices, data, settings), choices)
+
+    smallest = [planned(settings) for settings in group[-_STAGES:]]
+    if all(found.misfit for _, found in smallest):
+        return smallest[-1]
     tight: tuple[Sizing, Plan] | None = None
-    settings, found = None, None
-    for settings in tried:
-        found = _plan(_document(choices, data, settings), choices)
-        if not found.misfit and not found.memory.warnings:
-            return settings, found
-        if not found.misfit and tight is None:
-            tight = settings, found
-    return tight or (settings, found)
+    for settings in group:
+        one = planned(settings)
+        if _rank(one) >= _ROOMY:
+            return one
+        tight = tight or (None if one[1].misfit else one)
+    return tight or smallest[-1]
 
 
 def _larger_gpus(choices: Choices, data: Data) -> str:
@@ -113,8 +156,10 @@ def nodes(choices: Choices) -> list[Node] | None:
 
 
 def cluster(choices: Choices) -> str:
-    """The machine as `troupe plan --cluster` takes it."""
-    return f"1x{choices.gpus}" + (f"x{choices.gpu_type}" if choices.gpu_type else "")
+    """The machine as `troupe plan --cluster` takes it: one node, or nodes of eight GPUs each."""
+    whole = choices.gpus % _PER_NODE == 0
+    described = f"{choices.gpus // _PER_NODE}x{_PER_NODE}" if whole and choices.gpus else f"1x{choices.gpus}"
+    return described + (f"x{choices.gpu_type}" if choices.gpu_type else "")
 
 
 def longest(choices: Choices, data: Data) -> int:
@@ -136,57 +181,65 @@ def response_tokens(choices: Choices) -> int:
     return 512 if choices.environment else 1024
 
 
-def candidates(choices: Choices, tokens: int) -> Iterator[Sizing]:
-    """Settings to try, the fastest first."""
+def candidates(choices: Choices, tokens: int) -> Iterator[list[Sizing]]:
+    """Settings to try: groups of one layout each, the fastest settings of a group first."""
     micro = [size for size in (16384, 8192, 4096, 2048, 1024) if size >= tokens] or [tokens]
     critic = not choices.offline and "critic" in ALGORITHMS[choices.algorithm].required
     if not choices.gpus:
-        for dtype, checkpointing, size, cache in product(
-            ("float32", "bfloat16"), (False, True), [n for n in micro if n <= max(2048, micro[-1])], (1.0, 0.5, 0.25)
-        ):
-            yield Sizing(dtype, size, checkpointing, critics=int(critic), kv_cache_gib=cache)
+        small = [n for n in micro if n <= max(2048, micro[-1])]
+        options = product(("float32", "bfloat16"), (False, True), small, (1.0, 0.5, 0.25))
+        yield [
+            Sizing(dtype, size, checkpointing, critics=int(critic), kv_cache_gib=cache)
+            for dtype, checkpointing, size, cache in options
+        ]
         return
     layouts = list(_layouts(choices, critic))
-    for memory in (((False, 1, False), (True, 1, False), (True, 3, False)), ((True, 2, True), (True, 3, True))):
-        for layout, (checkpointing, zero, offload), size in product(layouts, memory, micro):
-            yield replace(
+    for offload, layout, checkpointing in product((False, True), layouts, (False, True)):
+        if offload and not checkpointing:
+            continue
+        yield [
+            replace(
                 layout,
                 micro_batch_tokens=size,
                 gradient_checkpointing=checkpointing,
                 zero_stage=zero,
                 offload_optimizer=offload,
             )
+            for size, zero in product(micro, (2, 3) if offload else (1, 2, 3))
+        ]
 
 
-def adapted_candidates(choices: Choices, tokens: int) -> Iterator[Sizing]:
+def adapted_candidates(choices: Choices, tokens: int) -> Iterator[list[Sizing]]:
     """The candidates that adapters support, with them."""
     model = ModelConfig(path=choices.model)
     if has_experts(model) and has_latent_attention(model):
         return  # its layers outside of the experts have other names in every family
-    for settings in candidates(choices, tokens):
-        if not settings.offload_optimizer:  # the adapters' is small
-            yield replace(settings, adapters=True)
+    for group in candidates(choices, tokens):
+        if not group[0].offload_optimizer:  # the adapters' is small
+            yield [replace(settings, adapters=True) for settings in group]
 
 
 def _layouts(choices: Choices, critic: bool) -> Iterator[Sizing]:
-    """Ways to divide the GPUs: half of them sample and half train, or all do both, one after the other."""
+    """Ways to divide the GPUs: some of them sample and the others train, or all do both, one after the other."""
     gpus, base = choices.gpus, Sizing(max_num_seqs=_MOST_SEQUENCES)
     if choices.offline:
         yield replace(base, policies=gpus)
         return
     critics = max(1, gpus // 4) if critic else 0
-    parallel = 1
-    while parallel <= gpus // 2:
-        training = gpus - max(1, gpus // 2 // parallel) * parallel
-        if training > critics:
-            yield replace(
-                base,
-                rollouts=(gpus - training) // parallel,
-                policies=training - critics,
-                critics=critics,
-                tensor_parallel=parallel,
-            )
-        parallel *= 2
+    size = _size(choices)
+    for parallel in (1, 2, 4, 8):
+        if parallel > min(gpus // 2, _PER_NODE) or (size is not None and undivided(size, parallel)):
+            continue
+        for engines in dict.fromkeys(max(1, gpus * quarters // 4 // parallel) for quarters in (2, 1, 3)):
+            training = gpus - engines * parallel
+            if training > critics:
+                yield replace(
+                    base,
+                    rollouts=engines,
+                    policies=training - critics,
+                    critics=critics,
+                    tensor_parallel=parallel,
+                )
     if gpus > critics:
         yield replace(base, rollouts=gpus - critics, policies=gpus - critics, critics=critics, shared_gpus=True)
 
@@ -237,17 +290,18 @@ def _cores(choices: Choices, settings: Sizing) -> dict[str, Any]:
     return {"cpus": max(0.1, int(10 * share) / 10), "threads": choices.cpus}
 
 
-def _parameters(choices: Choices) -> float:
-    """Parameters of the model; infinity if unknown."""
+def _size(choices: Choices) -> ModelSize | None:
+    """Size of the model, or None if unknown."""
     try:
-        return read_size(Path(choices.model)).parameters
+        return read_size(Path(choices.model))
     except SizeUnknown:
-        return math.inf
+        return None
 
 
 def learning_rate(choices: Choices) -> dict[str, Any]:
     """The policy's learning rate and, if it falls, its schedule."""
-    size = _parameters(choices)
+    known = _size(choices)
+    size = math.inf if known is None else known.parameters
     if not choices.offline:
         if size < _TINY:
             return {"learning_rate": 3e-5, "schedule": "linear"}
@@ -274,6 +328,7 @@ def _offline(choices: Choices, data: Data, settings: Sizing) -> dict[str, Any]:
 def _rollouts(choices: Choices, data: Data, settings: Sizing) -> dict[str, Any]:
     row = ALGORITHMS[choices.algorithm]
     prompts = (64 if choices.gpus else 8) if row.group_size > 1 else (256 if choices.gpus else 32)
+    prompts *= max(1, choices.gpus // _PER_NODE)
     engine: dict[str, Any] = {"workers": settings.rollouts, **_cores(choices, settings)}
     if settings.tensor_parallel > 1:
         engine |= {"gpus": settings.tensor_parallel, "tensor_parallel_size": settings.tensor_parallel}

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from troupe.workers.contract.config import Device
+from troupe.workers.contract.gpus import gpu_peaks
 from troupe.workers.contract.messages import TOKEN_RECORDS
 from troupe.workers.models.modeling import ModelModule
 from troupe.workers.models.ragged import list_column
@@ -23,21 +24,6 @@ from troupe.workers.training.group import all_reduce
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-PEAK_FLOPS = {
-    "A100": 312e12,
-    "A800": 312e12,
-    "H100 NVL": 835e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "H800": 989e12,
-    "GH200": 989e12,
-    "H200": 989e12,
-    "L40S": 362e12,
-    "B200": 2250e12,
-}
-"""Floating-point operations per second of dense bfloat16 products, by a part of the GPU's name, from NVIDIA's data
-sheets; the first entry that fits counts."""
 
 
 class UpdateMeter:
@@ -62,8 +48,8 @@ class UpdateMeter:
         Attention and what gradient checkpointing computes again do not count as used.
         """
         seconds = all_reduce({"seconds": time.perf_counter() - self._began}, self._device, "max")["seconds"]
-        peak = (peak_flops(torch.cuda.get_device_name()) if self._device == "cuda" else None) or math.nan
-        sums = {"tokens": self._tokens, "padding": self._padding, "peak": peak}
+        peaks = gpu_peaks(torch.cuda.get_device_name()) if self._device == "cuda" else None
+        sums = {"tokens": self._tokens, "padding": self._padding, "peak": math.nan if peaks is None else peaks.flops}
         totals = all_reduce(sums, self._device, "sum")  # the ranks may have GPUs of several types
         rate = (totals["tokens"] - totals["padding"]) / seconds / dist.get_world_size()
         found = {"padding": totals["padding"] / max(totals["tokens"], 1.0), "tokens_per_s": rate}
@@ -87,11 +73,6 @@ def operations(module: ModelModule) -> int | None:
     sizes = ((p, int(getattr(p, "ds_numel", p.numel()))) for p in module.parameters())
     used = [(p.requires_grad, size) for p, size in sizes if not any(p is other for other in looked_up)]
     return sum((6 if trains else 4) * size for trains, size in used)
-
-
-def peak_flops(name: str) -> float | None:
-    """The peak of the GPU with this name; None if unknown."""
-    return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
 
 
 @contextmanager

@@ -147,6 +147,15 @@ def test_a_tensor_parallel_size_that_does_not_divide_the_model_is_reported_with_
     )
 
 
+def test_zero_2_is_proposed_before_what_costs_more_time() -> None:
+    """ZeRO-1 of a 7B model keeps all gradients, in two types. Dividing them costs less than other remedies."""
+    given_ = ("roles.policy.zero_stage=1", "roles.policy.micro_batch_tokens=4096", "roles.rollout.workers=2")
+    found = planned(SEVEN_B, "1x8xH100", 0, *given_, "roles.policy.gradient_checkpointing=false")
+    assert re.match(r"policy-0 needs [\d.]+ GiB of a GPU's 79.6: raise roles.policy.zero_stage to 2, or ", found.misfit)
+    speeds = [remedy.speed for remedy in found.remedies]
+    assert speeds == sorted(speeds, reverse=True) and speeds[-1] > 0
+
+
 def test_a_context_too_long_for_one_gpu_is_shared_by_several() -> None:
     """Neither checkpointing nor ZeRO helps any more, and a micro-batch must hold the longest sequence."""
     longest = ("roles.rollout.max_model_len=131072", "roles.policy.micro_batch_tokens=131072")

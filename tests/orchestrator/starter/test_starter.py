@@ -27,7 +27,12 @@ from troupe.orchestrator.spec.load import plan_runs, read_document
 from troupe.orchestrator.starter.choices import Choices, Earned, check_algorithm
 from troupe.orchestrator.starter.command import InitFlags, complete, text_of, write
 from troupe.orchestrator.starter.data import read_data
-from troupe.orchestrator.starter.sizing import fitting_document, learning_rate, nodes
+from troupe.orchestrator.starter.sizing import (
+    cluster,
+    fitting_document,
+    learning_rate,
+    nodes,
+)
 
 DATA = ROOT / "deploy" / "specs" / "data"
 FILES = {"demonstrations": "demonstrations", "pairs": "pairs", "labelled": "labelled", "ranked": "ranked"}
@@ -85,7 +90,7 @@ def test_every_offline_algorithm_gets_a_spec_that_is_valid_and_fits(
 @pytest.mark.parametrize(
     ("gpus", "algorithm", "workers"),
     [
-        (8, "grpo", {"rollout": 4, "policy": 4}),
+        (8, "grpo", {"rollout": 6, "policy": 2}),
         (8, "ppo", {"rollout": 4, "policy": 2, "critic": 2}),
         (2, "grpo", {"rollout": 1, "policy": 1}),
         (2, "ppo", {"rollout": 1, "policy": 1, "critic": 1}),
@@ -153,9 +158,40 @@ def test_a_larger_model_gets_the_settings_that_make_it_fit(tmp_path: Path) -> No
     assert 7e9 < read_size(model).parameters < 9e9
     choices = chosen(model, gpus=8, gpu_type="H100", cpus=128)
     policy = check(text_of(choices, tmp_path / "run.yaml"), tmp_path / "run.yaml", choices)["roles"]["policy"]
-    assert policy["gradient_checkpointing"] and policy["workers"] > 1
+    assert policy["zero_stage"] > 1 and policy["workers"] > 1
     with pytest.raises(DoesNotFit, match=r"does not fit this machine: .*GiB"):
         fitting_document(single := chosen(model, gpus=1, gpu_type="L4", cpus=16), read_data(single))
+
+
+def test_the_fastest_layout_that_leaves_memory_free_is_written(tmp_path: Path) -> None:
+    """A 32B model on 8 GPUs: engines of one GPU each fit, have no room for a cache, and are half as fast."""
+    choices = chosen(llama(tmp_path / "model", 5120, 64, 27648), gpus=8, gpu_type="H100", cpus=128)
+    written = check(text_of(choices, tmp_path / "run.yaml"), tmp_path / "run.yaml", choices)["roles"]
+    assert written["rollout"]["tensor_parallel_size"] > 1
+    single = ("roles.rollout.tensor_parallel_size=1", "roles.rollout.gpus=1", "roles.rollout.workers=4")
+    speeds: list[float] = []
+    for changes in ((), (*single, "roles.policy.workers=4")):
+        runs = plan_runs(read_document(tmp_path / "run.yaml", list(changes)))
+        ((_, found),) = plan_stages(runs, nodes(choices))
+        assert found.predicted is not None and found.memory.warnings == ()
+        speeds.append(found.predicted.tokens_per_gpu)
+    assert speeds[0] > 1.5 * speeds[1]
+
+
+def test_zero_2_comes_before_zero_3_and_recomputation(tmp_path: Path) -> None:
+    """An 8B model on 4 of 8 GPUs of 140 GiB: gradients must be divided, weights need not."""
+    choices = chosen(llama(tmp_path / "model", 4096, 32, 14336), gpus=8, gpu_type="H200", cpus=128)
+    policy = check(text_of(choices, tmp_path / "run.yaml"), tmp_path / "run.yaml", choices)["roles"]["policy"]
+    assert policy["zero_stage"] == 2 and "gradient_checkpointing" not in policy
+
+
+@pytest.mark.parametrize(("gpus", "described"), [(6, "1x6xH100"), (8, "1x8xH100"), (32, "4x8xH100"), (12, "1x12xH100")])
+def test_more_than_eight_gpus_are_nodes_of_eight(gpus: int, described: str, tmp_path: Path) -> None:
+    """28 heads: 8 GPUs cannot share the model, and no layout has them do it."""
+    choices = chosen(qwen(tmp_path / "model", 1792, 28, 8960, 4), gpus=gpus, gpu_type="H100", cpus=128)
+    assert cluster(choices) == described
+    document = check(text_of(choices, tmp_path / "run.yaml"), tmp_path / "run.yaml", choices)
+    assert document["schedule"]["prompts_per_step"] == 64 * max(1, gpus // 8)
 
 
 @pytest.mark.parametrize(("algorithm", "rate"), [("sft", 1e-4), ("grpo", 1e-5)])

@@ -1,0 +1,313 @@
+"""Predicts the speed of a run on GPUs, and the division of its GPUs with which a step is shortest.
+
+A roofline of both sides, in seconds: each kind of work at the share of a GPU's peak that it reaches on an H100.
+Sequences are as long as the spec allows. The numbers rank layouts; `troupe bench` measures, and `--measured` takes its
+times instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from troupe.orchestrator.model_facts.model_size import ModelSize
+from troupe.orchestrator.plan.measured import Measured
+from troupe.orchestrator.plan.memory import PlacedWorker, Sizes
+from troupe.orchestrator.plan.placement import Node
+from troupe.orchestrator.plan.worker_memory import BUCKET, WIDTHS, Cache, adapter_numbers, kv_bytes
+from troupe.orchestrator.roles.names import role_of
+from troupe.orchestrator.roles.table import settings_of
+from troupe.orchestrator.spec.base import RunSpec
+from troupe.orchestrator.spec.derived.sizes import longest_sequence
+from troupe.orchestrator.spec.derived.training import (
+    needs_old_logprobs,
+    overlaps_steps,
+    resolved_backend,
+    resolved_sleep,
+)
+from troupe.orchestrator.spec.rollout import RolloutSpec
+from troupe.orchestrator.spec.sections import TrainerRole
+from troupe.workers.contract.config import TrainerConfig
+from troupe.workers.contract.gpus import GpuPeaks, gpu_peaks
+from troupe.workers.contract.weight_backends import BACKENDS
+
+PRODUCTS, ATTENTION, TRAFFIC = 0.68, 0.35, 0.78
+"""Shares of the peak that matrix products, FlashAttention 2 and memory traffic reach."""
+EXPOSED_GATHERS, EXPOSED_SUMS = 0.35, 0.5
+"""Shares of ZeRO's communication in a micro-batch that no computation hides."""
+NETWORK = 50e9
+"""Bytes per second of a GPU's part of the network between nodes: 400 Gb/s."""
+PCIE = 25e9
+"""Bytes per second between a GPU and pinned host memory."""
+HOST_CORE = 12e9
+"""Bytes per second of optimizer states that one core updates in host memory."""
+LAYER_START_S = 4e-3
+"""Host time in which a layer's kernels of a forward and a backward pass are started."""
+DECODE_S, DECODE_LAYER_S, REDUCE_S = 1.5e-3, 30e-6, 10e-6
+"""Time of a decoding step without its work: scheduling and sampling; each layer; each sum over an engine's GPUs."""
+IPC_BUCKET_S, FILE = 10e-3, 5e9
+"""Time of a bucket of weights on a shared GPU; bytes per second through a file in memory."""
+DRAIN = 1.7
+"""How much longer sampling takes if the next step waits for the longest response: NeMo-RL publishes 1,102 tokens/s/GPU
+with steps in turn and 1,910 with steps that overlap (Qwen3-30B-A3B)."""
+
+
+@dataclass(frozen=True)
+class Division:
+    """A division of the GPUs that sample and train."""
+
+    sampling: int
+    training: int
+    step_s: float
+    """Seconds of a step."""
+
+    def changes(self, spec: RolloutSpec) -> dict[str, int]:
+        """The fields of a spec that make the division."""
+        engines = self.sampling // spec.roles.rollout.tensor_parallel_size
+        return {"roles.rollout.workers": engines, "roles.policy.workers": self.training}
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The seconds of one step, and what follows from them."""
+
+    sampling_s: float
+    """In which engines sample its batch; 0 in a run without engines."""
+    training_s: float
+    """In which trainers score and train on its batch."""
+    transfer_s: float
+    """In which weights are sent, and GPUs that are shared change hands: nobody works."""
+    step_s: float
+    tokens_per_gpu: float
+    """Tokens of sequences per second and GPU of engines and trainers."""
+    mfu: float
+    """Share of their peak that the policy's GPUs reach in updates; recomputation and attention do not count."""
+    sampling_gpus: int
+    training_gpus: int
+    divided: bool = False
+    """Whether each of these GPUs either samples or trains."""
+    shorter: tuple[Division, ...] = ()
+    """Divisions of these GPUs with which a step is shorter, the shortest first."""
+
+    @property
+    def idle(self) -> tuple[float, float]:
+        """Shares of a step in which engines, and trainers, wait for the others."""
+        sampling, training = (s + self.transfer_s for s in (self.sampling_s, self.training_s))
+        return 1 - sampling / self.step_s, 1 - training / self.step_s
+
+
+def predict(
+    spec: RunSpec,
+    rows: Sequence[PlacedWorker],
+    nodes: Sequence[Node],
+    sizes: Sizes,
+    caches: Mapping[str, Cache],
+    measured: Measured | None = None,
+) -> Prediction | None:
+    """The speed of a spec whose workers are placed, or None without a known type of GPU and size of the model.
+
+    Args:
+        spec: The spec.
+        rows: Its workers on the nodes.
+        nodes: The nodes.
+        sizes: Sizes of models.
+        caches: KV caches by engine.
+        measured: A benchmark, whose times replace predicted ones.
+    """
+    known = [gpu_peaks(node.gpu_type) for node in nodes if node.gpus]
+    peaks = [each for each in known if each is not None]
+    size = sizes.of(spec.model)
+    if spec.device != "cuda" or size is None or not peaks or len(peaks) < len(known):
+        return None
+    cluster = _Cluster(min(peaks, key=lambda each: each.flops), rows, nodes)
+    tokens, trainers = _step_tokens(spec), spec.roles.trainers()
+    trained = {name: _training(spec, name, role, tokens, sizes, cluster) for name, role in trainers.items()}
+    policies, (training_s, mfu) = trainers["policy"].workers, trained["policy"]
+    others_s = max((seconds for name, (seconds, _) in trained.items() if name != "policy"), default=0.0)
+    if spec.rollouts is None:
+        return Prediction(0.0, training_s, 0.0, training_s, tokens / training_s / policies, mfu, 0, policies)
+    rollouts: RolloutSpec = spec.rollouts
+    engine, together = rollouts.roles.rollout, overlaps_steps(spec)
+    sampling_s = _sampling(rollouts, size, caches, cluster.peaks)
+    transfer_s = _transfer(rollouts, size, cluster)
+    if measured is not None and measured.sampling_s is not None and measured.training_s is not None:
+        mfu *= training_s / measured.training_s
+        sampling_s, training_s = measured.sampling_s, measured.training_s
+    engines = engine.workers * engine.tensor_parallel_size
+    step_s = step_seconds(sampling_s, max(training_s, others_s), together) + transfer_s
+    gpus = sum(role.workers for role in trainers.values())
+    shorter, divided = (), engine.colocate_with != "policy"
+    if divided:
+        gpus += engines
+        groups = engine.tensor_parallel_size, trainers["policy"].sequence_parallel_size
+        found = divisions(sampling_s * engines, training_s * policies, engines + policies, groups, together)
+        full = (replace(one, step_s=max(one.step_s, others_s) + transfer_s) for one in found)
+        shorter = tuple(one for one in full if one.step_s < step_s)
+    rate = tokens / step_s / gpus
+    training_s = max(training_s, others_s)
+    return Prediction(sampling_s, training_s, transfer_s, step_s, rate, mfu, engines, policies, divided, shorter)
+
+
+def step_seconds(sampling_s: float, training_s: float, together: bool) -> float:
+    """Seconds of a step without the transfer: of the longer side if both work at once, else of both."""
+    return max(sampling_s, training_s) if together else sampling_s + training_s
+
+
+def divisions(
+    sampling: float, training: float, gpus: int, groups: tuple[int, int], together: bool
+) -> tuple[Division, ...]:
+    """The divisions of so many GPUs, those with the shortest steps first.
+
+    R of N GPUs sample for A / R seconds and the others train for B / (N - R). Both take the same time at R = N A /
+    (A + B), where the longer one is shortest; their sum is least at R = N sqrt(A) / (sqrt(A) + sqrt(B)).
+
+    Args:
+        sampling: GPU-seconds in which a batch is sampled: A.
+        training: GPU-seconds in which it is trained on: B.
+        gpus: GPUs to divide: N.
+        groups: GPUs of an engine, and trainers that share a micro-batch; the numbers are multiples of them.
+        together: Whether both work at the same time.
+    """
+    engine, sharing = groups
+    counts = (r for r in range(engine, gpus, engine) if (gpus - r) % sharing == 0)
+    found = (Division(r, gpus - r, step_seconds(sampling / r, training / (gpus - r), together)) for r in counts)
+    return tuple(sorted(found, key=lambda one: one.step_s))
+
+
+class _Cluster:
+    """The GPUs of a run and what connects them."""
+
+    def __init__(self, peaks: GpuPeaks, rows: Sequence[PlacedWorker], nodes: Sequence[Node]) -> None:
+        self.peaks = peaks
+        self._rows = rows
+        self._gpus = {node.name: node.gpus for node in nodes}
+
+    def nodes(self, *roles: str) -> set[str]:
+        """The nodes of these roles."""
+        return {row.node for row in self._rows if row.role in roles}
+
+    def link(self, role: str) -> float:
+        """Bytes per second between the GPUs of a role. A ring over nodes uses the network of every GPU."""
+        there = self.nodes(role)
+        across = NETWORK * max((self._gpus.get(node, 1.0) for node in there), default=1.0)
+        return self.peaks.link if len(there) < 2 else min(self.peaks.link, across)
+
+
+def _step_tokens(spec: RunSpec) -> int:
+    """Tokens of the sequences that a step trains on."""
+    if spec.offline is not None:
+        return spec.offline.schedule.examples_per_step * longest_sequence(spec)
+    rollouts: RolloutSpec = spec.rollouts
+    return rollouts.samples_per_step * rollouts.roles.rollout.max_model_len
+
+
+def _training(
+    spec: RunSpec, name: str, role: TrainerRole, tokens: int, sizes: Sizes, cluster: _Cluster
+) -> tuple[float, float]:
+    """(seconds, MFU) of a trainer's work on a batch of so many tokens."""
+    config, ranks = settings_of(spec, name).config, role.workers
+    size, trainer, peaks = sizes.of(config.model), config.trainer, cluster.peaks
+    if size is None:
+        return 0.0, 0.0
+    width, adapters = WIDTHS[config.model.dtype], config.lora is not None
+    stage = trainer.stage_for(ranks, width == 4)
+    own = spec.schedule.epochs * tokens / ranks
+    micro = min(trainer.worker_tokens, own)
+    batch_s = micro * token_seconds(size, trainer, longest_sequence(spec), peaks, adapters=adapters)
+    batch_s = max(batch_s, size.layers * LAYER_START_S * _passes(trainer) / 3)
+    trained = adapter_numbers(size, config.lora) if adapters else size.parameters
+    link = cluster.link(name)
+    if ranks > 1 and stage == 3:
+        batch_s += EXPOSED_GATHERS * (_passes(trainer) - 1) * width * size.parameters / link
+    if ranks > 1 and stage >= 2:
+        batch_s += EXPOSED_SUMS * width * trained / link
+    optimizer_s = _optimizer(trainer, role.cpus, trained, width, ranks, stage, link, peaks)
+    updates_s = own / micro * batch_s + spec.schedule.updates_per_step * optimizer_s
+    mfu = (4 if adapters else 6) * size.multiplied() * own / (updates_s * peaks.flops)
+    scored = 0
+    if spec.rollouts is not None and name == "policy":
+        scored = spec.reference_in_policy + needs_old_logprobs(spec.rollouts)
+    return updates_s + scored * tokens / ranks * 2 * size.multiplied() / (PRODUCTS * peaks.flops), mfu
+
+
+def _passes(trainer: TrainerConfig) -> int:
+    """Forward passes that an update's products cost as much as: a backward pass has two, and repeats a checkpointed
+    one."""
+    return 4 if trainer.gradient_checkpointing else 3
+
+
+def token_seconds(
+    size: ModelSize, trainer: TrainerConfig, length: int, peaks: GpuPeaks, *, adapters: bool = False
+) -> float:
+    """Seconds in which one GPU computes the update of one token, without communication.
+
+    Traffic is of the operations between products, in bytes of bfloat16: norms, residuals, rotary positions and the
+    gated feed-forward. The output head computes its logits twice and reads them in float32.
+    """
+    passes = _passes(trainer)
+    products, traffic = PRODUCTS * peaks.flops, TRAFFIC * peaks.bandwidth
+    head = size.vocabulary * size.hidden
+    body = 2 * (size.multiplied() - head) * (passes - adapters) / products
+    spans = (size.layers - size.windowed) * length / 2 + size.windowed * min(size.window, length / 2)
+    attention = (passes - 2 + 2.5) * 4 * size.heads * size.head_dim * spans / (ATTENTION * peaks.flops)
+    projected = (size.heads + size.kv_heads) * size.head_dim
+    layer = 64 * size.hidden + 20 * projected + 10 * size.intermediate
+    if trainer.kernels == "liger":
+        layer = 16 * size.hidden + 4 * projected + 6 * size.intermediate
+    layer += 8 * size.experts * size.hidden
+    logits = 8 * head / products + 8 * size.vocabulary / traffic
+    return body + attention + passes * size.layers * layer / traffic + logits
+
+
+def _optimizer(
+    trainer: TrainerConfig, cpus: float, trained: int, width: int, ranks: int, stage: int, link: float, peaks: GpuPeaks
+) -> float:
+    """Seconds of an optimizer step: 28 bytes for each number read or written, and below ZeRO-3 weights are gathered."""
+    share = trained / ranks if stage else trained
+    apart = ranks > 1 and stage < 3
+    exchanged = (2 if stage < 2 else 1) * width * trained / link if apart else 0.0
+    if trainer.offload_optimizer:
+        return exchanged + 28 * share / (HOST_CORE * max(1.0, cpus)) + (4 + width) * share / PCIE
+    return exchanged + 28 * share / (TRAFFIC * peaks.bandwidth)
+
+
+def _sampling(spec: RolloutSpec, size: ModelSize, caches: Mapping[str, Cache], peaks: GpuPeaks) -> float:
+    """Seconds in which the engines sample a batch."""
+    role, width = spec.roles.rollout, WIDTHS[spec.model.dtype]
+    ranks, response = role.tensor_parallel_size, min(spec.sampling.max_tokens, role.max_model_len - 1)
+    prompt = role.max_model_len - response
+    samples, context = spec.samples_per_step / role.workers, prompt + response / 2
+    own = [cache for name, cache in caches.items() if role_of(name) == "rollout"]
+    kept = min((cache.sequences * cache.longest for cache in own), default=0)
+    at_once = min(role.max_num_seqs, samples * (1 + spec.schedule.max_staleness), max(1.0, kept / context))
+    decoding = response * decode_seconds(size, width, ranks, at_once, context, peaks) * samples / at_once
+    prefill = 2 * size.multiplied() * prompt / (ranks * PRODUCTS * peaks.flops) * samples / max(spec.group_sizes)
+    return (decoding + prefill) * (1.0 if overlaps_steps(spec) else DRAIN)
+
+
+def decode_seconds(size: ModelSize, width: int, ranks: int, sequences: float, context: float, peaks: GpuPeaks) -> float:
+    """Seconds in which an engine of `ranks` GPUs samples one token of each sequence: its weights and the cache of every
+    sequence are read, or its products take longer."""
+    cached = (size.layers - size.windowed) * context + size.windowed * min(size.window, context)
+    read = width * size.multiplied(sequences) / ranks + sequences * kv_bytes(size, width, ranks) * cached
+    products = 2 * size.multiplied() * sequences / ranks
+    work = max(read / (TRAFFIC * peaks.bandwidth), products / (PRODUCTS * peaks.flops))
+    sums = 0.0
+    if ranks > 1:
+        sums = 2 * size.layers * (REDUCE_S + 2 * width * sequences * size.hidden / peaks.link)
+    return DECODE_S + DECODE_LAYER_S * size.layers + work + sums
+
+
+def _transfer(spec: RolloutSpec, size: ModelSize, cluster: _Cluster) -> float:
+    """Seconds in which new weights reach the engines, and shared GPUs change hands."""
+    policy, width = spec.roles.policy, WIDTHS[spec.model.dtype]
+    trained = size.parameters if policy.lora is None else adapter_numbers(size, policy.lora)
+    backend, link = BACKENDS[resolved_backend(spec)], cluster.peaks.link
+    if backend.writes_file:
+        rate = FILE
+    elif backend.shared_gpu:
+        rate = BUCKET / IPC_BUCKET_S
+    else:  # one GPU sends
+        rate = link / 2 if len(cluster.nodes("rollout", "policy")) < 2 else min(link, NETWORK)
+    moves = resolved_sleep(spec) != "none" and not policy.offload_optimizer
+    return width * trained / rate + (2 * 12 * trained / policy.workers / PCIE if moves else 0.0)

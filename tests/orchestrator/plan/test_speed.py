@@ -1,0 +1,170 @@
+"""Predicted speed: a roofline that agrees with arithmetic by hand, and divisions of GPUs that nothing improves on."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from docs.tooling.layouts import size as size_of
+from tests.orchestrator.plan.test_measured import recorded
+from tests.orchestrator.plan.test_remedies import NODE
+from troupe.orchestrator.commands.plan_table import predictions
+from troupe.orchestrator.plan.measured import Measured
+from troupe.orchestrator.plan.memory import Sizes
+from troupe.orchestrator.plan.placement import GPU_GIB
+from troupe.orchestrator.plan.plan import Plan, as_json, described_nodes, plan
+from troupe.orchestrator.plan.speed import decode_seconds, divisions, predict, token_seconds
+from troupe.orchestrator.spec.load import plan_runs, read_document
+from troupe.workers.contract.config import TrainerConfig
+from troupe.workers.contract.gpus import GpuPeaks, gpu_peaks
+
+H100 = GpuPeaks(989e12, 3350e9, 450e9)
+
+
+def planned(name: str, cluster: str, *changes: str, **more: Any) -> Plan:
+    spec = plan_runs(read_document(NODE, ["model.path=given", *changes]))[0].spec
+    sizes = Sizes({"given": size_of(name)})
+    return plan(spec, described_nodes(cluster, 128, 0), sizes, **more)
+
+
+@pytest.mark.parametrize(("name", "billions"), [("30B-A3B", 3.3), ("235B-A22B", 22.0), ("671B-A37B", 37.0)])
+def test_a_token_is_multiplied_with_the_published_active_parameters(name: str, billions: float) -> None:
+    """Published numbers count the embedding that is looked up, too."""
+    size = size_of(name)
+    looked_up = size.vocabulary * size.hidden
+    assert size.multiplied() + looked_up == pytest.approx(billions * 1e9, rel=0.03)
+    assert size.multiplied(10_000) + looked_up == pytest.approx(size.parameters)  # every expert has some token
+
+
+@pytest.mark.parametrize(
+    ("name", "checkpointing", "kernels", "length", "microseconds"),
+    [
+        # An independent sum of products, attention, elementwise traffic and head for each token, on an H100.
+        ("1.5B", False, "torch", 2048, 11.7 + 1.9 + 7.2 + 2.8),
+        ("7B", True, "torch", 4096, 77.6 + 11.2 + 21.6 + 7.0),
+        ("7B", True, "liger", 4096, 77.6 + 11.2 + 8.7 + 7.0),
+        ("7B", True, "torch", 16384, 77.6 + 44.7 + 21.6 + 7.0),
+        ("32B", True, "torch", 4096, 371 + 36.5 + 71.6 + 10.0),
+    ],
+)
+def test_the_time_of_a_token_is_that_of_a_sum_by_hand(
+    name: str, checkpointing: bool, kernels: Any, length: int, microseconds: float
+) -> None:
+    size = size_of(name)
+    trainer = TrainerConfig(learning_rate=1e-6, gradient_checkpointing=checkpointing, kernels=kernels)
+    found = 1e6 * token_seconds(size, trainer, length, H100)
+    assert found == pytest.approx(microseconds, rel=0.06)
+
+
+def test_a_decoding_step_reads_weights_and_caches() -> None:
+    """By hand, for 7B in bfloat16: 7.07e9 weights, and 2 * 4 * 128 numbers in each of 28 layers for a token."""
+    size = size_of("7B")
+    read = 2 * 7_070_619_136 + 64 * 1000 * 28 * 2 * 4 * 128 * 2
+    assert decode_seconds(size, 2, 1, 64, 1000, H100) == pytest.approx(read / (0.78 * 3.35e12) + 1.5e-3 + 28 * 30e-6)
+    two = decode_seconds(size, 2, 2, 64, 1000, H100)
+    sums = 2 * 28 * (10e-6 + 2 * 2 * 64 * 3584 / 450e9)
+    assert two == pytest.approx(read / 2 / (0.78 * 3.35e12) + sums + 1.5e-3 + 28 * 30e-6)
+
+
+@settings(deadline=None, derandomize=True)
+@given(st.floats(0.1, 1e4), st.floats(0.1, 1e4), st.integers(2, 128), st.booleans())
+def test_the_best_division_is_next_to_the_closed_form(
+    sampling: float, training: float, gpus: int, together: bool
+) -> None:
+    best, *others = divisions(sampling, training, gpus, (1, 1), together)
+    roots = (sampling, training) if together else (math.sqrt(sampling), math.sqrt(training))
+    exact = gpus * roots[0] / sum(roots)
+    assert abs(best.sampling - min(max(exact, 1), gpus - 1)) < 1 and best.training == gpus - best.sampling
+    assert len(others) == gpus - 2 and all(one.step_s >= best.step_s for one in others)
+
+
+def test_divisions_keep_engines_and_groups_of_trainers_whole() -> None:
+    found = divisions(100.0, 300.0, 32, (8, 4), together=True)
+    assert [one.sampling for one in found] == [8, 16, 24]
+    assert found[0].step_s == pytest.approx(300 / 24)
+
+
+@pytest.mark.parametrize("name", ["1.5B", "7B", "32B", "30B-A3B"])
+@pytest.mark.parametrize("cluster", ["1x8xH100", "4x8xH200"])
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_following_the_balance_ends(name: str, cluster: str, staleness: int) -> None:
+    """Each division that is proposed fits, makes a step shorter, and leads to one that nothing improves on."""
+    half = int(cluster[0]) * 4
+    offload = ("roles.policy.offload_optimizer=true", f"schedule.max_staleness={staleness}")
+    changes = [f"roles.rollout.workers={half}", f"roles.policy.workers={half}", *offload]
+    found, seen = planned(name, cluster, *changes, advise=True), 0
+    while found.balance is not None:
+        one = found.balance
+        text = [*predictions(found)][-1]
+        assert text.endswith(f"; {one.sampling} and {one.training} would take {one.step_s:.1f} s a step")
+        changes = [f"roles.rollout.workers={one.sampling}", f"roles.policy.workers={one.training}", *offload]
+        before, found, seen = found.predicted, planned(name, cluster, *changes, advise=True), seen + 1
+        assert before is not None and found.predicted is not None and found.misfit == ""
+        assert found.predicted.step_s == one.step_s < before.step_s and seen < 5
+    assert found.predicted is None or [*predictions(found)][-1].endswith("no other division that fits is faster")
+    assert found.predicted is not None or found.misfit
+
+
+def test_the_plan_says_how_fast_a_run_is_and_who_waits() -> None:
+    found = planned("7B", "1x8xH100", advise=True)
+    speed = found.predicted
+    assert speed is not None and found.balance is not None
+    tokens = 64 * 16 * 4096
+    assert speed.step_s == pytest.approx(max(speed.sampling_s, speed.training_s) + speed.transfer_s)
+    assert speed.tokens_per_gpu == pytest.approx(tokens / speed.step_s / 8)
+    assert speed.mfu == pytest.approx(6 * 7_070_619_136 * tokens / 4 / speed.training_s / 989e12)
+    assert 0.30 < speed.mfu < 0.40
+    waits = [1 - (seconds + speed.transfer_s) / speed.step_s for seconds in (speed.sampling_s, speed.training_s)]
+    assert speed.idle == pytest.approx(waits)
+    first, second = predictions(found)
+    assert first.startswith(
+        f"predicted (a roofline; sequences as long as allowed): {speed.tokens_per_gpu:,.0f} tokens/s"
+    )
+    assert second.startswith(f"balance: 4 GPUs sample and wait {waits[0]:.0%} of a step, 4 train and wait 0%; ")
+    assert as_json("x", found)["balance"]["sampling"] == found.balance.sampling
+
+
+def test_measured_times_replace_predicted_ones() -> None:
+    spec = plan_runs(read_document(NODE, ["model.path=given"]))[0].spec
+    sizes, nodes = Sizes({"given": size_of("7B")}), described_nodes("1x8xH100", 128, 0)
+    found = plan(spec, nodes, sizes)
+    measured = Measured("bench.json", {}, 60.0, (), sampling_s=60.0, training_s=20.0)
+    speed = predict(spec, found.rows, nodes, sizes, found.memory.caches, measured)
+    assert speed is not None and found.predicted is not None
+    assert (speed.sampling_s, speed.training_s) == (60.0, 20.0)
+    assert speed.mfu * 20.0 == pytest.approx(found.predicted.mfu * found.predicted.training_s)
+    best = speed.shorter[0]
+    assert (best.sampling, best.step_s) == (6, pytest.approx(40.0 + speed.transfer_s))
+    assert recorded().of(spec, nodes).training_s is None  # of another device
+
+
+@pytest.mark.parametrize(("cluster", "changes"), [("1x8", ()), ("1x8xT4", ())])
+def test_without_a_type_of_gpu_or_room_nothing_is_predicted(cluster: str, changes: tuple[str, ...]) -> None:
+    found = planned("7B", cluster, *changes, advise=True)
+    assert found.predicted is None and [*predictions(found)] == []
+
+
+def test_the_peaks_of_every_type_of_gpu_are_known() -> None:
+    assert gpu_peaks("NVIDIA H100 80GB HBM3") == H100
+    assert all(gpu_peaks(kind) for kind in GPU_GIB)
+    assert gpu_peaks("NVIDIA A100-SXM4-80GB") == gpu_peaks("A100-80G") != gpu_peaks("NVIDIA A10G")
+    assert gpu_peaks("NVIDIA L40S") != gpu_peaks("NVIDIA L4") and gpu_peaks("NVIDIA GeForce RTX 9999") is None
+
+
+def test_what_costs_time_is_counted() -> None:
+    """Recomputation, ZeRO-3's gathers, an optimizer in host memory, small micro-batches, and steps in turn."""
+
+    def step(*changes: str) -> float:
+        plain = ("roles.policy.zero_stage=2", "roles.policy.gradient_checkpointing=false")
+        found = planned("1.5B", "1x8xH100", *plain, "roles.policy.micro_batch_tokens=8192", *changes)
+        assert found.predicted is not None, found.misfit
+        return found.predicted.training_s if "schedule" not in "".join(changes) else found.predicted.sampling_s
+
+    plain = step()
+    for change in ("gradient_checkpointing=true", "zero_stage=3", "offload_optimizer=true", "micro_batch_tokens=4096"):
+        assert step(f"roles.policy.{change}") > plain, change
+    assert step("schedule.max_staleness=0") == pytest.approx(1.7 * step("schedule.max_staleness=1"), rel=0.3)
