@@ -7,35 +7,26 @@ from collections.abc import Sequence
 from itertools import takewhile
 from typing import Any
 
+from troupe.orchestrator.data.bad_rows import BadRow
+from troupe.orchestrator.data.calls import tool_calls
 from troupe.orchestrator.spec.sources import PromptText
 
-Message = dict[str, str]
-"""`role` and `content`."""
+Message = dict[str, Any]
+"""`role` and `content`, and those of `_FURTHER` that it has."""
 
 _SPEAKERS = ("system", "user", "assistant", "tool")
 _SPEAKER_NAMES = {"human": "user", "gpt": "assistant", "observation": "tool", "developer": "system"}
+_SPEAKER_NAMES |= {"function": "tool", "function_call": "assistant"}
 """Names that ShareGPT, its relatives and OpenAI have for speakers, besides the usual ones."""
+_FURTHER = {
+    "assistant": frozenset({"tool_calls", "function_call", "reasoning_content", "weight"}),
+    "tool": frozenset({"tool_call_id", "name"}),
+}
+"""Fields that are read of a speaker's message, besides its role and content."""
 
 
 _SPOKEN = (re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):"), re.compile(r"(?:\A\s*|\n?)### (Human|Assistant):"))
 """What begins a turn in a text with a whole conversation: in HH-RLHF, and in sets from OpenAssistant."""
-
-
-class BadRow(ValueError):
-    """A row that cannot be used; the message gives the reason."""
-
-
-class SkippedRow(Exception):
-    """A row that the spec leaves out; the message names the kind of such rows."""
-
-
-class WrongForm(BadRow):
-    """A row with a value that the spec's reading of a column excludes: no row of the source can be trusted."""
-
-    def __init__(self, field: str, reason: str) -> None:
-        super().__init__(reason)
-        self.field = field
-        """The field of the source's section that names the column."""
 
 
 def require_whole(text: str, name: str) -> None:
@@ -96,12 +87,12 @@ def chat_messages(prompt: Any, source: PromptText, system: Any = None, *, plain:
     if length > source.max_chars:
         raise BadRow(f"the prompt has {length} characters, more than max_chars {source.max_chars}")
     # str.replace, not str.format: the row's text and the template may contain braces
-    said[-1] = {"role": last["role"], "content": source.template.replace("{prompt}", last["content"])}
+    said[-1] = last | {"content": source.template.replace("{prompt}", last["content"])}
     system = source.system if system is None or not system.strip() else system
     if system and said[0]["role"] != "system":
         require_template(plain)
         said.insert(0, {"role": "system", "content": system})
-    return said
+    return [{name: value for name, value in message.items() if name != "weight"} for message in said]
 
 
 def response_turns(value: Any, what: str, *, plain: bool = False) -> list[Message]:
@@ -110,7 +101,7 @@ def response_turns(value: Any, what: str, *, plain: bool = False) -> list[Messag
         require_template(plain)
         turns = read_messages(value)
     elif isinstance(value, str):
-        turns = [{"role": "assistant", "content": value}]
+        turns: list[Message] = [{"role": "assistant", "content": value}]
     else:
         raise BadRow(f"the {what} is neither text nor messages")
     return require_response(turns, what)
@@ -123,7 +114,9 @@ def require_response(turns: list[Message], what: str) -> list[Message]:
     for place, turn in (("first", turns[0]), ("last", turns[-1])):
         if turn["role"] != "assistant":
             raise BadRow(f"the {place} message of the {what} is the {turn['role']}'s, not the assistant's")
-    if any(turn["role"] == "assistant" and not turn["content"].strip() for turn in turns):
+        if "weight" in turn:
+            raise BadRow(f"the {place} message of the {what} has weight 0, and nothing else is trained with it")
+    if any(turn["role"] == "assistant" and not (turn["content"].strip() or "tool_calls" in turn) for turn in turns):
         raise BadRow(f"the {what} is empty")
     return turns
 
@@ -142,10 +135,15 @@ def split_conversation(value: Any, *, last: bool) -> tuple[list[Message], list[M
     if not isinstance(value, list) or not value:
         raise BadRow("the conversation is not a list of messages")
     said = read_messages(value)
-    first = next((place for place, message in enumerate(said) if message["role"] == "assistant"), None)
-    if first is None:
+    own = [place for place, message in enumerate(said) if message["role"] == "assistant"]
+    if not own:
         raise BadRow("the conversation has no message of the assistant")
-    place = len(said) - 1 if last else first
+    trained = [place for place in own if "weight" not in said[place]]
+    if not trained:
+        raise BadRow("all messages of the assistant have weight 0")
+    if trained[-1] < own[-1]:
+        del said[trained[-1] + 1 :]  # nothing behind it is trained
+    place = len(said) - 1 if last else trained[0]
     return said[:place], require_response(said[place:], "conversation")
 
 
@@ -177,8 +175,8 @@ def split_answers(values: Sequence[Any], names: Sequence[str]) -> tuple[list[Mes
 
 
 def characters(messages: Sequence[Message]) -> int:
-    """Length of all messages."""
-    return sum(len(message["content"]) for message in messages)
+    """Length of all messages, with their calls."""
+    return sum(len(message["content"]) + len(str(message.get("tool_calls", ""))) for message in messages)
 
 
 def require_template(plain: bool) -> None:
@@ -206,17 +204,31 @@ def _message(item: Any, index: int) -> Message:
     if {"from", "value"} <= set(filled):
         filled["role"], filled["content"] = filled.pop("from"), filled.pop("value")
     role, content = filled.get("role"), _text(filled.get("content"))
-    weighs = role != "assistant" or filled.get("weight", 1) == 1
-    if further := sorted(set(filled) - {"role", "content", "name"} - ({"weight"} if weighs else set())):
+    if role == "function_call":  # LLaMA-Factory, APIGen-MT: the text is the call
+        filled, content = filled | {"function_call": content}, ""
+    role = _SPEAKER_NAMES.get(role, role) if isinstance(role, str) else role
+    read = _FURTHER.get(role, frozenset()) if isinstance(role, str) else frozenset[str]()
+    ignored = {"name"} | ({"weight"} if role != "assistant" else set[str]())
+    if further := sorted(set(filled) - {"role", "content"} - read - ignored):
         raise BadRow(
             f"message {index} has {', '.join(map(str, further))}, which is not read: it must have role and content"
         )
-    role = _SPEAKER_NAMES.get(role, role) if isinstance(role, str) else role
+    calls = [call for name in ("tool_calls", "function_call") if name in filled for call in tool_calls(filled[name])]
+    content = "" if calls and content is None else content
     if not isinstance(content, str):
         raise BadRow(f"message {index} must have role and content, both text")
     if role not in _SPEAKERS:
         raise BadRow(f"message {index} has role {role!r:.60}; known: {', '.join(_SPEAKERS)}")
-    return {"role": role, "content": content}
+    if filled.get("weight", 1) not in (0, 1) and role == "assistant":
+        raise BadRow(f"message {index} has weight {filled['weight']!r:.60}; a weight is 0 or 1")
+    texts = {
+        name: filled[name] for name in ("reasoning_content", "tool_call_id", "name") if name in filled and name in read
+    }
+    if wrong := next((name for name, value in texts.items() if not isinstance(value, str)), None):
+        raise BadRow(f"message {index} has a {wrong} that is not text")
+    message = {"role": role, "content": content, **texts}
+    message |= {"tool_calls": calls} if calls else {}
+    return message | ({"weight": 0} if role == "assistant" and filled.get("weight", 1) == 0 else {})
 
 
 def _text(content: Any) -> Any:

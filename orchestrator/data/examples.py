@@ -14,11 +14,10 @@ from typing import Any
 import pyarrow as pa
 
 from troupe.orchestrator.algorithms.offline import DataFormat
+from troupe.orchestrator.data.bad_rows import BadRow, SkippedRow, WrongForm
+from troupe.orchestrator.data.calls import is_calls, tool_schemas
 from troupe.orchestrator.data.conversations import (
-    BadRow,
     Message,
-    SkippedRow,
-    WrongForm,
     characters,
     chat_messages,
     is_whole,
@@ -31,7 +30,7 @@ from troupe.orchestrator.data.conversations import (
 )
 from troupe.orchestrator.data.pools import Pool, Repeats, collect, of_sources, prompts_of
 from troupe.orchestrator.data.preferences import doubts
-from troupe.orchestrator.data.readers import RawValues, read_table
+from troupe.orchestrator.data.readers import RawValues, read_table, without_nulls
 from troupe.orchestrator.spec.offline import OfflineSpec, columns, data_format
 from troupe.orchestrator.spec.sources import NEGATIVE, ExampleSource, Preferred
 from troupe.workers.contract.offline_messages import EXAMPLE_TEXTS
@@ -94,10 +93,15 @@ def load_pool(spec: OfflineSpec, source: ExampleSource, label: str, without: Poo
         label,
         spec.failures.on_bad_row,
         lambda row: row["messages"] in taken,
-        Repeats(lambda row: json.dumps([row["messages"], *row["responses"]]), source.dedupe),
+        Repeats(lambda row: json.dumps([row["tools"], row["messages"], *row["responses"]]), source.dedupe),
     )
     unread = ("origin", "source")
-    contents = (json.dumps({name: value for name, value in row.items() if name not in unread}) for row in found.rows)
+    contents = (
+        json.dumps(
+            {name: value for name, value in row.items() if name not in unread and (name, value) != ("tools", None)}
+        )
+        for row in found.rows
+    )
     table = pa.Table.from_pylist(found.rows, schema=EXAMPLE_TEXTS)
     pool = found.pool(table, map(str.encode, contents))
     if "chosen" not in fields:
@@ -113,13 +117,17 @@ def example_reader(source: ExampleSource, format_: DataFormat, *, plain: bool) -
     form = _Form(source, plain)
 
     def read(raw: RawValues) -> dict[str, Any]:
-        values = _gathered({name: raw.values[column] for name, column in fields.items()})
+        values = {name: raw.values[column] for name, column in fields.items()}
+        values = _gathered({name: without_nulls(one) for name, one in values.items()} if raw.padded else values)
         example = _READERS[format_](values, form)
+        tools = tool_schemas(values.get("tools"))
         messages = _json(chat_messages(example.prompt, source, values.get("system_column"), plain=plain))
         responses = [_json(turns) for turns in example.responses]
-        _check_texts([messages, *responses], example, source.max_chars)
+        offered = json.dumps(tools, ensure_ascii=False) if tools else None
+        _check_texts([messages, *responses, offered or ""], example, source.max_chars)
         labels = {"scores": example.scores, "margin": example.margin, "desirable": example.desirable}
-        return {"messages": messages, "responses": responses, **labels, "origin": raw.origin, "source": None}
+        own = {"tools": offered, "origin": raw.origin, "source": None}
+        return {"messages": messages, "responses": responses, **labels, **own}
 
     return read
 
@@ -284,6 +292,8 @@ def _in_turns(prompt: Any, answers: Sequence[Any]) -> Sequence[Any]:
 
 def _turns(value: Any, what: str, prompt: Any, form: _Form) -> list[Message]:
     """The turns of a response. Behind `Assistant:` at the end of a prompt, the space is none of its text."""
+    if form.source.tools is not None and is_calls(value):
+        value = [{"role": "assistant", "tool_calls": value}]
     spoken = isinstance(value, str) and not form.plain and spoken_turns(prompt) is not prompt
     return response_turns(value.strip() if spoken else value, what, plain=form.plain)
 

@@ -13,7 +13,7 @@ from typing import Generic, Literal, Protocol, TypeVar
 
 import pyarrow as pa
 
-from troupe.orchestrator.data.conversations import BadRow, SkippedRow, WrongForm
+from troupe.orchestrator.data.bad_rows import BadRow, SkippedRow, WrongForm
 from troupe.orchestrator.data.readers import RawRow, RawValues
 from troupe.orchestrator.errors import DataError
 

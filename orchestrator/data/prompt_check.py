@@ -9,12 +9,13 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+from troupe.orchestrator.data.calls import CALLED
 from troupe.orchestrator.data.pools import Pool
 from troupe.orchestrator.data.summary import Pools, by_source, is_held_out
 from troupe.orchestrator.errors import Finding
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.derived.sizes import PromptRoom, prompt_room
-from troupe.workers.contract.environments import CALLS, TOOLS, dropped_note
+from troupe.workers.contract.environments import CALLS, RESULTS, TOOLS, dropped_note
 from troupe.workers.isolation.probe import ProbeFailed, ask
 
 PROMPTS = 100
@@ -24,6 +25,7 @@ COUNTED = 20_000
 _COUNT_S = 20.0
 """Time for rendering prompts."""
 _ENTRY = "troupe.workers.data.tokenizer_probe:measure"
+_OFFERED = "troupe.workers.agents.environments.tools:offered"
 _TIMEOUT_S = 120.0
 _READ_AS_TEXT = "which are read as text; where they are meant as tokens, set model.allow_special: true"
 _UNNAMED = (
@@ -65,9 +67,12 @@ def check_prompts(spec: RunSpec, pools: Pools, most: int = PROMPTS) -> PromptChe
     parts = by_source(pools)
     held_out = [name for name in parts if is_held_out(name)]
     sections = held_out + [name for name in parts if name.partition(".")[0] == "train"]
-    messages: dict[str, list[str]] = {name: _first(parts[name], "messages", most) for name in sections}
+    rooms = {name: prompt_room(spec, name) for name in sections}
+    seen = {name: _as_seen(spec, parts[name], rooms[name].environment, most) for name in sections}
+    messages = {name: prompts for name, (prompts, _) in seen.items()}
     request = {"model": spec.model.model_dump(mode="json"), "longest": _LONGEST, "seconds": _COUNT_S}
     texts = {"messages": [*chain(*messages.values())], "answers": [*_answers(pools, most)]}
+    texts |= {"tools": [*chain.from_iterable(tools for _, tools in seen.values())]}
     try:
         replies = iter(ask(_ENTRY, request | texts, _TIMEOUT_S))
     except ProbeFailed as error:
@@ -83,8 +88,9 @@ def check_prompts(spec: RunSpec, pools: Pools, most: int = PROMPTS) -> PromptChe
     found = {}
     for name, prompts in messages.items():
         own = list(islice(replies, len(prompts)))
-        found[name] = classify(name, own, template, prompt_room(spec, name), _first(parts[name], "origin", most))
+        found[name] = classify(name, own, template, rooms[name], _first(parts[name], "origin", most))
     checks = [found[name] for name in (*sections[len(held_out) :], *held_out)]
+    checks += [_unseen_in_examples(name, parts[name], dropped.split(";"), template, most) for name in sections]
     problems: dict[str, str] = {}
     for path, problem in (finding for check in checks for finding in check.problems):
         problems.setdefault(path, problem)  # what is wrong for both is said once
@@ -108,6 +114,44 @@ def _unseen_tools(spec: RunSpec, dropped: Sequence[str]) -> Iterator[str]:
         note = dropped_note([one for one in dropped if one and one not in own])
         if role.tool_parser is not None and note:
             yield f"roles.environment{name and '.'}{name}: {note}"
+
+
+def _unseen_in_examples(name: str, pool: Pool, dropped: Sequence[str], template: str, most: int) -> PromptCheck:
+    """What the template does not render of the tools and calls of examples."""
+    marks, lost = {CALLS: CALLED, RESULTS: '"role": "tool"'}, list[set[str]]()
+    columns = ["tools", "messages", "responses"]
+    for row in pool.table.slice(0, most).select(columns).to_pylist() if "tools" in pool.table.column_names else []:
+        text = "".join([row["messages"], *row["responses"]])
+        used = {what for what, mark in marks.items() if mark in text} | ({TOOLS} if row["tools"] else set())
+        lost.append(used & {*dropped})
+    if not any(lost):
+        return PromptCheck()
+    count = f"{sum(map(bool, lost))} of the first {len(lost)} examples of data.{name}"
+    line = (
+        f"{count} have {', '.join(sorted(set().union(*lost)))}, which the chat template does not render; such examples "
+        "are bad rows. Set model.chat_template to one that does"
+    )
+    return PromptCheck(((template, line),)) if all(lost) else PromptCheck((), (line,))
+
+
+def _as_seen(spec: RunSpec, pool: Pool, environment: str | None, most: int) -> tuple[list[str], list[str | None]]:
+    """The first prompts of a pool as the engine or the trainer sees them, and the tools of each, as JSON.
+
+    The environment `tools` adds a system message and its tools; those of its servers are known in a run alone.
+    """
+    prompts = _first(pool, "messages", most)
+    if "tools" in pool.table.column_names:
+        return prompts, _first(pool, "tools", most)
+    none: list[str | None] = [None] * len(prompts)
+    role = None if environment is None or spec.rollouts is None else spec.rollouts.roles.environments()[environment]
+    if role is None or role.name != "tools":
+        return prompts, none
+    try:
+        system, tools = ask(_OFFERED, role.args, _TIMEOUT_S)
+    except ProbeFailed:  # the check of the environment says why
+        return prompts, none
+    before = [{"role": "system", "content": system}] if system else []
+    return [json.dumps([*before, *json.loads(prompt)]) for prompt in prompts], [tools for _ in prompts]
 
 
 def _answers(pools: Pools, most: int) -> Iterator[str]:

@@ -12,7 +12,8 @@ from typing import Any, Protocol
 import numpy as np
 import pyarrow as pa
 
-from troupe.orchestrator.data.conversations import BadRow, chat_messages, require_whole
+from troupe.orchestrator.data.bad_rows import BadRow
+from troupe.orchestrator.data.conversations import chat_messages, require_whole
 from troupe.orchestrator.data.curriculum import Curriculum
 from troupe.orchestrator.data.pools import OnBadRow, Pool, Repeats, collect, of_source, of_sources, prompts_of
 from troupe.orchestrator.data.readers import RawRow, json_safe, read_rows

@@ -70,6 +70,8 @@ class RawValues:
     """The values by column."""
     error: str = ""
     """Why the row could not be read; empty if it could."""
+    padded: bool = False
+    """Whether an object's key may be null because the object of another row has it (Arrow)."""
 
 
 TableSource = TableFile | DatasetsFolder | HubFiles
@@ -291,7 +293,7 @@ def _parquet(path: Path, fields: Fields, label: str) -> Iterator[RawValues]:
             for batch in file.iter_batches(batch_size=1024, columns=columns):
                 for values in batch.to_pylist(maps_as_pydicts="lossy"):
                     number += 1
-                    yield named_values(fields, f"{path.name}:{number}", values)
+                    yield dataclasses.replace(named_values(fields, f"{path.name}:{number}", values), padded=True)
     except (OSError, pa.ArrowException, ValueError, OverflowError) as error:  # text that is no UTF-8, odd times
         raise _unreadable(path, label, error) from None
 
@@ -318,7 +320,7 @@ def _datasets(source: DatasetsFolder, fields: Fields, label: str) -> Iterator[Ra
             values = dict(data[number])
         except Exception as error:  # as above
             raise _unreadable(path, label, error) from None
-        yield named_values(fields, f"{path.name}:{number + 1}", values)
+        yield dataclasses.replace(named_values(fields, f"{path.name}:{number + 1}", values), padded=True)
 
 
 def _reads(fields: Fields, column: str) -> bool:
@@ -510,6 +512,13 @@ def shares(total: int, weights: Sequence[float]) -> list[int]:
     for i in order[: free - sum(counts)]:
         counts[i] += 1
     return [count + 1 for count in counts]
+
+
+def without_nulls(value: Any) -> Any:
+    """The value without keys of objects that are null."""
+    if isinstance(value, dict):
+        return {name: without_nulls(part) for name, part in value.items() if part is not None}
+    return [without_nulls(part) for part in value] if isinstance(value, list) else value
 
 
 def json_safe(value: Any) -> Any:

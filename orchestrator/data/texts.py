@@ -8,7 +8,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from troupe.orchestrator.data.conversations import BadRow, require_whole
+from troupe.orchestrator.data.bad_rows import BadRow
+from troupe.orchestrator.data.conversations import require_whole
 from troupe.orchestrator.data.mixture import PromptMixture
 from troupe.orchestrator.data.pools import OnBadRow, Pool, collect, of_sources
 from troupe.orchestrator.data.prompts import PromptOrder, PromptSource

@@ -159,6 +159,7 @@ def columns(format_: DataFormat, source: ExampleSource) -> dict[str, str]:
         named |= {"answers": source.answers or "answers", "scores": source.scores, "ranks": source.ranks}
         named["preferred.column"] = None if source.preferred is None else source.preferred.column
         named["margin"] = source.margin if format_ == "pairs" else None
+    named["tools"] = source.tools
     found: dict[str, str] = {}
     for name, column in named.items():
         several = {f"{name}.{number}": one for number, one in enumerate(column)} if isinstance(column, tuple) else {}

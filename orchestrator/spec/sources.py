@@ -304,6 +304,9 @@ class Examples(PromptText, Columns):
     orpo, rrhf): the answers are whole conversations, and their common beginning is the prompt."""
     system_column: Annotated[str | None, EVALUATED_IF_SET] = None
     """Column with the system message of each row; `system` is used for a row without one."""
+    tools: Annotated[str | None, EVALUATED_IF_SET] = None
+    """Column with the tools of each row, which the chat template renders: JSON schemas of functions, as a list or its
+    JSON. A response that is a list of calls (`name`, `arguments`) is then a turn with these; null: no tools."""
     response: str = "response"
     """Column with the response (sft, kto): text, or a list of messages that begins and ends with the assistant's."""
     messages: str | None = None

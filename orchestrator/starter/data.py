@@ -13,7 +13,7 @@ from troupe.orchestrator.data.preferences import answer_columns, column_names
 from troupe.orchestrator.data.readers import find_column, has_column
 from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.starter.choices import GYM, TASKS, Choices, Data, Earned, needs_answer
-from troupe.orchestrator.starter.examples import what_is_read
+from troupe.orchestrator.starter.examples import tools_column, what_is_read
 from troupe.orchestrator.starter.tables import Table, find_tables
 from troupe.workers.isolation.probe import ProbeFailed, ask
 
@@ -31,7 +31,7 @@ _COLUMNS: Mapping[str, tuple[str, ...]] = {
         *("answer", "reward_model.ground_truth", "ground_truth", "final_answer", "expected_answer", "gold"),
         *("extra_info.answer", "target", "label", "solution"),
     ),
-    "response": ("response", "completion", "output", "answer", "extra_info.answer"),
+    "response": ("response", "completion", "output", "answer", "extra_info.answer", "answers"),
     "chosen": ("chosen", "preferred"),
     "rejected": ("rejected", "dispreferred"),
     "label": ("label", "desirable"),
@@ -75,6 +75,9 @@ def read_data(choices: Choices) -> Data:
     columns = {name: value for name, value in found.section["train"].items() if name not in train.section}
     if system := next((name for name in _SYSTEM if any(_is_text(row.get(name)) for row in train.rows)), None):
         columns |= {"system_column": system}
+    if choices.offline and (tools := tools_column(choices.algorithm, train.section | columns, train.rows)):
+        columns |= {"tools": tools}
+        found = replace(found, prompt_tokens=found.prompt_tokens + _tokens(train, tools))
     section = {"train": train.section | columns}
     notes = what_is_read(choices.algorithm, section["train"], train.rows) if choices.offline else ()
     found = replace(found, section=section, unused=_unused(columns, train), notes=notes)

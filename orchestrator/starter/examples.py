@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from pydantic import TypeAdapter
 
 from troupe.orchestrator.algorithms.offline import OFFLINE_ALGORITHMS
+from troupe.orchestrator.data.bad_rows import BadRow, SkippedRow
+from troupe.orchestrator.data.calls import CALLED
 from troupe.orchestrator.data.examples import example_reader
 from troupe.orchestrator.data.pools import collect
 from troupe.orchestrator.data.preferences import doubts
@@ -17,6 +20,22 @@ from troupe.orchestrator.spec.offline import columns, data_format
 from troupe.orchestrator.spec.sources import Examples, ExampleSource
 
 _SHOWN = 12
+_TOOLS = ("tools", "functions")
+
+
+def tools_column(algorithm: str, section: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str | None:
+    """The column with the tools of rows that call some, or None if calls are text, and so are the tools (Hermes)."""
+    filled = (name for name in _TOOLS if any(row.get(name) not in (None, "", "[]", []) for row in rows))
+    if (name := next(filled, None)) is None:
+        return None
+    source: ExampleSource = TypeAdapter[Examples](ExampleSource).validate_python({**section, "tools": name})
+    format_ = data_format(OFFLINE_ALGORITHMS[algorithm].formats, source)
+    read, fields = example_reader(source, format_, plain=False), columns(format_, source)
+    for row in rows:
+        with suppress(BadRow, SkippedRow, KeyError):
+            if any(CALLED in response for response in read(named_values(fields, "", row))["responses"]):
+                return name
+    return None
 
 
 def what_is_read(algorithm: str, section: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ EXAMPLE_TEXTS = pa.schema(
         pa.field("scores", pa.list_(pa.float64()), nullable=False),  # one per response; none: the order is strict
         pa.field("margin", pa.float64(), nullable=False),  # of a pair; 0 if the data has none
         pa.field("desirable", pa.bool_(), nullable=False),  # of a labelled response; True otherwise
+        pa.field("tools", pa.string()),  # JSON schemas of functions, as JSON; null: none
         pa.field("origin", pa.string(), nullable=False),  # "file.jsonl:17", for error messages
         pa.field("source", pa.string()),  # name of the source in a mixture; null: there is one source
     ],

@@ -6,6 +6,7 @@ import hashlib
 import json
 from typing import TYPE_CHECKING
 
+from troupe.workers.data.template_forms import as_read
 from troupe.workers.data.tokenizer import outside_embedding, render, token_ids
 
 if TYPE_CHECKING:
@@ -16,13 +17,16 @@ class PromptRefused(ValueError):
     """This prompt cannot be used; other prompts are not affected."""
 
 
-def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: str, longest: int) -> list[int]:
+def encode_prompt(
+    tokenizer: PreTrainedTokenizerBase, messages: str, longest: int, tools: str | None = None
+) -> list[int]:
     """Token ids of a chat up to and including the opening of the response.
 
     Args:
         tokenizer: Tokenizer with a chat template.
         messages: JSON list of {"role", "content"}.
         longest: Maximum number of tokens.
+        tools: JSON list of the tools that the template offers, or None.
 
     Raises:
         PromptRefused: the messages are invalid, empty, do not become 1 to `longest` tokens, or the model has no
@@ -44,7 +48,12 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: str, longest: in
     except UnicodeEncodeError as error:
         raise PromptRefused("the prompt has a lone surrogate, which is not valid text") from error
     try:
-        ids = token_ids(tokenizer, render(tokenizer, turns, open_turn=True))
+        offered = json.loads(tools) if tools else None
+        turns = as_read(tokenizer, turns, offered)
+    except ValueError as error:
+        raise PromptRefused(str(error)) from error
+    try:
+        ids = token_ids(tokenizer, render(tokenizer, turns, open_turn=True, tools=offered))
     except Exception as error:  # a chat template can raise anything
         raise PromptRefused(f"{type(error).__name__}: {error}") from error
     if why := outside_embedding(tokenizer, ids):

@@ -22,6 +22,7 @@ from troupe.workers.contract.offline_config import ExampleConfig
 from troupe.workers.contract.offline_messages import EXAMPLE_BATCH, EXAMPLES, ExampleBatchSummary, ExampleSummary
 from troupe.workers.data.chat import PromptRefused, encode_prompt
 from troupe.workers.data.plain_text import MARK, as_text, restored, text_ids
+from troupe.workers.data.template_forms import as_read
 from troupe.workers.data.tokenizer import outside_embedding, render, render_as_text, token_ids
 from troupe.workers.data.turn_ends import turn_ends
 from troupe.workers.models.ragged import ragged
@@ -35,6 +36,10 @@ MAX_REPORTED = 20
 _REWRITTEN = (
     "the chat template renders earlier turns differently when others follow: no text of the whole conversation has "
     "the tokens that were sampled (sft, kto: loss_on: last trains the last turn)"
+)
+_OF_CALLS = (
+    "the chat template renders a turn with calls without its text, its thought, some of its calls or an end: set "
+    "model.chat_template to one that keeps them (sft, kto: loss_on: last trains the last turn)"
 )
 
 Picks = Sequence[tuple[str, int]]
@@ -57,9 +62,14 @@ def encode_response(
 
 
 def encode_turns(
-    tokenizer: PreTrainedTokenizerBase, messages: str, prompt_ids: Sequence[int], turns: Sequence[dict[str, str]]
+    tokenizer: PreTrainedTokenizerBase,
+    messages: str,
+    prompt_ids: Sequence[int],
+    turns: Sequence[dict[str, Any]],
+    tools: str | None = None,
 ) -> tuple[list[int], list[bool]]:
-    """Token ids of the turns that follow `messages`, and a loss mask: True for the assistant's.
+    """Token ids of the turns that follow `messages`, and a loss mask: True for the assistant's, unless their `weight`
+    is 0. The first and the last turn are the assistant's and have a loss.
 
     The prompt's ids are the same as in a rollout. Prompt and turns together are the chat template's rendering of the
     whole conversation up to the end of the last turn: what the template writes into the assistant's turns (an empty
@@ -75,26 +85,34 @@ def encode_turns(
             does not have the turn's text, the template fails, nothing defines how a turn ends, or the model has no
             embedding for a token.
     """
-    said = json.loads(messages)
-    whole = _render(tokenizer, [*said, *turns], open_turn=False)
+    said, trained = json.loads(messages), [turn["role"] == "assistant" and turn.get("weight") != 0 for turn in turns]
+    offered = json.loads(tools) if tools else None
+    unweighed = ({name: value for name, value in turn.items() if name != "weight"} for turn in turns)
+    try:
+        shown = as_read(tokenizer, [*said, *unweighed], offered)
+    except ValueError as error:
+        raise ExampleRefused(str(error)) from error
+    said, turns = shown[: len(said)], shown[len(said) :]
+    whole = _render(tokenizer, shown, offered, open_turn=False)
     ids: list[int] = []
     mask: list[bool] = []
     end = 0
     for place, turn in enumerate(turns):
-        if turn["role"] != "assistant":
+        if not trained[place]:
             continue
-        opened = _render(tokenizer, [*said, *turns[:place]], open_turn=True)
-        behind, own = _behind(tokenizer, said, turns, place)
-        _check_shown(whole, opened, behind, turn["content"], last=place == len(turns) - 1)
+        opened = _render(tokenizer, [*said, *turns[:place]], offered, open_turn=True)
+        behind, own = _behind(tokenizer, shown, len(said) + place, offered, whole)
+        closing, last = _closing(tokenizer, own), place == len(turns) - 1
+        rest = closing or (own.rstrip() if last and "tool_calls" in turn else "")
+        _check_shown(whole, opened, behind, rest, turn, last=last)
         if end > len(opened):
             raise ExampleRefused(_REWRITTEN)  # what counts as the end of a turn is in a later message
         if ids:
             between = _continuation(tokenizer, whole[:end], [*prompt_ids, *ids], whole[end : len(opened)])
             ids, mask = [*ids, *between], [*mask, *(False for _ in between)]
-        closing = _closing(tokenizer, own)
-        end = len(whole) - len(behind) + len(closing)
+        end = len(whole) - len(behind) + len(rest)
         reply = _continuation(tokenizer, opened, [*prompt_ids, *ids], whole[len(opened) : end])
-        if not closing and place == len(turns) - 1:
+        if not closing and last:
             reply = [*reply, _own_end(tokenizer)]
         ids, mask = [*ids, *reply], [*mask, *(True for _ in reply)]
         if closing and ids[-1] not in turn_ends(tokenizer).ids:
@@ -128,41 +146,71 @@ def encode_conversation(tokenizer: PreTrainedTokenizerBase, messages: list[dict[
 
 
 def _behind(
-    tokenizer: PreTrainedTokenizerBase, said: list[dict[str, str]], turns: Sequence[dict[str, str]], place: int
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[dict[str, Any]],
+    number: int,
+    tools: list[Any] | None,
+    whole: str,
 ) -> tuple[str, str]:
     """What the template writes behind the text of a turn: to the end of the conversation, and to the next message.
 
-    The text of the next message is part of neither the turn nor its end.
+    The text of a turn with calls ends with the name of its last one, which every template writes once in the turn. The
+    text of the next message is part of neither the turn nor its end.
     """
-    shown = as_text(tokenizer, [*said, *turns])
-    number = len(said) + place
-    shown[number]["content"] += MARK
-    behind = _rendered(partial(render_as_text, tokenizer, shown, open_turn=False)).rpartition(MARK)[2]
-    if place == len(turns) - 1:
+
+    shown, offered = as_text(tokenizer, messages), as_text(tokenizer, tools)
+
+    def marked(part: dict[str, Any], key: str, text: str) -> str:
+        """The rendering with another text in a part of a message."""
+        original, part[key] = part[key], text
+        rendered = _rendered(partial(render_as_text, tokenizer, shown, open_turn=False, tools=offered))
+        part[key] = original
+        return rendered
+
+    if calls := shown[number].get("tool_calls"):
+        called = calls[-1]["function"]
+        _, mark, behind = marked(called, "name", called["name"] + MARK).partition(MARK)
+        behind = behind.replace(MARK, "") if mark else whole  # results may have the name as well
+    else:
+        behind = marked(shown[number], "content", shown[number]["content"] + MARK).rpartition(MARK)[2]
+    if number == len(shown) - 1:
         return behind, behind
-    shown[number + 1]["content"] = MARK + shown[number + 1]["content"]
-    marked = _rendered(partial(render_as_text, tokenizer, shown, open_turn=False)).rpartition(MARK)[0]
-    own = marked.rpartition(MARK)[2]
-    if not behind.startswith(own):  # the template leaves out the beginning of the next message, and the mark with it
+    following = shown[number + 1]
+    before, mark, _ = marked(following, "content", MARK + following["content"]).rpartition(MARK)
+    own = before[len(whole) - len(behind) :]
+    if not mark or not behind.startswith(own):  # the template leaves out the beginning of the next message
         raise ExampleRefused(_REWRITTEN)
     return behind, own
 
 
-def _check_shown(whole: str, opened: str, behind: str, response: str, *, last: bool) -> None:
-    """Verify that a rendering continues the prompt of a turn with the turn's text. Raises ExampleRefused."""
+def _check_shown(whole: str, opened: str, behind: str, rest: str, turn: dict[str, Any], *, last: bool) -> None:
+    """Verify that a rendering continues the prompt of a turn with what the turn has. Raises ExampleRefused."""
     text = whole.removesuffix(behind)
     continued = whole.startswith(opened) and len(opened) <= len(text) == len(whole) - len(behind)
-    if continued and "".join(restored(text).split()).endswith("".join(response.split())):
+    own, calls = _packed(whole[len(opened) : len(text) + len(rest)]), "tool_calls" in turn
+    content, thought = _packed(turn["content"]), _packed(turn.get("reasoning_content", ""))
+    kept = bool(rest) and content in own if calls else _packed(text).endswith(content)
+    if continued and kept and thought in own:
         return
+    if calls:
+        raise ExampleRefused(_OF_CALLS)
     if not last:
         raise ExampleRefused(_REWRITTEN)
     opens = f"opens the response with {opened[-24:]!r}, and does not have that in the whole conversation"
-    why = "changes the text of the response" if continued else opens
+    changes = "leaves out reasoning_content" if kept else "changes the text of the response"
+    why = changes if continued else opens
     raise ExampleRefused(f"the chat template {why}: set model.chat_template to one that keeps responses as they are")
 
 
-def _render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], *, open_turn: bool) -> str:
-    return _rendered(partial(render, tokenizer, messages, open_turn=open_turn))
+def _packed(text: str) -> str:
+    """The text as it is in the data, without white space."""
+    return "".join(restored(text).split())
+
+
+def _render(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], tools: list[Any] | None, *, open_turn: bool
+) -> str:
+    return _rendered(partial(render, tokenizer, messages, open_turn=open_turn, tools=tools))
 
 
 def _rendered(rendering: Callable[[], str]) -> str:
@@ -229,9 +277,10 @@ def _encode(
     tokenizer: PreTrainedTokenizerBase, example: dict[str, Any], config: ExampleConfig
 ) -> tuple[list[int], list[list[int]], list[list[bool]]]:
     """Prompt ids, and the ids and the loss mask of every response. Raises PromptRefused, ExampleRefused."""
-    messages = example["messages"]
-    prompt_ids = encode_prompt(tokenizer, messages, config.max_length - 1)
-    encoded = [encode_turns(tokenizer, messages, prompt_ids, json.loads(turns)) for turns in example["responses"]]
+    messages, tools = example["messages"], example["tools"]
+    prompt_ids = encode_prompt(tokenizer, messages, config.max_length - 1, tools)
+    responses = map(json.loads, example["responses"])
+    encoded = [encode_turns(tokenizer, messages, prompt_ids, turns, tools) for turns in responses]
     responses, masks = [ids for ids, _ in encoded], [mask for _, mask in encoded]
     longest = len(prompt_ids) + max(map(len, responses))
     if longest > config.max_length:

@@ -35,6 +35,8 @@ class TemplateForms:
 
     object_arguments: bool
     """Whether it reads the arguments of a call as an object; otherwise as JSON text."""
+    text_arguments: bool
+    """Whether it renders arguments that are JSON text as it renders the object."""
     dropped: tuple[str, ...]
     """What it does not render: of `TOOLS`, `CALLS` and `RESULTS`."""
 
@@ -42,6 +44,39 @@ class TemplateForms:
 def template_forms(tokenizer: PreTrainedTokenizerBase) -> TemplateForms:
     """What the tokenizer's chat template makes of tools."""
     return _tried(tokenizer, str(tokenizer.chat_template))
+
+
+def as_read(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], tools: list[Any] | None
+) -> list[dict[str, Any]]:
+    """The messages of a row of data, with the arguments of calls in their own form if the template reads it.
+
+    Raises:
+        ValueError: The template leaves out tools, calls or results that the row has.
+    """
+    calling = any("tool_calls" in message for message in messages)
+    used = {TOOLS: bool(tools), CALLS: calling, RESULTS: any(message["role"] == "tool" for message in messages)}
+    if not any(used.values()):
+        return messages
+    forms = template_forms(tokenizer)
+    if dropped := [name for name in forms.dropped if used[name]]:
+        remedy = "set model.chat_template to a template that does"
+        raise ValueError(f"the chat template does not render {', '.join(dropped)}, which the row has: {remedy}")
+    if not forms.object_arguments:
+        return list(map(_with_texts, messages))
+    return messages if forms.text_arguments else list(map(with_arguments, messages))
+
+
+def _with_texts(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with the arguments of its calls as JSON text."""
+    calls = message.get("tool_calls")
+    return message if not calls else message | {"tool_calls": [_with_text(call) for call in calls]}
+
+
+def _with_text(call: dict[str, Any]) -> dict[str, Any]:
+    arguments = call["function"]["arguments"]
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return call | {"function": call["function"] | {"arguments": text}}
 
 
 def with_arguments(message: dict[str, Any]) -> dict[str, Any]:
@@ -75,6 +110,7 @@ def _tried(tokenizer: PreTrainedTokenizerBase, template: str) -> TemplateForms:
     as_object = attempt(_USER, objects, _ANSWER) or attempt(_USER, objects)
     # A template that writes the arguments as they are would write an object as Python does.
     object_arguments = as_object is not None and str(_ARGUMENTS) not in as_object
+    as_text = attempt(_USER, texts, _ANSWER) or attempt(_USER, texts)
     calls = objects if object_arguments else texts
     spoken = {"role": "assistant", "content": _NAME}
     shown = {
@@ -82,7 +118,8 @@ def _tried(tokenizer: PreTrainedTokenizerBase, template: str) -> TemplateForms:
         CALLS: "zzvalue" in (attempt(_USER, calls) or attempt(_USER, calls, _ANSWER) or ""),
         RESULTS: any(_RESULT in (attempt(_USER, turn, _ANSWER) or "") for turn in (spoken, calls)),
     }
-    return TemplateForms(object_arguments, tuple(name for name, is_shown in shown.items() if not is_shown))
+    dropped = tuple(name for name, is_shown in shown.items() if not is_shown)
+    return TemplateForms(object_arguments, as_text == as_object, dropped)
 
 
 def _turn(arguments: Any) -> dict[str, Any]:

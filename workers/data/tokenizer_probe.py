@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from troupe.workers.contract.config import ModelConfig
+from troupe.workers.contract.environments import TOOLS
 from troupe.workers.contract.imports import without_collections
 from troupe.workers.data.chat import PromptRefused, encode_prompt
 from troupe.workers.data.plain_text import as_text, special_tokens
@@ -36,8 +37,9 @@ def measure(request: Mapping[str, Any]) -> Iterator[int | str]:
     answers with special tokens that are read as text, then the length of each prompt in tokens, or why it has none.
 
     Args:
-        request: `model`, a ModelConfig as a dictionary, `messages` of every prompt and `answers` of the data (JSON),
-            `longest`, which no prompt's length reaches, and `seconds`, after which the remaining prompts are left out.
+        request: `model`, a ModelConfig as a dictionary, `messages` and `tools` (null without tools) of every prompt and
+            `answers` of the data (JSON), `longest`, which no prompt's length reaches, and `seconds`, after which the
+            remaining prompts are left out.
 
     Raises:
         ValueError: the tokenizer cannot be loaded or has no chat template.
@@ -47,15 +49,16 @@ def measure(request: Mapping[str, Any]) -> Iterator[int | str]:
         tokenizer = load_chat_tokenizer(model)
     yield turn_ends(tokenizer).unnamed
     yield turn_ends(tokenizer).spelled
-    yield ";".join(template_forms(tokenizer).dropped)
+    dropped = template_forms(tokenizer).dropped
+    yield ";".join(dropped)
     for texts in (request["messages"], request["answers"]):
         yield 0 if model.allow_special else sum(map(_has_special, repeat(tokenizer), texts))
     end = time.monotonic() + request["seconds"]
-    for messages in request["messages"]:
+    for messages, tools in zip(request["messages"], request["tools"], strict=True):
         if time.monotonic() > end:
             return
         try:
-            yield len(encode_prompt(tokenizer, messages, request["longest"]))
+            yield len(encode_prompt(tokenizer, messages, request["longest"], None if TOOLS in dropped else tools))
         except PromptRefused as error:
             yield str(error)
 

@@ -155,8 +155,9 @@ def check_template(spec: OfflineSpec) -> Iterator[Finding]:
     prompts = {f"data.{split}": source for split, source in spec.data.sources().items()}
     yield from template_problems(spec.models(), prompts, plain=spec.model.plain)
     for name, source in prompts.items():
-        if spec.model.plain and source.messages is not None:
-            yield f"{name}.messages", "conversations need a chat template, and model.chat_template is none"
+        for field in ("messages", "tools"):
+            if spec.model.plain and dict(source)[field] is not None:
+                yield f"{name}.{field}", f"{field} need a chat template, and model.chat_template is none"
         if spec.model.plain and source.prompt is None and source.messages is None:
             yield f"{name}.prompt", "conversations need a chat template, and model.chat_template is none"
 

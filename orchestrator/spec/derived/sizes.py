@@ -23,6 +23,8 @@ class PromptRoom(NamedTuple):
     """The field that sets the limit."""
     words: str
     """The limit as the subject of a relative clause: "more than the N tokens that WORDS"."""
+    environment: str | None = None
+    """Name of the environment that episodes begin in with the prompt, or None without episodes."""
 
 
 def prompt_room(spec: RunSpec, section: str) -> PromptRoom:
@@ -45,7 +47,7 @@ def prompt_room(spec: RunSpec, section: str) -> PromptRoom:
     environment, response, where = lengths.get(section.partition(" ")[0], (None, None, ""))
     longest, field = rollouts.roles.rollout.max_model_len, "roles.rollout.max_model_len"
     if environment is not None:
-        return PromptRoom(longest - 1, field, f"{field} {longest} leaves beside a turn of one token")
+        return PromptRoom(longest - 1, field, f"{field} {longest} leaves beside a turn of one token", environment)
     beside = f"a response of {response} in {where}"
     if response is None:
         response = rollouts.sampling.max_tokens

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.conftest import ROOT
 from tests.probes import ask_here
+from tests.workers.agents.episodes.templates import CHATML
 from troupe.orchestrator.data.prompt_check import PROMPTS, PromptCheck, check_prompts, classify
 from troupe.orchestrator.data.summary import load_data
 from troupe.orchestrator.spec.derived.sizes import PromptRoom
@@ -214,6 +217,7 @@ def test_the_first_prompt_of_an_episode_needs_room_for_one_token(held_out: str, 
 
 def test_rendering_ends_with_its_time(tiny_model: Path) -> None:
     request = {"model": {"path": str(tiny_model), "trust_remote_code": True}, "longest": 100, "answers": []}
+    request |= {"tools": [None] * 3}
     messages = [json.dumps([{"role": "user", "content": "Say a."}])] * 3
     assert len(list(measure(request | {"messages": messages, "seconds": 60.0}))) == 5 + 3
     assert list(measure(request | {"messages": messages, "seconds": -1.0})) == [
@@ -243,3 +247,33 @@ def test_tools_that_the_template_does_not_render_are_said(model: Path, role: str
     lines = [line for line in found.lines if "chat template" in line]
     assert len(lines) == bool(named) and named in "".join(lines)
     assert all(line.startswith("roles.environment: the chat template does not render tools") for line in lines)
+
+
+def test_prompts_are_measured_with_the_tools_and_the_system_message_of_their_environment(
+    model: Path, tmp_path: Path
+) -> None:
+    template = tmp_path / "tools.jinja"
+    template.write_text("{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}" + CHATML)
+    sets = (f"model.chat_template={template}", "roles.rollout.max_model_len=80", "sampling.max_tokens=8")
+    role = "roles.environment={name: tools, args: {tools: [calculator], system: %s}, tool_parser: hermes}"
+    ((field, problem),) = check(model, "tiny-environment", ["Say a."], role % "x", *sets).problems
+    longest = re.search(r"max_model_len 80 leaves beside a turn of one token \(longest: (\d+)\)", problem)
+    assert field == "roles.rollout.max_model_len" and longest
+    ((_, more),) = check(model, "tiny-environment", ["Say a."], role % "x x x x", *sets).problems
+    assert f"(longest: {int(longest[1]) + 3})" in more
+    other = check(model, "tiny-environment", ["Say a."], "roles.environment={name: single_turn}", *sets)
+    assert other.problems == ()
+
+
+def test_tools_and_calls_of_examples_that_the_template_does_not_render_are_counted(model: Path) -> None:
+    called = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {}}]}
+    rows: list[dict[str, Any]] = [{"prompt": "Say a.", "response": [called], "tools": [{"name": "f"}]}]
+    rows += [{"prompt": "Say a.", "response": "a", "tools": None}]
+    data = model.parent / "calls.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = f"data.train={{kind: jsonl, path: {data}, tools: tools}}"
+    found = check(model, "tiny-sft", ["x"], source)
+    (line,) = (line for line in found.lines if "chat template" in line)
+    assert line.startswith("1 of the first 2 examples of data.train have tool calls in the history, tools, which")
+    data.write_text(json.dumps(rows[0]) + "\n")
+    assert check(model, "tiny-sft", ["x"], source).problems == (("model.path", line.replace("first 2", "first 1")),)

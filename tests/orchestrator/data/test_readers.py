@@ -17,7 +17,8 @@ import pyarrow.parquet as pq
 import pytest
 from pydantic import TypeAdapter
 
-from troupe.orchestrator.data.conversations import BadRow, read_messages
+from troupe.orchestrator.data.bad_rows import BadRow
+from troupe.orchestrator.data.conversations import read_messages
 from troupe.orchestrator.data.pools import Pool
 from troupe.orchestrator.data.prompts import load_pool
 from troupe.orchestrator.data.readers import arrow_columns, file_format, find_column, read_table
@@ -388,7 +389,7 @@ def test_messages_as_they_are_published(messages: list[Any]) -> None:
 
 @pytest.mark.parametrize(
     "field",
-    [{"weight": 0}, {"reasoning_content": "hm"}, {"tool_calls": [{"id": "1"}]}, {"function_call": {"name": "f"}}],
+    [{"thinking": "hm"}, {"audio": {"id": "1"}}, {"tool_call_id": "1"}],
 )
 def test_fields_of_messages_that_decide_what_is_trained_are_refused_by_name(field: dict[str, Any]) -> None:
     with pytest.raises(BadRow, match=rf"message 1 has {next(iter(field))}, which is not read"):

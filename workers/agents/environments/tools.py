@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from troupe.workers.agents.environments.base import Environment
@@ -15,6 +15,13 @@ from troupe.workers.contract.environments import CALL_MARKERS, Message, Observat
 
 MALFORMED = "The tool call could not be read. Write it as JSON with a name and arguments."
 CUT = "The turn was cut at its token limit. It calls no tool, and it is not the answer. Write a shorter turn."
+
+
+def offered(args: Mapping[str, Any]) -> Iterator[str]:
+    """What `Tools` with these arguments adds to a prompt: the system message, and as JSON the tools without those of
+    servers. Raises ValueError."""
+    yield str(args.get("system") or "")
+    yield json.dumps([tool.schema for tool in load_tools(args.get("tools") or ())])
 
 
 def unread_call(message: Message) -> str | None:
