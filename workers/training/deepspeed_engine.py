@@ -286,7 +286,7 @@ class TrainEngine:
         ]
 
     def save(self, directory: str) -> None:
-        """Write everything needed for a bitwise resume: weights, optimizer, schedule position, random state."""
+        """Write what a bitwise resume on the CPU needs: weights, optimizer, schedule position, random state."""
         self._save_shards(directory)
         save_file(self._own_state(), rank_file(directory, dist.get_rank(), dist.get_world_size()))
         dist.barrier()
@@ -319,8 +319,9 @@ class TrainEngine:
     def load(self, directory: str) -> int:
         """Resume from what `save` wrote with the same ZeRO stage.
 
-        With the same number of ranks the resume is bitwise. A checkpoint of another number of ranks is resharded: every
-        rank reads its part from all files. No code is run from the files (`troupe.workers.training.checkpoint_files`).
+        With the same number of ranks the resume is bitwise on the CPU. A checkpoint of another number of ranks is
+        resharded: every rank reads its part from all files. No code is run from the files
+        (`troupe.workers.training.checkpoint_files`).
 
         Args:
             directory: Folder of the checkpoint.

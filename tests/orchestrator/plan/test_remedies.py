@@ -12,6 +12,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from docs.tooling.layouts import MODELS
 from tests.conftest import ROOT
 from tests.orchestrator.model_facts.test_families import REAL, folder
 from troupe.orchestrator.model_facts.model_size import ModelSize, read_size
@@ -235,12 +236,13 @@ ZERO_3 = ("roles.policy.zero_stage=3", "roles.policy.gradient_checkpointing=true
 EIGHT = ("roles.rollout.tensor_parallel_size=8", "roles.rollout.gpus=8", "roles.rollout.workers=2")
 
 
-@pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen2.5-7b", "mixtral-8x7b", "qwen3-235b-a22b", "deepseek-v3"])
-@pytest.mark.parametrize("cluster", ["1x1xT4", "1x8xH100", "2x8xA100-40G", "4x4xL4", "32x8xH100"])
+@pytest.mark.parametrize("name", [*MODELS, "mixtral-8x7b"])
+@pytest.mark.parametrize("cluster", ["1x1xT4", "1x1xH100", "1x8xH100", "2x8xA100-40G", "4x4xL4", "16x8xH200"])
 @pytest.mark.parametrize("given_", [(), EIGHT, (*EIGHT, *ZERO_3), SIXTEEN, FROZEN])
 def test_remedies_end(tmp_path: Path, name: str, cluster: str, given_: tuple[str, ...]) -> None:
     """Every chain of remedies reaches a spec without another, and none asks for a worker that no node can hold."""
-    size, gpus = read_size(folder(tmp_path, REAL[name][0])), int(cluster.split("x")[1])
+    config = MODELS[name] if name in MODELS else REAL[name][0]
+    size, gpus = read_size(folder(tmp_path, config)), int(cluster.split("x")[1])
     ended: set[frozenset[str]] = set()
 
     def walk(changes: dict[str, Any], above: tuple[frozenset[str], ...]) -> None:
