@@ -45,7 +45,18 @@ class TrustRegion(Frozen):
 
 
 ROW_ONLY = frozenset(
-    {"objective", "divergence", "ratio", "dynamic_clip", "max_ratio", "estimator", "baseline", "reward_to_go", "custom"}
+    {
+        "objective",
+        "divergence",
+        "ratio",
+        "dynamic_clip",
+        "max_ratio",
+        "estimator",
+        "baseline",
+        "covariance",
+        "reward_to_go",
+        "custom",
+    }
 )
 """Fields of the losses that distinguish the algorithms: a spec does not set them."""
 KL_FIELDS = frozenset({"kl_coef", "kl_estimator", "kl_to_go", "kl_target", "kl_horizon"})
@@ -95,6 +106,12 @@ RATIOS = {
 }
 """What the ratio does in each objective of a row."""
 
+COVARIANCE_OPTIONS: dict[str, frozenset[str]] = {
+    "keep": frozenset(),
+    "drop": frozenset({"cov_share", "cov_low", "cov_high"}),
+    "penalize": frozenset({"cov_share", "cov_penalty"}),
+}
+"""Fields of the algorithm section that only rows read that control the covariance of tokens."""
 CRITIC_OPTIONS = frozenset({"value_clip"})
 TRUST_REGION_OPTIONS = frozenset({"trust_region"})
 COMPARES = frozenset({"group", "smooth_group", "max_likelihood", "best_of_subsets", "best_of_group", "custom"})
@@ -306,6 +323,29 @@ ALGORITHMS: dict[str, Algorithm] = {
             dynamic_sampling=3,
         ),
         Algorithm(
+            name="clip_cov",
+            summary="GRPO without the gradient of the few tokens that lower the entropy most.",
+            formula="A as grpo, 0 at the cov_share of tokens with the highest c = (log pi_old - mean) (A - mean) "
+            f"within cov_low < c < cov_high, means over the batch; loss {_CLIP}, {_R_TOKEN}, mean over tokens",
+            source="Clip-Cov, arXiv 2505.22617; there random ones within the bounds, in each micro-batch, by log pi",
+            group_size=8,
+            min_group_size=2,
+            advantage=_GRPO.model_copy(update={"covariance": "drop"}),
+            loss=PolicyLossConfig(aggregation="token_mean"),
+        ),
+        Algorithm(
+            name="kl_cov",
+            summary="GRPO with a penalty on the change of the few tokens that lower the entropy most; no clipping.",
+            formula=f"A as grpo; loss -A r + p |log pi - log pi_old|, {_R_TOKEN}, p = cov_penalty at the cov_share of "
+            "tokens with the highest (log pi_old - mean) (A - mean), 0 at the others, means over the batch; mean over "
+            "tokens",
+            source="KL-Cov, arXiv 2505.22617; there in each micro-batch, by log pi",
+            group_size=8,
+            min_group_size=2,
+            advantage=_GRPO.model_copy(update={"covariance": "penalize"}),
+            loss=PolicyLossConfig(objective="policy_gradient", aggregation="token_mean"),
+        ),
+        Algorithm(
             name="gspo",
             summary="GRPO with one ratio for the whole response.",
             formula=f"A as grpo; loss {_CLIP}, r = exp(mean over tokens of log pi - log pi_old), mean per sequence",
@@ -453,5 +493,6 @@ def unread_options(row: Algorithm) -> frozenset[str]:
     """Fields that other estimators and objectives read, but the row's do not."""
     unread = frozenset().union(*ESTIMATOR_OPTIONS.values()) - ESTIMATOR_OPTIONS[row.advantage.estimator]
     unread |= frozenset().union(*OBJECTIVE_OPTIONS.values()) - OBJECTIVE_OPTIONS[row.loss.objective]
+    unread |= frozenset().union(*COVARIANCE_OPTIONS.values()) - COVARIANCE_OPTIONS[row.advantage.covariance]
     # Without rewards to go every token is credited with the whole return, which is not discounted.
     return unread if row.advantage.reward_to_go else unread | {"gamma"}

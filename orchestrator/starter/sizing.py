@@ -354,7 +354,7 @@ def _rollouts(choices: Choices, data: Data, settings: Sizing) -> dict[str, Any]:
         roles["environment"] = environment_section(choices, data)
     ahead = int(bool(choices.gpus) and not settings.shared_gpus)
     algorithm = {"name": choices.algorithm} | ({"group_size": row.group_size} if row.group_size > 1 else {})
-    updates = {"minibatches": 2} if row.kl_penalty is not None else {}
+    updates = {"minibatches": 2} if row.kl_penalty is not None or row.advantage.covariance == "penalize" else {}
     evaluation = {"evaluation": {"every_steps": 20, "prompts": 64}} if "eval" in data.section else {}
     return {
         "roles": roles,

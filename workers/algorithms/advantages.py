@@ -147,6 +147,24 @@ def best_of_subsets_advantages(rewards: torch.Tensor, groups: torch.Tensor, k: i
     return result
 
 
+def covariant_tokens(
+    advantages: torch.Tensor, logprobs: torch.Tensor, among: torch.Tensor, share: float, bounds: tuple[float, float]
+) -> torch.Tensor:
+    """bool [T]: the `share` of the tokens (at least one) with the highest covariance of log-prob and advantage.
+
+    The covariance of a token is the product of both, each minus its mean over the tokens in `among` (bool [T]); one
+    outside `bounds` is not chosen (arXiv 2505.22617). The published code draws the tokens of Clip-Cov at random
+    within the bounds. The highest are the same when a step is repeated.
+    """
+    own, advantage = logprobs.double()[among], advantages.double()[among]
+    covariance = (own - own.mean()) * (advantage - advantage.mean())
+    covariance = covariance.masked_fill((covariance <= bounds[0]) | (covariance >= bounds[1]), -torch.inf)
+    count = min(max(int(share * len(own)), 1), int(covariance.isfinite().sum()))
+    chosen = torch.zeros_like(among)
+    chosen[among.nonzero().flatten()[covariance.topk(count).indices]] = True
+    return chosen
+
+
 def best_of_group(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
     """float64 [n]: n / (number of groups) for the best sample of every group (the first of equals), 0 for the others.
 

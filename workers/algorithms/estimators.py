@@ -6,6 +6,7 @@ part of the next state, not an action.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -15,6 +16,7 @@ from troupe.workers.algorithms.advantages import (
     SampledTokens,
     best_of_group,
     best_of_subsets_advantages,
+    covariant_tokens,
     explained_variance,
     gae,
     group_advantages,
@@ -48,6 +50,8 @@ class Estimate:
     returns: torch.Tensor | None = None
     """float64 [T]: targets of the critic."""
     metrics: Mapping[str, float] = field(default_factory=dict)
+    penalties: torch.Tensor | None = None
+    """float64 [T]: coefficients of |log pi - log pi_old|, or None without any."""
 
 
 Estimator = Callable[[AdvantageConfig, SampledTokens, AdvantageState], Estimate]
@@ -69,7 +73,22 @@ def estimate(config: AdvantageConfig, batch: SampledTokens, state: AdvantageStat
         advantages = torch.stack(parts).sum(0)  # each is 0 outside its part
     if config.advantage_clip is not None:
         advantages = advantages.clamp(-config.advantage_clip, config.advantage_clip)
+    if config.covariance != "keep":
+        chosen = _covariant(config, batch, advantages)
+        metrics["covariant_fraction"] = float(chosen.double().mean()) if len(chosen) else 0.0
+        if config.covariance == "drop":
+            advantages = advantages.masked_fill(chosen, 0.0)
+        else:
+            estimated = replace(estimated, penalties=config.cov_penalty * chosen.double())
     return replace(estimated, advantages=advantages, metrics=metrics)
+
+
+def _covariant(config: AdvantageConfig, batch: SampledTokens, advantages: torch.Tensor) -> torch.Tensor:
+    """The tokens whose covariance is controlled: by the log-probs before the update, over the whole batch."""
+    if batch.old_logprobs is None:
+        raise ValueError("the covariance of tokens needs old_logprobs, but the batch lacks them")
+    bounds = (config.cov_low, config.cov_high) if config.covariance == "drop" else (-math.inf, math.inf)
+    return covariant_tokens(advantages, batch.old_logprobs, batch.with_loss, config.cov_share, bounds)
 
 
 def _group(config: AdvantageConfig, batch: SampledTokens, state: AdvantageState) -> Estimate:

@@ -253,11 +253,13 @@ class PolicyTokens:
     old_logprobs: torch.Tensor | None = None
     """None in the first update on a batch, when the old policy is the current one."""
     ref_logprobs: torch.Tensor | None = None
+    penalties: torch.Tensor | None = None
+    """Coefficients of |log pi - log pi_old| (KL-Cov, arXiv 2505.22617), or None without any."""
 
     def masked(self) -> PolicyTokens:
         """The same with 0 in every number where `loss_mask` is False."""
-        numbers = ("logprobs", "entropy", "rollout_logprobs", "advantages", "weights", "old_logprobs", "ref_logprobs")
-        present = {name: value for name in numbers if (value := getattr(self, name)) is not None}
+        numbers = {name: value for name, value in vars(self).items() if name not in ("loss_mask", "sequence")}
+        present = {name: value for name, value in numbers.items() if value is not None}
         return replace(self, **{name: _masked(value, self.loss_mask) for name, value in present.items()})
 
 
@@ -303,6 +305,7 @@ def policy_tokens(
         sequence=sample,
         old_logprobs=table.floats("old_logprobs", micro_batch),
         ref_logprobs=table.floats("ref_logprobs", micro_batch),
+        penalties=table.floats("penalties", micro_batch),
     )
 
 
@@ -446,7 +449,8 @@ def _of_ratio(tokens: PolicyTokens, config: PolicyLossConfig, kl_old_coef: float
     kl_old = bounded_expm1(token_log_ratio) - token_log_ratio
     importance, cut = importance_weights(old_logprobs, tokens.rollout_logprobs, tokens.sequence, config.importance)
     surrogate = SURROGATES[config.objective](ratio, old_logprobs, tokens, config)
-    terms = {"policy_loss": (weights * importance * surrogate.loss).sum()}
+    loss = surrogate.loss if tokens.penalties is None else surrogate.loss + tokens.penalties * token_log_ratio.abs()
+    terms = {"policy_loss": (weights * importance * loss).sum()}
     if kl_old_coef:
         terms["kl_old_loss"] = kl_old_coef * (weights * kl_old).sum()
     gap = (old_logprobs - tokens.rollout_logprobs).abs()

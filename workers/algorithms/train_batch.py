@@ -67,11 +67,12 @@ def prepare(
     batch = _Batch(request, rollouts, rewards_table, scores)
     estimated = estimate(config, batch.sampled(), request.state)
     advantages = batch.spread(estimated.advantages)
-    returns = None if estimated.returns is None else batch.spread(estimated.returns)
+    given = {"returns": estimated.returns, "penalties": estimated.penalties}
+    added = {name: batch.spread(values) for name, values in given.items() if values is not None}
     _require_finite(batch.rows, "advantages", advantages, batch.lengths)
     metrics = _kl_metrics(batch) | _text_metrics(batch) | dict(estimated.metrics)
     summary = _summary(batch, advantages, metrics, estimated.state)
-    table = _train_table(batch, rollouts, advantages, returns)
+    table = _train_table(batch, rollouts, {"advantages": advantages, **added})
     if not request.masked:
         return summary, table
     rows = (~batch.masked[batch.sample]).tolist()
@@ -311,10 +312,8 @@ def _summary(batch: _Batch, advantages: torch.Tensor, metrics: dict[str, float],
     return TrainSummary(rows=tuple(TrainRow(*row) for row in rows), metrics=metrics, state=state)
 
 
-def _train_table(batch: _Batch, rollouts: pa.Table, advantages: torch.Tensor, returns: torch.Tensor | None) -> pa.Table:
-    floats = dict(batch.scores) | {"advantages": advantages}
-    if returns is not None:
-        floats["returns"] = returns
+def _train_table(batch: _Batch, rollouts: pa.Table, estimated: dict[str, torch.Tensor]) -> pa.Table:
+    floats = batch.scores | estimated
     columns = []
     for field in TRAIN:
         if field.name == "reward":

@@ -646,6 +646,18 @@ class AdvantageConfig(Frozen):
     """Estimators returns, gae, n_step: normalize advantages to mean 0 and variance 1 over the batch's tokens."""
     advantage_clip: float | None = Field(default=None, gt=0.0)
     """Estimators returns, gae, n_step: clip the final advantages to plus or minus this."""
+    covariance: Literal["keep", "drop", "penalize"] = "keep"
+    """What happens to the tokens whose log-prob and advantage are both far above (or below) their means, which lower
+    the entropy most (arXiv 2505.22617): nothing, no gradient (Clip-Cov), or a penalty on |log pi - log pi_old|
+    (KL-Cov)."""
+    cov_share: float = Field(default=2e-4, gt=0.0, le=1.0)
+    """Share of the batch's tokens that are dropped or penalized, at least one (clip_cov, kl_cov)."""
+    cov_low: float = Field(default=1.0, ge=0.0)
+    """clip_cov: only tokens with a covariance above this are dropped."""
+    cov_high: float = Field(default=5.0, gt=0.0)
+    """clip_cov: only tokens with a covariance below this are dropped."""
+    cov_penalty: float = Field(default=1.0, gt=0.0)
+    """kl_cov: coefficient of |log pi - log pi_old|."""
     kl_coef: float = Field(default=0.0, ge=0.0)
     """returns, gae, n_step: add -kl_coef * (old_logprobs - ref_logprobs) to every token's reward."""
     kl_to_go: bool = True

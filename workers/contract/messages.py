@@ -121,6 +121,7 @@ TRAIN = pa.schema(
         pa.field("values", pa.list_(pa.float32())),
         pa.field("advantages", pa.list_(pa.float32()), nullable=False),
         pa.field("returns", pa.list_(pa.float32())),
+        pa.field("penalties", pa.list_(pa.float32())),  # coefficients of |log pi - log pi_old| (kl_cov); null: none
         pa.field("reward", pa.float64(), nullable=False),
     ],
     metadata=SCHEMA_METADATA,

@@ -25,7 +25,7 @@ from troupe.workers.contract.messages import (
 )
 from troupe.workers.models.ragged import Ragged, list_column, ragged, ragged_view
 
-FLOAT_COLUMNS = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "values", "advantages", "returns")
+FLOAT_COLUMNS = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "values", "advantages", "returns", "penalties")
 
 
 def score_table(column: str, rows: pa.Table, values: torch.Tensor, lengths: torch.Tensor) -> pa.Table:

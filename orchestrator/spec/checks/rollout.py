@@ -142,7 +142,8 @@ def _several_updates(spec: RolloutSpec) -> Iterator[Finding]:
     if spec.schedule.updates_per_step > 1:
         return
     why = "needs more than one update a step (schedule.epochs times schedule.minibatches)"
-    if algorithms.kl_penalty(spec.algorithm) is not None:
+    penalized = algorithms.advantage(spec.algorithm).covariance == "penalize"
+    if penalized or algorithms.kl_penalty(spec.algorithm) is not None:
         yield "algorithm.name", f"{spec.algorithm.name} {why}"
     if spec.algorithm.kl_stop:
         yield "algorithm.kl_stop", why

@@ -52,6 +52,7 @@ def skips_zero_advantage(spec: RolloutSpec) -> bool:
     """
     loss = section.policy_loss(spec.algorithm)
     only_advantages = loss.objective != "custom" and loss.kl_coef == 0 and loss.entropy_coef == 0
+    only_advantages = only_advantages and section.advantage(spec.algorithm).covariance != "penalize"
     return only_advantages and section.kl_penalty(spec.algorithm) is None
 
 
@@ -62,7 +63,7 @@ def needs_old_logprobs(spec: RolloutSpec) -> bool:
     """
     advantage = section.advantage(spec.algorithm)
     compares = spec.schedule.updates_per_step > 1 and section.policy_loss(spec.algorithm).has_ratio
-    return compares or advantage.kl_coef > 0 or advantage.estimator == "distill"
+    return compares or advantage.kl_coef > 0 or advantage.estimator == "distill" or advantage.covariance != "keep"
 
 
 def old_logprobs_at_batch(spec: RolloutSpec) -> bool:

@@ -477,6 +477,11 @@ CPU_CASES = [
         ("  name: grpo", "  name: grpo\n  kl_stop: 0.1"),
     ),
     case(
+        "penalty_on_the_change_of_one_update",
+        "19: algorithm.name: kl_cov needs more than one update a step (schedule.epochs times schedule.minibatches)",
+        ("  name: grpo", "  name: kl_cov"),
+    ),
+    case(
         "structured_for_a_divergence",
         "25: sampling.structured: dppo_tv compares a token's probability with the sampler's, which is among the "
         "permitted tokens; set sampling.top_p below 1 too, or use another algorithm",

@@ -154,6 +154,31 @@ def pass_at_k(batch: Batch, k: int = 4) -> Advantages:
     return result
 
 
+def covariances(batch: Batch) -> list[tuple[float, int, int]]:
+    """(covariance, sample, token), the highest first (arXiv 2505.22617)."""
+    tokens = [
+        (n, t, a, s.old[t])
+        for n, (s, row) in enumerate(zip(batch.samples, grpo(batch), strict=True))
+        for t, a in enumerate(row)
+    ]
+    advantage, logprob = mean([a for *_, a, _ in tokens]), mean([own for *_, own in tokens])
+    return sorted((((own - logprob) * (a - advantage), n, t) for n, t, a, own in tokens), reverse=True)
+
+
+def clip_cov(batch: Batch) -> Advantages:
+    """Clip-Cov: one token of these few has no gradient, the first between 1 and 5."""
+    rows = grpo(batch)
+    for _, n, t in [one for one in covariances(batch) if 1.0 < one[0] < 5.0][:1]:
+        rows[n] = [0.0 if place == t else a for place, a in enumerate(rows[n])]
+    return rows
+
+
+def kl_cov(batch: Batch) -> list[list[float]]:
+    """KL-Cov: the penalty of each token, 1 at the first."""
+    ((_, sample, token), *_) = covariances(batch)
+    return [[float((n, t) == (sample, token)) for t in range(len(s))] for n, s in enumerate(batch.samples)]
+
+
 def rloo(batch: Batch) -> Advantages:
     """RLOO, arXiv 2402.14740, eq. 6, on returns with a KL term of 0.05."""
     result = []
@@ -346,11 +371,20 @@ class Loop:
     advantages: Callable[[Batch], Advantages]
     token: Callable[[Sample, int, float], Scalar]
     reduce: Callable[[Sequence[Sequence[Scalar]], Batch], Scalar]
+    penalties: Callable[[Batch], list[list[float]]] | None = None
+    """Of |log pi - log pi_old|."""
 
     def loss(self, batch: Batch) -> Scalar:
         """The loss of an update on the batch after earlier ones."""
         rows = zip(batch.samples, self.advantages(batch), strict=True)
-        return self.reduce([[self.token(s, t, a) for t, a in enumerate(own)] for s, own in rows], batch)
+        losses = [[self.token(s, t, a) for t, a in enumerate(own)] for s, own in rows]
+        for n, row in enumerate(self.penalties(batch) if self.penalties else ()):
+            s = batch.samples[n]
+            losses[n] = [
+                x + p * weight(s, t) * abs(s.new[t] - s.old[t])
+                for t, (x, p) in enumerate(zip(losses[n], row, strict=True))
+            ]
+        return self.reduce(losses, batch)
 
 
 PPO_CLIP = clipped(0.2, 0.2)
@@ -376,6 +410,8 @@ LOOPS = {
     "dppo_kl": Loop(dr_grpo, dppo(0.05, binary_kl), constant),
     "maxrl": Loop(maxrl, PPO_CLIP, token_mean),
     "pass_at_k": Loop(pass_at_k, PPO_CLIP, token_mean),
+    "clip_cov": Loop(clip_cov, PPO_CLIP, token_mean),
+    "kl_cov": Loop(grpo, gradient, token_mean, kl_cov),
     "sapo": Loop(grpo, sapo, sequence_mean),
     "dcpo": Loop(dcpo, dcpo_loss, only_token_mean),
     "cispo": Loop(grpo, cispo, token_mean),

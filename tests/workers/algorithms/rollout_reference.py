@@ -73,6 +73,7 @@ def by_product(name: str, batch: Batch) -> tuple[float, torch.Tensor]:
     how, loss = advantage(config), policy_loss(config)
     state = estimate(how, sampled_tokens(batch.earlier), AdvantageState()).state
     given = sampled_tokens(batch.samples)
+    estimated = estimate(how, given, state)
     new = torch.stack([x.detach() for s in batch.samples for x in s.new]).requires_grad_()
     mask = torch.ones(len(new), dtype=torch.bool)
     own, totals = given.lengths[given.sequence], (len(new), len(batch.samples))
@@ -81,12 +82,13 @@ def by_product(name: str, batch: Batch) -> tuple[float, torch.Tensor]:
         logprobs=new,
         entropy=torch.zeros_like(new),
         rollout_logprobs=given.rollout_logprobs,
-        advantages=estimate(how, given, state).advantages,
+        advantages=estimated.advantages,
         weights=_exact(weights, given, loss.aggregation, batch),
         loss_mask=mask,
         sequence=given.sequence,
         old_logprobs=given.old_logprobs,
         ref_logprobs=given.ref_logprobs,
+        penalties=estimated.penalties,
     )
     penalty = kl_penalty(config)
     output = losses.policy_loss(tokens, loss, 0.0 if penalty is None else penalty.coef)

@@ -26,6 +26,7 @@ from troupe.workers.algorithms.advantages import (
     SampledTokens,
     best_of_group,
     best_of_subsets_advantages,
+    covariant_tokens,
     leave_one_out_advantages,
     max_likelihood_advantages,
     n_step_advantages,
@@ -546,6 +547,41 @@ def test_pass_at_k_is_its_closed_form_on_rewards_of_0_and_1(solved: int, samples
     expected = [(1 - rho) / scale] * solved + [(1 - rho - failed) / scale] * wrong
     found = best_of_subsets_advantages(rewards, torch.zeros(samples, dtype=torch.int64), k)
     assert found.tolist() == pytest.approx(expected, rel=1e-12, abs=1e-9)
+
+
+@given(st.integers(0, 2**31), st.floats(1e-4, 1.0), st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_covariant_tokens_are_the_highest_products_within_the_bounds(seed: int, share: float, bounded: bool) -> None:
+    rng = np.random.default_rng(seed)
+    advantages, logprobs = rng.normal(size=30), -np.abs(rng.normal(size=30) * 2)
+    among = rng.random(30) < 0.8
+    among[0] = True
+    bounds = (0.5, 3.0) if bounded else (-math.inf, math.inf)
+    numbers_of = [n for n in range(30) if among[n]]
+    means = [sum(float(column[n]) for n in numbers_of) / len(numbers_of) for column in (advantages, logprobs)]
+    products = {n: float((advantages[n] - means[0]) * (logprobs[n] - means[1])) for n in numbers_of}
+    order = sorted((n for n in numbers_of if bounds[0] < products[n] < bounds[1]), key=lambda n: -products[n])
+    given_ = (torch.tensor(advantages), torch.tensor(logprobs), torch.tensor(among))
+    found = covariant_tokens(*given_, share, bounds).nonzero().flatten().tolist()
+    assert found == sorted(order[: max(int(share * len(numbers_of)), 1)])
+
+
+def test_dropped_tokens_have_no_advantage_and_penalized_ones_keep_it() -> None:
+    samples, grpo = batch_of(21), ALGORITHMS["grpo"].advantage
+    plain = run(grpo, samples).advantages
+    given_ = {"covariance": "drop", "cov_share": 0.2, "cov_low": 0.0}
+    dropped = run(AdvantageConfig.model_validate(dict(grpo) | given_), samples).advantages
+    changed = [
+        (a, b) for one, other in zip(plain, dropped, strict=True) for a, b in zip(one, other, strict=True) if a != b
+    ]
+    assert changed and {b for _, b in changed} == {0.0}
+    penalized = ALGORITHMS["kl_cov"].advantage.model_copy(update={"cov_penalty": 3.0, "cov_share": 0.2})
+    assert run(penalized, samples).advantages == plain
+    keep = tuple((sample.uid, sample.index) for sample in samples)
+    _, table = prepare(penalized, PrepareRequest(keep), tables_of(samples))
+    coefficients = [x for row in table.column("penalties").to_pylist() for x in row]
+    tokens = sum(sum(sample.mask) for sample in samples)
+    assert set(coefficients) == {0.0, 3.0} and coefficients.count(3.0) == int(0.2 * tokens)
 
 
 def test_groups_without_two_subsets_have_no_pass_at_k() -> None:

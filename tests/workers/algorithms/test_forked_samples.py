@@ -161,7 +161,9 @@ CASES = [
     (row.name, moved)
     for row in ALGORITHMS.values()
     for moved in (False, True)
-    if row.critic_loss is None and row.name != "remax" and (moved or not row.advantage.kl_coef)
+    if row.critic_loss is None
+    and row.name != "remax"
+    and (moved or not (row.advantage.kl_coef or row.advantage.covariance != "keep"))
 ]
 """Algorithms whose advantages need no more than this batch has, in the first update on it and in a later one."""
 AGGREGATIONS = ["token_mean", "sequence_mean", "sequence_sum", "constant", "only_token_mean"]

@@ -628,6 +628,11 @@ def row_config(name: str) -> tuple[PolicyLossConfig, float]:
     return row.loss.model_copy(update=changes), 0.5 if row.kl_penalty else 0.0
 
 
+def with_penalties(tokens: PolicyTokens) -> PolicyTokens:
+    """The same with a penalty on the change of every third token."""
+    return replace(tokens, penalties=(torch.arange(len(tokens.sequence)) % 3 == 0).to(tokens.logprobs.dtype))
+
+
 def select(tokens: PolicyTokens, index: torch.Tensor, **changes: torch.Tensor) -> PolicyTokens:
     columns = {name: value[index] for name, value in vars(tokens).items() if value is not None}
     return replace(tokens, **{**columns, **changes})
@@ -649,7 +654,7 @@ def test_micro_batches_add_up(
     config, beta = row_config(name)
     level = "sequence" if by_sequence else "token"
     config = config.model_copy(update={"importance": config.importance.model_copy(update={"level": level})})
-    tokens = random_tokens(seed, config.aggregation, lengths)
+    tokens = with_penalties(random_tokens(seed, config.aggregation, lengths))
     whole = policy_loss(tokens, config, beta)
     rows = list(range(len(lengths)))
     random.shuffle(rows)  # pyright: ignore[reportAttributeAccessIssue]
@@ -682,7 +687,7 @@ def test_masked_tokens_reach_nothing(name: str, level: str, poison: float) -> No
     """Loss, gradient and metrics are those of the batch without its masked tokens, whatever stands there."""
     config, beta = row_config(name)
     config = config.model_copy(update={"importance": config.importance.model_copy(update={"level": level})})
-    tokens = random_tokens(11, config.aggregation)
+    tokens = with_penalties(random_tokens(11, config.aggregation))
     mask = tokens.loss_mask
     assert not mask.all()
     clean = policy_loss(select(tokens, mask), config, beta)
@@ -707,7 +712,7 @@ def test_masked_tokens_reach_nothing(name: str, level: str, poison: float) -> No
 def test_padding_changes_nothing(name: str) -> None:
     """Masked tokens at the end of a sequence, and sequences of nothing else, do not move the loss."""
     config, beta = row_config(name)
-    tokens = random_tokens(12, config.aggregation, holes=0.0)
+    tokens = with_penalties(random_tokens(12, config.aggregation, holes=0.0))
     expected = policy_loss(tokens, config, beta)
     count, rows = len(tokens.sequence), len(LENGTHS)
     # Three tokens of padding: behind the first sequence, behind the last, and in a separate sequence.
