@@ -5,6 +5,8 @@ The parent side. A child begins with `troupe.workers.isolation.inside.connection
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import logging
 import os
@@ -12,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import termios
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -108,7 +111,8 @@ class Child:
         except TimeoutError:
             problem = f"{self._name}: not loaded after {LOAD_TIMEOUT_S:g} s"
         except (EOFError, ConnectionError):
-            raise LoadFailed(f"{self._name}: the process that loads it {self.wait()}") from None
+            how = self.wait()
+            raise LoadFailed(f"{self._name}: the process that loads it {how}{self.last_lines()}") from None
         except InvalidReply as error:
             problem = f"{self._name}: the process that loads it {error}"
         else:
@@ -144,6 +148,7 @@ class Child:
             InvalidReply: The reply is too long or no JSON object.
         """
         deadline = time.monotonic() + timeout_s
+        self._output.forget()
         self.connection.settimeout(timeout_s)
         self.connection.sendall(json.dumps(request).encode() + b"\n")
         while b"\n" not in self._buffer:
@@ -178,8 +183,11 @@ class Child:
             return "closed its connection"
         finally:
             self.close()
-        died = f"exit code {code}" if code >= 0 else f"signal {-code} ({signal.strsignal(-code)})"
-        return f"died with {died}{self._output.last_lines()}"
+        return f"died with exit code {code}" if code >= 0 else f"died with signal {-code} ({signal.strsignal(-code)})"
+
+    def last_lines(self) -> str:
+        """The last lines of its output since the last request, behind a colon; empty if there are none."""
+        return self._output.last_lines()
 
     def close(self) -> None:
         """End the child and all processes that it started."""
@@ -218,7 +226,7 @@ class BoundedOutput:
             limit: Bytes that are passed on.
             log: Descriptor that receives them, or None if only their end is wanted.
         """
-        self._tail = b""
+        self._tail, self._old = b"", 0
         self._name = name
         self._left = limit
         self._limit = limit
@@ -241,6 +249,13 @@ class BoundedOutput:
         """Wait until all output of a process that has ended is in the log, but no longer than `timeout_s`."""
         self._thread.join(timeout_s)
 
+    def forget(self) -> None:
+        """Keep only lines that are written from now on."""
+        waiting = bytearray(4)
+        with contextlib.suppress(OSError):  # the pipe is closed
+            fcntl.ioctl(self._read, termios.FIONREAD, waiting)
+        self._old, self._tail = int.from_bytes(waiting, sys.byteorder), b""
+
     def lines(self) -> list[str]:
         """The last lines that are not empty, at most about 64 KiB of them."""
         lines = self._tail.decode(errors="replace").splitlines()
@@ -259,7 +274,8 @@ class BoundedOutput:
         """Read until the last process has closed its end, also what exceeds the limit: no writer may block."""
         try:
             while chunk := os.read(self._read, _CHUNK):
-                self._tail = (self._tail + chunk)[-_TAIL:]
+                self._tail = (self._tail + chunk[self._old :])[-_TAIL:]
+                self._old = max(0, self._old - len(chunk))
                 if self._left > 0 and self._log is not None:
                     os.write(self._log, chunk[: self._left])
                     self._left -= len(chunk)

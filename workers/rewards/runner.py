@@ -156,7 +156,8 @@ class RewardProcess:
             self.close()
             return self._all_failed(str(error), len(samples))
         except (EOFError, ConnectionError):
-            return self._all_failed(self._reap(), len(samples))
+            how, words = self._reap()
+            return self._all_failed(how, len(samples), words)
         except InvalidReply as error:
             self.close()
             return self._all_failed(f"error: the reward process {error}", len(samples))
@@ -168,10 +169,10 @@ class RewardProcess:
         return outcomes
 
     @staticmethod
-    def _all_failed(status: str, samples: int) -> list[RewardResult]:
-        """The same failure for every sample of a request, marked as such."""
+    def _all_failed(cause: str, samples: int, words: str = "") -> list[RewardResult]:
+        """The same failure for every sample of a request, marked as such, with the last lines of the process."""
         shared = f" (one call for {samples} samples)" if samples > 1 else ""
-        return [RewardResult(None, status + shared, cause=status)] * samples
+        return [RewardResult(None, cause + shared + words, cause=cause)] * samples
 
     def _read(self, reply: dict[str, Any], samples: Sequence[Sample]) -> list[RewardResult]:
         """The outcomes in a reply. Raises InvalidReply for an invalid one: user code may have written it."""
@@ -222,10 +223,10 @@ class RewardProcess:
                 f"{grown} MiB more)"
             )
 
-    def _reap(self) -> str:
-        """Clean up a child that closed its connection; returns how it ended."""
+    def _reap(self) -> tuple[str, str]:
+        """Clean up a child that closed its connection; returns how it ended, and its last lines."""
         child, self._child = self._child, None
-        return "died" if child is None else child.wait()
+        return ("died", "") if child is None else (child.wait(), child.last_lines())
 
 
 @dataclass(frozen=True)

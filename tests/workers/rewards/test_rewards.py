@@ -315,6 +315,7 @@ def behave(response, answer, metadata):
         open(rest, "w").close()
         re.match("(a+)+$", "a" * 60 + "b")
     if word == "metadata": return metadata[rest]
+    if word == "complain": print("no table", rest, file=sys.stderr); os._exit(5)
     return {"nan": float("nan"), "inf": float("inf"), "text": "1.0", "none": None, "list": [1.0, 2.0], "true": True,
             "huge": 10**400, "one": 1, "half": 0.5}[word]
 """
@@ -344,6 +345,7 @@ FAULTS = {
     "raise": "error: ValueError: bad thing (behaviours.py:7)",
     "exit 3": "died with exit code 3",
     "exit 0": "died with exit code 0",
+    "complain orders": "died with exit code 5: no table orders",
     "abort": "died with signal 6 (Aborted)",
     "quit": "error: SystemExit: 4 (behaviours.py:10)",
     "allocate": "behaviours:behave: out of memory (limit 128 MiB): error: MemoryError (behaviours.py:13)",

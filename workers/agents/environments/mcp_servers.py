@@ -132,7 +132,7 @@ class McpServer:
             if opened.done():
                 raise
             errlog.close()
-            opened.set_exception(await self._failed(f"does not answer: {error}"))
+            opened.set_exception(await self._failed(f"the MCP server {self._name} does not answer: {error}"))
 
     async def _tools(self) -> list[Tool]:
         client, wanted = self._connected(), self._config.tools
@@ -169,7 +169,7 @@ class McpServer:
             result = await self._connected().call_tool(name, valid_json(arguments))
         except MCPError as error:
             if error.error.code == CONNECTION_CLOSED:
-                raise await self._failed("has ended") from error
+                raise await self._failed(f"the MCP server {self._name} has ended") from error
             raise ToolCallError(error.error.message) from error
         if result.is_error:
             raise ToolCallError(_text(result))
@@ -180,7 +180,7 @@ class McpServer:
         if self._errors is not None:
             await asyncio.to_thread(self._errors.drain, _DRAIN_S)
         words = "" if self._errors is None else self._errors.last_lines()
-        return ProgramFailed(f"the MCP server {self._name} {how}{words}")
+        return ProgramFailed(how + words)
 
     def _connected(self) -> Client:
         if self._client is None:

@@ -44,6 +44,7 @@ def fail(why: str) -> str:
 @server.tool()
 def leave() -> str:
     """End the server."""
+    print("the disk is full", file=sys.stderr, flush=True)
     os._exit(3)
 
 

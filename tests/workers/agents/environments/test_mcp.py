@@ -140,7 +140,9 @@ def test_a_secret_that_a_server_would_not_get_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tool", "status"), [("leave", "has ended"), ("hang", "step: timeout after 2 s")], ids=["leaves", "hangs"]
+    ("tool", "status"),
+    [("leave", "has ended: the disk is full"), ("hang", "step: timeout after 2 s")],
+    ids=["leaves", "hangs"],
 )
 def test_a_server_that_is_lost_fails_its_episode_alone(tool: str, status: str) -> None:
     config = EnvironmentConfig(
@@ -163,7 +165,7 @@ def test_a_server_that_is_lost_fails_its_episode_alone(tool: str, status: str) -
 @pytest.mark.parametrize(
     ("servers", "status"),
     [
-        ([{"command": [*SERVER, "--broken"]}], "does not answer"),
+        ([{"command": [*SERVER, "--broken"]}], ": this server does not start"),
         ([{"command": ["true"]}], "the MCP server true does not answer"),
         ([{"command": SERVER, "tools": ["whisper"]}], "has no tool whisper; it has: shout, remember"),
         ([{"command": SERVER, "tools": ["shout"]}, {"command": SERVER}], "two tools have the name shout"),
