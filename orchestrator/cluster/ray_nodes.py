@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import shutil
 import socket
 import textwrap
 from collections import Counter
@@ -51,6 +52,8 @@ _GPU_TYPE = "accelerator_type:"
 
 
 _SHARED_MEMORY = Path("/dev/shm")
+_LEAST_FREE = 16 << 20
+"""Free space without which Ray's processes die one by one at their start."""
 
 
 def start(cpus: int) -> Path:
@@ -68,6 +71,16 @@ def start(cpus: int) -> Path:
             f"{_SHARED_MEMORY} is missing or cannot be written, and neither Ray nor vLLM starts without it: in a "
             f"container use `docker run --shm-size=1g`, else `mount -t tmpfs tmpfs {_SHARED_MEMORY}`"
         )
+    remedies = {
+        _SHARED_MEMORY: "free some space there (files of runs that were killed: `ls -l /dev/shm`)",
+        Path(temporary_folder()): "free some space there, or set RAY_TMPDIR to a short path on another disk",
+    }
+    for folder, remedy in remedies.items():
+        if (free := shutil.disk_usage(folder).free) < _LEAST_FREE:
+            raise ClusterUnreachable(
+                f"Ray cannot start: {folder} has {free >> 20} MiB free; its files take at least {_LEAST_FREE >> 20}: "
+                f"{remedy}"
+            )
     _configure(SETTINGS | LOCAL_SETTINGS)
     _create_token()
     context = _start(cpus)

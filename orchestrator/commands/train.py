@@ -118,9 +118,11 @@ def train(spec: Path, runs: Sequence[PlannedRun], resume: bool, address: str | N
 
 
 def _train(spec: Path, runs: Sequence[PlannedRun], resume: bool, address: str | None) -> None:
+    from troupe.orchestrator.cluster.event_loop import share_heap
     from troupe.orchestrator.runs.session import RunRequest
     from troupe.orchestrator.telemetry.console import Console
 
+    share_heap()  # before Ray has threads
     requests = [(planned, _request(planned, resume, address)) for planned in runs]
     left = [planned for planned, request in requests if isinstance(request, RunRequest)]
     read_data(left[1:])  # the first run reads its own

@@ -83,6 +83,8 @@ class Command:
     def __init__(self, folder: Path, arguments: list[str], env: dict[str, str] | None = None, cwd: Path = ROOT) -> None:
         self.mark = uuid.uuid4().hex
         self._stdout, self._stderr = folder / f"{self.mark}.out", folder / f"{self.mark}.err"
+        self._below: set[psutil.Process] = set()
+        """Its descendants that were seen: the titles of Ray's agents hide their marks."""
         environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
         if arguments[:3] == troupe_command() and cwd == ROOT and not env:  # another environment may change its imports
             arguments, env = [sys.executable, "-m", "tests.real.warm", *arguments[3:]], template()
@@ -116,10 +118,18 @@ class Command:
 
     def wait(self, timeout_s: float = RUN_TIMEOUT_S) -> int:
         """Wait for the process and return its exit code. Fails the test if it does not end in time."""
-        try:
-            return self.process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            raise AssertionError(f"still running after {timeout_s:g} s\n{self.output}") from None
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            self._look_below()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return self.process.wait(min(1.0, timeout_s))
+        raise AssertionError(f"still running after {timeout_s:g} s\n{self.output}")
+
+    def _look_below(self) -> set[psutil.Process]:
+        """Its descendants so far, orphans included."""
+        with contextlib.suppress(psutil.Error):
+            self._below.update(psutil.Process(self.process.pid).children(recursive=True))
+        return self._below
 
     @property
     def output(self) -> str:
@@ -128,11 +138,12 @@ class Command:
 
     def processes(self, name: str = "") -> list[psutil.Process]:
         """Running processes of this command, orphans included, whose title contains `name`."""
-        found = []
+        found, below = [], self._look_below()
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
                 # Titles change at run time (`ray::PolicyWorker`); the environment stays as it was at the start.
-                if process.environ().get(MARKER_VARIABLE) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
+                own = process in below or process.environ().get(MARKER_VARIABLE) == self.mark
+                if own and process.status() != psutil.STATUS_ZOMBIE:
                     title = " ".join(process.cmdline()) or process.name()
                     if name in title:
                         found.append(process)
@@ -141,8 +152,7 @@ class Command:
     def ports(self) -> dict[str, int]:
         """Largest number of ports beyond loopback at which a process of each kind listens."""
         found: dict[str, int] = {}
-        below = psutil.Process(self.process.pid).children(recursive=True)  # the titles of Ray's agents hide their marks
-        for process in {*self.processes(), *below}:
+        for process in self.processes():
             with contextlib.suppress(psutil.Error, IndexError):
                 title = process.cmdline()[0]
                 beyond = [

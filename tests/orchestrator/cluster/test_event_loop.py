@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import re
+import subprocess
+import sys
 import weakref
 
 import pytest
@@ -13,6 +16,31 @@ from hypothesis import strategies as st
 from tests.clock import VirtualLoop, on_virtual_time
 from troupe.orchestrator.cluster import event_loop
 from troupe.orchestrator.cluster.event_loop import rare_collections, within
+
+HEAPS = """
+import ctypes, threading
+from troupe.orchestrator.cluster.event_loop import share_heap
+
+def allocate():
+    kept.append(libc.malloc(2**16))
+    barrier.wait()
+
+share_heap()
+libc, kept, barrier = ctypes.CDLL(None), [], threading.Barrier(8)
+threads = [threading.Thread(target=allocate) for _ in range(8)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+libc.fopen.restype = ctypes.c_void_p
+stream = ctypes.c_void_p(libc.fopen(b"/dev/stdout", b"w"))
+libc.malloc_info(0, stream)
+libc.fclose(stream)
+"""
+
+
+def test_threads_share_a_heap() -> None:
+    """With one for each, what a thread has freed stays with its heap."""
+    said = subprocess.run([sys.executable, "-c", HEAPS], capture_output=True, text=True, check=True).stdout
+    assert len(re.findall("<heap nr=", said)) == 1
 
 
 async def _answer(after_s: float, value: int = 0) -> int:

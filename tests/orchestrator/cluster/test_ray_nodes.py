@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from ray._private import process_watcher
 
+from troupe.orchestrator.cluster import ray_nodes
 from troupe.orchestrator.cluster.ray_nodes import _let_agents_end, _nodes
+from troupe.orchestrator.errors import ClusterUnreachable
 
 
 class GoneHead:
@@ -42,3 +45,19 @@ def test_the_name_that_a_node_was_started_with_counts(kinds: list[str], gib: int
     listed = {"Alive": True, "NodeManagerAddress": "10.0.0.1", "NodeID": "1", "Resources": resources, "Labels": {}}
     (node,) = _nodes([listed])
     assert node.gpu_memory == gib * 2**30
+
+
+@pytest.mark.parametrize("full", ["/dev/shm", ""])
+def test_a_full_disk_of_ray_is_named_before_it_starts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, full: str
+) -> None:
+    """Its processes would die one by one."""
+    folder = Path(full) if full else tmp_path
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.setattr(ray_nodes, "sockets_problem", lambda folder: "")
+    free = {folder: 9 << 20}
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=free.get(path, 1 << 30)))
+    with pytest.raises(
+        ClusterUnreachable, match=f"^Ray cannot start: {folder} has 9 MiB free; its files take at least 16: "
+    ):
+        ray_nodes.start(1)
