@@ -17,7 +17,7 @@ from troupe.orchestrator.plan.measured import Measured
 from troupe.orchestrator.plan.memory import Sizes
 from troupe.orchestrator.plan.placement import GPU_GIB
 from troupe.orchestrator.plan.plan import Plan, as_json, described_nodes, plan
-from troupe.orchestrator.plan.speed import decode_seconds, divisions, predict, token_seconds
+from troupe.orchestrator.plan.speed import Prediction, decode_seconds, divisions, predict, token_seconds
 from troupe.orchestrator.spec.load import plan_runs, read_document
 from troupe.workers.contract.config import TrainerConfig
 from troupe.workers.contract.gpus import GpuPeaks, gpu_peaks
@@ -155,16 +155,68 @@ def test_the_peaks_of_every_type_of_gpu_are_known() -> None:
     assert gpu_peaks("NVIDIA L40S") != gpu_peaks("NVIDIA L4") and gpu_peaks("NVIDIA GeForce RTX 9999") is None
 
 
-def test_what_costs_time_is_counted() -> None:
-    """Recomputation, ZeRO-3's gathers, an optimizer in host memory, small micro-batches, and steps in turn."""
+SMALL = (
+    "roles.policy.zero_stage=2",
+    "roles.policy.gradient_checkpointing=false",
+    "roles.policy.micro_batch_tokens=4096",
+)
+NUMBERS = 1_543_714_304
+"""Parameters of the smallest model, which is started layer by layer: 28 x 4 ms are longer than 4,096 tokens take."""
 
-    def step(*changes: str) -> float:
-        plain = ("roles.policy.zero_stage=2", "roles.policy.gradient_checkpointing=false")
-        found = planned("1.5B", "1x8xH100", *plain, "roles.policy.micro_batch_tokens=8192", *changes)
-        assert found.predicted is not None, found.misfit
-        return found.predicted.training_s if "schedule" not in "".join(changes) else found.predicted.sampling_s
 
-    plain = step()
-    for change in ("gradient_checkpointing=true", "zero_stage=3", "offload_optimizer=true", "micro_batch_tokens=4096"):
-        assert step(f"roles.policy.{change}") > plain, change
-    assert step("schedule.max_staleness=0") == pytest.approx(1.7 * step("schedule.max_staleness=1"), rel=0.3)
+def predicted(name: str, cluster: str, *changes: str) -> Prediction:
+    found = planned(name, cluster, *changes)
+    assert found.predicted is not None, found.misfit
+    return found.predicted
+
+
+@pytest.mark.parametrize(("cluster", "link", "sent"), [("1x8xH100", 450e9, 225e9), ("4x2xH100", 100e9, 50e9)])
+def test_a_step_of_small_batches_adds_up_by_hand(cluster: str, link: float, sent: float) -> None:
+    """256 micro-batches on each of 4 ranks: starts, half of the sums of gradients, the optimizer and new weights."""
+    speed = predicted("1.5B", cluster, *SMALL)
+    optimizer = 28 * NUMBERS / 4 / (0.78 * 3.35e12)
+    expected = 256 * (28 * 4e-3 + 0.5 * 2 * NUMBERS / link) + 2 * NUMBERS / link + optimizer
+    assert speed.training_s == pytest.approx(expected)
+    assert speed.transfer_s == pytest.approx(2 * NUMBERS / sent)
+    offloaded = predicted("1.5B", cluster, *SMALL, "roles.policy.offload_optimizer=true")
+    on_host = 28 * NUMBERS / 4 / (12e9 * 8) + 6 * NUMBERS / 4 / 25e9
+    assert offloaded.training_s == pytest.approx(expected - optimizer + on_host)
+    whole = predicted("1.5B", cluster, *SMALL, "roles.policy.zero_stage=3")
+    gathered = 256 * 0.35 * 2 * 2 * NUMBERS / link - 2 * NUMBERS / link
+    assert whole.training_s == pytest.approx(expected + gathered)
+    doubled = predicted("1.5B", cluster, *SMALL, "schedule.epochs=2")
+    scored = 256 * 4096 * 2 * NUMBERS / (0.68 * 989e12)  # two updates need the log-probs from before them
+    assert doubled.training_s == pytest.approx(2 * expected + scored)
+
+
+def test_adapters_need_no_gradients_of_the_weights_below() -> None:
+    size, trainer = size_of("7B"), TrainerConfig(learning_rate=1e-6)
+    saved = token_seconds(size, trainer, 4096, H100) - token_seconds(size, trainer, 4096, H100, adapters=True)
+    assert saved == pytest.approx(2 * (7_070_619_136 - 152_064 * 3584) / (0.68 * 989e12))
+
+
+def test_a_step_waits_for_the_slowest_trainer() -> None:
+    """A critic on one GPU has four times the work of each of the policy's four."""
+    critic = "roles.critic={gpus: 1, zero_stage: 2, micro_batch_tokens: 4096, learning_rate: 1e-6, workers: "
+    ppo = (*SMALL, "algorithm={name: ppo, kl: {coef: 0}}")
+    one, four = (predicted("1.5B", "2x8xH100", *ppo, f"{critic}{workers}}}") for workers in (1, 4))
+    assert one.training_s > 3 * four.training_s
+    assert one.step_s == pytest.approx(max(one.sampling_s, one.training_s) + one.transfer_s)
+
+
+def test_a_division_that_does_not_fit_is_not_proposed() -> None:
+    """Slow engines: six of them and two trainers would be best, but two hold no 7B model with its optimizer."""
+    found = planned("7B", "1x8xH100", "roles.rollout.max_num_seqs=16", advise=True)
+    assert found.predicted is not None and found.balance is not None
+    best = found.predicted.shorter[0]
+    fields = [f"roles.rollout.workers={best.sampling}", f"roles.policy.workers={best.training}"]
+    assert planned("7B", "1x8xH100", "roles.rollout.max_num_seqs=16", *fields).misfit
+    assert found.balance.sampling < best.sampling
+
+
+def test_in_turn_sampling_waits_for_the_longest_response() -> None:
+    """Half of the sequences are under way at once, and each of the two reasons makes a step longer."""
+    together = predicted("1.5B", "1x8xH100", *SMALL, "schedule.max_staleness=1", "roles.rollout.max_num_seqs=64")
+    in_turn = predicted("1.5B", "1x8xH100", *SMALL, "schedule.max_staleness=0", "roles.rollout.max_num_seqs=64")
+    assert in_turn.sampling_s == pytest.approx(1.7 * together.sampling_s)
+    assert in_turn.step_s == pytest.approx(in_turn.sampling_s + in_turn.training_s + in_turn.transfer_s)
