@@ -13,16 +13,16 @@ import io
 import logging
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, NoReturn
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperCommand, TyperGroup, TyperOption
 from typer.main import get_group
 
-from troupe.orchestrator.commands.options import FAILURE, USER_ERROR, exit_with
+from troupe.orchestrator.commands.options import FAILURE, USER_ERROR, echo_json, exit_with
 from troupe.orchestrator.errors import StopRequested, TroupeError, UsageError
 from troupe.orchestrator.signals import STOPPED, STOPPED_LINE, interrupt_on_signals, taken
 
@@ -80,7 +80,10 @@ def lazy_group(table: Mapping[str, Entry]) -> type[TyperGroup]:
 
         def get_command(self, ctx: Any, cmd_name: str) -> Any:
             """A command with its help text alone, for lists of commands."""
-            return TyperCommand(cmd_name, help=table[cmd_name].help) if cmd_name in table else None
+            if cmd_name not in table:
+                return None
+            heading = next((name for name, commands in _HEADINGS.items() if cmd_name in commands), None)
+            return TyperCommand(cmd_name, help=table[cmd_name].help, rich_help_panel=heading)
 
         def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
             """The command itself. It is imported before any command begins, while a signal can still exit at once."""
@@ -90,20 +93,24 @@ def lazy_group(table: Mapping[str, Entry]) -> type[TyperGroup]:
     return LazyGroup
 
 
-COMMANDS = {
-    "run": Entry("train:run", "Train: start or join Ray, place the workers and run every step."),
-    "demo": Entry(
-        "start:demo", "Create two small models, once, and train one of them on this machine; a second call resumes."
-    ),
-    "eval": Entry("train:evaluate", "Evaluate a model on the spec's held-out data and print the metrics."),
-    "bench": Entry(
-        "bench:bench",
-        "Measure rollouts without training: tokens/s, latencies, caches and the bottleneck, "
-        "for every point of a sweep.",
-    ),
+_shown_type = TyperOption.display_type_rich
+
+
+def _type_unless_flag(option: TyperOption, ctx: Any) -> str | None:
+    """The type of an option in a help text. A flag has none: Typer would show `<bool>`, which reads as a value."""
+    return None if option.is_flag else _shown_type(option, ctx)
+
+
+TyperOption.display_type_rich = _type_unless_flag
+
+
+_START = {
     "init": Entry(
         "start:init",
         "Write a first spec that fits this machine, with a comment for each field; in a terminal, ask what is missing.",
+    ),
+    "demo": Entry(
+        "start:demo", "Create two small models, once, and train one of them on this machine; a second call resumes."
     ),
     "validate": Entry(
         "check:validate",
@@ -117,13 +124,47 @@ COMMANDS = {
         "check:doctor",
         "Check this machine: packages, GPUs, memory, disks, limits, network. Each finding names its remedy.",
     ),
-    "schema": Entry("check:schema", "Print the JSON Schema of a spec."),
     "algorithms": Entry(
         "check:algorithms", "List the algorithms, or describe one with its formula, source and defaults."
+    ),
+    "env": Entry("check:env_app", "Check environments."),
+    "schema": Entry("check:schema", "Print the JSON Schema of a spec."),
+}
+_TRAIN = {
+    "run": Entry("train:run", "Train: start or join Ray, place the workers and run every step."),
+    "eval": Entry("train:evaluate", "Evaluate a model on the spec's held-out data and print the metrics."),
+    "bench": Entry(
+        "bench:bench",
+        "Measure rollouts without training: tokens/s, latencies, caches and the bottleneck, "
+        "for every point of a sweep.",
     ),
     "export": Entry(
         "train:export", "Export a run's trained policy as a Hugging Face model folder for transformers and vLLM."
     ),
+}
+_LOOK = {
+    "report": Entry(
+        "report:report",
+        "Write a report of one or several runs: verdicts, curves and samples in one HTML file, for any browser.",
+    ),
+    "watch": Entry(
+        "report:watch", "Serve the report of active runs in the browser and keep it current, until interrupted."
+    ),
+    "samples": Entry("report:samples", "Show or export what a run sampled, with rewards and what was trained."),
+    "why": Entry(
+        "diagnose:why",
+        "Say why a run is slow, stuck or dead: what it waits for, since when, and what that does. Also when it hangs.",
+    ),
+    "audit": Entry(
+        "diagnose:audit",
+        "Score sampled tokens in an engine, in the trainer and in plain float32 transformers, and explain the gaps.",
+    ),
+    "replay": Entry(
+        "diagnose:replay", "Repeat the updates of a step, without engines, and compare the weights with the run's."
+    ),
+    "trace": Entry("report:trace", "Write the timeline of a run as a trace file for ui.perfetto.dev."),
+}
+_CLUSTER = {
     "submit": Entry("jobs:submit", "Submit a spec to a cluster as a Ray job."),
     "jobs": Entry("jobs:jobs", "List a cluster's jobs, newest first."),
     "status": Entry("jobs:status", "Show the state of a job and where its run is: workers, step, reward, time left."),
@@ -136,35 +177,17 @@ COMMANDS = {
         "jobs:apply",
         "Apply a changed spec to an active run: show the differences, change what can change, refuse the rest.",
     ),
-    "report": Entry(
-        "report:report",
-        "Write a report of one or several runs: verdicts, curves and samples in one HTML file, for any browser.",
-    ),
-    "watch": Entry(
-        "report:watch", "Serve the report of active runs in the browser and keep it current, until interrupted."
-    ),
-    "samples": Entry("report:samples", "Show or export what a run sampled, with rewards and what was trained."),
-    "replay": Entry(
-        "diagnose:replay", "Repeat the updates of a step, without engines, and compare the weights with the run's."
-    ),
-    "audit": Entry(
-        "diagnose:audit",
-        "Score sampled tokens in an engine, in the trainer and in plain float32 transformers, and explain the gaps.",
-    ),
-    "trace": Entry("report:trace", "Write the timeline of a run as a trace file for ui.perfetto.dev."),
-    "why": Entry(
-        "diagnose:why",
-        "Say why a run is slow, stuck or dead: what it waits for, since when, and what that does. Also when it hangs.",
-    ),
     "deploy": Entry("jobs:deploy", "Write a spec as a KubeRay manifest, or as an sbatch script for Slurm."),
-    "env": Entry("check:env_app", "Check environments."),
 }
+_HEADINGS = {"Start": _START, "Train": _TRAIN, "Look": _LOOK, "Cluster": _CLUSTER}
+COMMANDS = _START | _TRAIN | _LOOK | _CLUSTER
 """Every command by name, in the order of `troupe --help`."""
 app = typer.Typer(
     cls=lazy_group(COMMANDS),
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     help="Train language models with reinforcement learning.",
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 _REMEDIES = {
     errno.ENOSPC: "free some space, or use another disk",
@@ -191,34 +214,49 @@ def main() -> NoReturn:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may lack a character
+    if sys.argv[1:2] == ["help"]:
+        sys.argv[1:] = [*sys.argv[2:], "--help"]
     try:
         code = app(prog_name="troupe", standalone_mode=False)
         if code == STOPPED:  # typer has caught a KeyboardInterrupt
             sys.stderr.write(f"{STOPPED_LINE}\n")
     except KeyboardInterrupt:
-        exit_with(STOPPED_LINE, STOPPED)
+        fail(STOPPED_LINE, STOPPED)
     except typer.TyperException as error:
-        exit_with(typer_error(error), USER_ERROR)
+        fail(typer_error(error), USER_ERROR)
     except typer.Abort:
-        exit_with("aborted", FAILURE)
+        fail("aborted", FAILURE)
     except UsageError as error:
-        exit_with(f"error: {error}", USER_ERROR)
+        fail(f"error: {error}", USER_ERROR)
     except StopRequested as error:
-        exit_with(str(error), STOPPED)
+        fail(str(error), STOPPED)
     except TroupeError as error:
         from troupe.orchestrator.spec.errors import SpecError  # imports pydantic
 
         if isinstance(error, SpecError):
-            exit_with(str(error), USER_ERROR)
+            fail(str(error), USER_ERROR, [problem.as_json() for problem in error.problems])
         said = os_error(error) if isinstance(error, OSError) else str(error)
-        exit_with("\n".join([f"error: {said}", *getattr(error, "__notes__", ())]), FAILURE)
+        fail("\n".join([f"error: {said}", *getattr(error, "__notes__", ())]), FAILURE)
     except MemoryError:
-        exit_with("error: this machine has no memory left for the command", FAILURE)
+        fail("error: this machine has no memory left for the command", FAILURE)
     except OSError as error:
-        exit_with(f"error: {os_error(error)}", FAILURE)
+        fail(f"error: {os_error(error)}", FAILURE)
     except ImportError as error:
-        exit_with(f"error: {error}; `troupe doctor` lists the packages that are missing here", FAILURE)
+        fail(f"error: {error}; `troupe doctor` lists the packages that are missing here", FAILURE)
     sys.exit(code)
+
+
+def fail(text: str, code: int, problems: Sequence[Mapping[str, object]] = ()) -> NoReturn:
+    """Exit with an error, which with `--json` is an object on standard output as well.
+
+    Args:
+        text: The error; empty if everything is said.
+        code: The exit code.
+        problems: Each problem of a spec: `file`, `line`, `field` and `message`.
+    """
+    if text and "--json" in sys.argv:
+        echo_json({"error": text.removeprefix("error: "), "exit_code": code, "problems": problems})
+    exit_with(text, code)
 
 
 def _show_versions(asked: bool) -> None:
@@ -250,8 +288,11 @@ def typer_error(error: typer.TyperException) -> str:
     said = " ".join(error.format_message().split()).rstrip(".")
     if command == "troupe deploy" and said.startswith("No such option"):
         said += "; kustomize sets any other field of a manifest"
-    if command == "troupe demo" and said.startswith("Got unexpected extra argument"):
-        said += "; --spec chooses the example"
+    if said.startswith("Got unexpected extra argument"):
+        if command == "troupe demo":
+            said += "; --spec chooses the example"
+        elif "--set" in sys.argv:
+            said += "; a change of the spec is --set FIELD=VALUE, in quotes if it has spaces, with --set before each"
     return f"error: {said}; see `{command} --help`" if said else ""
 
 

@@ -108,5 +108,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 def nearest_word(word: str, known: Iterable[str]) -> str:
-    """The nearest known word, or empty if none is near."""
-    return next(iter(difflib.get_close_matches(word[:60], list(known), n=1)), "")
+    """The nearest known word, or empty if none is near: first of all one with the same letters (`gpro`: `grpo`)."""
+    words = [*known]
+    swapped = (one for one in words if sorted(one) == sorted(word))
+    return next(swapped, "") or next(iter(difflib.get_close_matches(word[:60], words, n=1)), "")

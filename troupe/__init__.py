@@ -16,7 +16,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from troupe.orchestrator.errors import StopRequested as StopRequested
     from troupe.orchestrator.errors import TroupeError as TroupeError
+    from troupe.orchestrator.errors import UsageError as UsageError
     from troupe.orchestrator.library import Outcome as Outcome
     from troupe.orchestrator.library import evaluate as evaluate
     from troupe.orchestrator.library import export as export
@@ -32,7 +34,7 @@ _HOMES = {
     **dict.fromkeys(("Outcome", "evaluate", "export", "load_spec", "plan", "run", "samples"), _LIBRARY),
     "Environment": "troupe.workers.agents.environments",
     "SpecError": "troupe.orchestrator.spec.errors",
-    "TroupeError": "troupe.orchestrator.errors",
+    **dict.fromkeys(("StopRequested", "TroupeError", "UsageError"), "troupe.orchestrator.errors"),
 }
 """The public names, and the module of each: it is imported when the name is first used."""
 
@@ -40,6 +42,8 @@ __all__ = sorted(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return importlib.import_module("importlib.metadata").version("troupe-rl")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOMES[name]), name)
@@ -48,4 +52,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+    return [*__all__, "__version__"]

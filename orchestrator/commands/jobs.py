@@ -81,6 +81,8 @@ def jobs(address: JobServerOption, as_json: JsonOption = False) -> None:
         return
     for state in states:
         typer.echo(state.line())
+    if not states:
+        typer.echo(f"no job at {address}")
 
 
 def status(job: JobArgument, address: JobServerOption, as_json: JsonOption = False) -> None:

@@ -20,7 +20,15 @@ SpecArgument = Annotated[
     Path, typer.Argument(metavar="SPEC", help="YAML spec of the run; examples:NAME: one of `troupe demo --list`.")
 ]
 SetOption = Annotated[list[str], typer.Option("--set", metavar="FIELD=VALUE", help="Override a field of the spec.")]
-JobServerOption = Annotated[str, typer.Option("--address", help="URL of the cluster's job server, http://HOST:8265.")]
+JobServerOption = Annotated[
+    str,
+    typer.Option(
+        "--address",
+        envvar=["RAY_API_SERVER_ADDRESS", "RAY_ADDRESS"],
+        show_envvar=False,
+        help="URL of the cluster's job server, http://HOST:8265 (default: RAY_API_SERVER_ADDRESS or RAY_ADDRESS).",
+    ),
+]
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder, as in runs/NAME.")]
 RunsArgument = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders, as in runs/NAME.")]
 AnswerOption = Annotated[float, typer.Option("--timeout-s", min=0, help="Timeout for the run's response, in seconds.")]

@@ -43,6 +43,10 @@ class Problem:
         parts = (str(self.place), self.path, self.message)
         return ": ".join(_one_line(part) for part in parts if part)
 
+    def as_json(self) -> dict[str, str | int | None]:
+        """`file`, `line`, `field` and `message`, ready for JSON."""
+        return {"file": self.place.file, "line": self.place.line, "field": self.path, "message": self.message}
+
 
 class SpecError(TroupeError):
     """A spec that is not valid. Its text has one line for each problem."""

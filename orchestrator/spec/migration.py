@@ -29,7 +29,7 @@ class Setting:
     note: str = ""
     """What differs, or why there is no field."""
     keys: tuple[str, ...] = ()
-    """Further names under which people look for it."""
+    """Further names under which people look for it, with a section where the last name alone says too little."""
 
     def score(self, path: Sequence[str], fields: Collection[str]) -> int:
         """How many names at the end of a path match the setting's, or 0 for another setting.
@@ -40,7 +40,9 @@ class Setting:
         """
         names = (name.removeprefix("--").split(".") for name in (*self.verl, *self.openrlhf, *self.trl))
         most = max((_common_end(path, name) for name in names), default=0)
-        return most if most > 1 or (most and path[-1] not in fields) else int(path[-1] in self.keys)
+        if most > 1 or (most and path[-1] not in fields):
+            return most
+        return int(any(_common_end(path, (names := key.split("."))) == len(names) for key in self.keys))
 
 
 @cache

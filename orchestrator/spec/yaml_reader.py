@@ -17,6 +17,7 @@ from typing import Any
 import yaml
 
 from troupe.orchestrator.spec.errors import Path, Place, Problem, Source, SpecError, format_path, parse_path
+from troupe.orchestrator.spec.examples import PREFIX, examples
 
 MAX_BYTES = 1 << 20
 MAX_NODES = 20_000
@@ -238,7 +239,10 @@ def _syntax(error: yaml.YAMLError, text: str, name: str) -> Problem:
         line, what = (mark.line + 1 if mark else 1), error.problem or "cannot be read"
     else:
         line, what = 1, str(error)
-    return Problem(Place(name) if name == OVERRIDE else Place(name, line), "", f"not valid YAML: {what}")
+    if name == OVERRIDE:
+        quoted = "text with special characters is in quotes, inside of the shell's: --set 'FIELD=\"*.jsonl\"'"
+        return Problem(Place(name), "", f"not valid YAML: {what} ({quoted})")
+    return Problem(Place(name, line), "", f"not valid YAML: {what}")
 
 
 def _read_text(name: str) -> str:
@@ -248,13 +252,17 @@ def _read_text(name: str) -> str:
     try:
         path = FilePath(name)
         if path.is_dir():
-            raise failed("is a folder, not a spec")
+            spec = path / "spec.yaml"
+            raise failed(
+                f"is a folder, not a spec (did you mean {spec}?)" if spec.is_file() else "is a folder, not a spec"
+            )
         if path.exists() and not path.is_file():
             raise failed("is not a regular file")
         with path.open("rb") as file:
             raw = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
-        raise failed("no such file") from None
+        example = f" (did you mean {PREFIX}{name}?)" if name in examples() else ""
+        raise failed(f"no such file{example}") from None
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise failed(f"cannot be read ({reason})") from None

@@ -374,3 +374,32 @@ def test_init_writes_a_spec_that_validate_and_plan_accept(tiny_model: Path, tmp_
     assert [troupe(command, str(output)).code for command in ("validate", "plan")] == [0, 0]
     again = troupe(*arguments)
     assert (again.code, len(again.errors)) == (2, 1) and "--force" in again.errors[0]
+
+
+def test_with_json_an_error_is_an_object_as_well(spec: Path) -> None:
+    number = 1 + spec.read_text().splitlines().index("seed: 7")
+    spec.write_text(spec.read_text().replace("seed: 7", "seed: x"))
+    answer = troupe("validate", str(spec), "--set", "algorithm.name=gpro", "--json")
+    found = json.loads(answer.stdout)
+    assert answer.code == found["exit_code"] == 2 and found["error"].splitlines() == answer.errors
+    unknown = "no algorithm 'gpro' (did you mean 'grpo'?)"
+    assert sorted(found["problems"], key=lambda one: one["file"]) == [
+        {"file": "--set", "line": None, "field": "algorithm.name", "message": unknown},
+        {"file": str(spec), "line": number, "field": "seed", "message": "expected a whole number, got 'x'"},
+    ]
+    answer = troupe("samples", "none", "--json")
+    told = "none is not the folder of a run: there is no such folder"
+    assert json.loads(answer.stdout) == {"error": told, "exit_code": 2, "problems": []}
+
+
+def test_help_has_a_short_flag_a_command_and_no_type_of_a_flag() -> None:
+    texts = {troupe(*arguments).stdout for arguments in (["run", "-h"], ["help", "run"], ["run", "--help"])}
+    (text,) = texts
+    assert "--resume" in text and "<path>" in text and "<bool>" not in text
+
+
+def test_commands_that_ask_a_job_server_read_rays_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "http://127.0.0.1:1")
+    assert "--address http://127.0.0.1:1: " in troupe("jobs").errors[0]
+    monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "http://127.0.0.1:2")
+    assert "--address http://127.0.0.1:2: " in troupe("jobs").errors[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.metadata
 import inspect
 import re
 import shutil
@@ -33,7 +34,10 @@ RECORDED = ROOT / "tests" / "orchestrator" / "insight" / "verdicts" / "recorded"
 
 def test_every_public_name_exists_and_is_listed() -> None:
     for name in troupe.__all__:
-        assert getattr(troupe, name) is not None and name in dir(troupe)
+        assert getattr(troupe, name) is not None
+    assert {*troupe.__all__, "__version__"} == {*dir(troupe)}, "and nothing else"
+    assert troupe.__version__ == importlib.metadata.version("troupe-rl")
+    assert Path(troupe.__file__).with_name("py.typed").is_file()
     with pytest.raises(AttributeError, match="has no attribute 'trian'"):
         _ = troupe.trian
 

@@ -1522,7 +1522,11 @@ def test_all_combinations_that_cannot_work_come_at_once(tmp_path: Path) -> None:
             "roles.reward.functions.7.weight=1",
             "--set: roles.reward.functions.7.weight: roles.reward.functions is a list with entries 0 to 0",
         ),
-        ("seed=[1", "--set: seed: not valid YAML: did not find expected ',' or ']'"),
+        (
+            "seed=[1",
+            "--set: seed: not valid YAML: did not find expected ',' or ']' (text with special characters is in quotes, "
+            "inside of the shell's: --set 'FIELD=\"*.jsonl\"')",
+        ),
         ("seed=!!int 3", "--set: seed: tags are not allowed, got 'tag:yaml.org,2002:int'"),
         ("seed=*x", "--set: seed: anchors and aliases (& and *) are not allowed; write the value out"),
         ("algorithm.group_size=1", "--set: algorithm.group_size: grpo compares samples of a group: needs at least 2"),
@@ -1556,9 +1560,13 @@ def test_files_that_are_not_specs(tmp_path: Path, text: bytes, line: str) -> Non
 
 
 def test_paths_that_are_not_files(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "spec.yaml").touch()
     for path, message in (
         (tmp_path / "none.yaml", "no such file"),
         (tmp_path, "is a folder, not a spec"),
+        (run, f"is a folder, not a spec (did you mean {run}/spec.yaml?)"),
         (Path("/dev/null"), "is not a regular file"),
         (Path("nul\0.yaml"), "cannot be read (embedded null byte)"),
         (Path("x" * 5000), "cannot be read (File name too long)"),
