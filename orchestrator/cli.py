@@ -96,9 +96,9 @@ def lazy_group(table: Mapping[str, Entry]) -> type[TyperGroup]:
 _shown_type = TyperOption.display_type_rich
 
 
-def _type_unless_flag(option: TyperOption, ctx: Any) -> str | None:
+def _type_unless_flag(self: TyperOption, ctx: Any) -> str | None:
     """The type of an option in a help text. A flag has none: Typer would show `<bool>`, which reads as a value."""
-    return None if option.is_flag else _shown_type(option, ctx)
+    return None if self.is_flag else _shown_type(self, ctx)
 
 
 TyperOption.display_type_rich = _type_unless_flag
