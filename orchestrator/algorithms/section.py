@@ -44,6 +44,8 @@ _REPLACED = 3  # groups that a custom filter may replace, for each group of a st
 
 def unknown_algorithm(name: str) -> str:
     """Error message for a name that no algorithm of either kind has."""
+    if name == "trpo":
+        return "no algorithm 'trpo': AdamW's steps within a limit on KL(old || new) are ppo_kl_limit"
     lists = "`troupe algorithms` lists those on rollouts, such as grpo, and on offline data, such as dpo"
     return f"no algorithm '{name[:60]}' ({nearest(name, [*ALGORITHMS, *OFFLINE_ALGORITHMS]) or lists})"
 
@@ -74,7 +76,7 @@ class KlOldConfig(Frozen):
 
 @overrides({TrustRegion: ""})
 class TrustRegionConfig(Frozen):
-    """Limit on the divergence of a step (trpo)."""
+    """Limit on the divergence of a step (ppo_kl_limit)."""
 
 
 @overrides(dict.fromkeys((PolicyLossConfig, AdvantageConfig, CriticLossConfig), ""), without=ROW_ONLY | KL_FIELDS)
@@ -97,7 +99,7 @@ class AlgorithmConfig(Frozen):
     kl_old: KlOldConfig | None = None
     """Penalty on the divergence from the policy that sampled (ppo_penalty)."""
     trust_region: TrustRegionConfig | None = None
-    """Limit on the divergence of a step (trpo)."""
+    """Limit on the divergence of a step (ppo_kl_limit)."""
     kl_stop: float | None = Field(default=None, ge=0.0)
     """Skip the rest of a step's updates once KL(old || new) per token is above this; 0 turns it off."""
     kl_states: int = Field(default=128, ge=0)

@@ -92,7 +92,7 @@ OBJECTIVE_OPTIONS: dict[str, frozenset[str]] = {
 """Fields of the algorithm section that only some objectives read."""
 
 RATIOS = {
-    "policy_gradient": "unclipped: nothing bounds a token's `r` (`trpo` bounds the step)",
+    "policy_gradient": "unclipped: nothing bounds a token's `r` (`ppo_kl_limit` bounds the step)",
     "clip": "clipped: a token (`gspo`: a response) whose `r` has left the clip range in the direction of its advantage "
     "has no gradient",
     "kl_penalty": "unclipped, with a penalty on KL(old \\|\\| new)",
@@ -217,12 +217,12 @@ ALGORITHMS: dict[str, Algorithm] = {
             kl_penalty=KlPenalty(coef=1.0, target=0.01),
         ),
         Algorithm(
-            name="trpo",
-            summary="Policy gradient with a critic and no clipping; a step beyond the trust region is shortened.",
+            name="ppo_kl_limit",
+            summary="PPO without clipping: a step beyond a limit on KL(old || new) is shortened.",
             formula=f"A as ppo; loss -A r, {_R_TOKEN}; after a step: new = old + backtrack (new - old) until "
             "KL(old || new) <= max_kl, measured over the whole vocabulary",
-            source="TRPO, arXiv 1502.05477, eq. 14 and appendix C; its constraint on AdamW's step instead of a natural "
-            "gradient's",
+            source="the constraint of TRPO, arXiv 1502.05477, eq. 14, on AdamW's step; no natural gradient and no "
+            "search for a better surrogate (appendix C)",
             required=_CRITIC,
             forbidden=frozenset(),
             kl_in="reward",

@@ -447,7 +447,7 @@ def test_a_step_beyond_the_trust_region_is_shortened(tmp_path: Path, max_kl: flo
     """The fake's divergence is a quarter nat for a whole step and falls with the square of the step's length."""
     run = RolloutRun(tmp_path, policies=2, schedule={"minibatches": 2})
     region = {"max_kl": max_kl, "backtrack": 0.5, "attempts": 3}
-    run.change(algorithm={"name": "trpo", "kl_states": 12, "trust_region": region})
+    run.change(algorithm={"name": "ppo_kl_limit", "kl_states": 12, "trust_region": region})
     run.run()
     for policy in run.policies:
         assert policy.step_lengths == lengths  # of the last step
@@ -460,7 +460,7 @@ def test_a_step_beyond_the_trust_region_is_shortened(tmp_path: Path, max_kl: flo
 
 def test_a_divergence_that_is_not_a_number_is_beyond_the_trust_region(tmp_path: Path) -> None:
     run = RolloutRun(tmp_path, schedule={"steps": 1})
-    run.change(algorithm={"name": "trpo", "kl_states": 12, "trust_region": {"max_kl": 0.3, "backtrack": 0.5}})
+    run.change(algorithm={"name": "ppo_kl_limit", "kl_states": 12, "trust_region": {"max_kl": 0.3, "backtrack": 0.5}})
     run.policies[0].divergences = [math.nan]
     run.run()
     assert run.policies[0].step_lengths == [1.0, 0.5]

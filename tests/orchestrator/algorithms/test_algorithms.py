@@ -160,6 +160,11 @@ def test_an_unknown_algorithm_is_refused(name: str) -> None:
         AlgorithmConfig(name=name)
 
 
+def test_the_textbooks_name_is_refused_with_the_name_of_what_there_is() -> None:
+    with pytest.raises(ValidationError, match="ppo_kl_limit"):
+        AlgorithmConfig(name="trpo")
+
+
 @pytest.mark.parametrize(
     "bad", [{"clip_range": 1.0}, {"clip_low": 0.0}, {"clip_high": -0.1}, {"dual_clip": 1.0}, {"gamma": 1.1}]
 )

@@ -458,7 +458,7 @@ CPU_CASES = [
     case(
         "grpo_critic",
         "14: roles.critic: grpo has no critic; remove the role or use one of "
-        "actor_critic, actor_critic_gae, ppo, ppo_max, ppo_penalty, trpo",
+        "actor_critic, actor_critic_gae, ppo, ppo_kl_limit, ppo_max, ppo_penalty",
         ("  reward:", "  critic:\n    workers: 1\n  reward:"),
     ),
     case(

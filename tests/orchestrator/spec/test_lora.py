@@ -93,8 +93,8 @@ def test_what_cannot_work_is_refused_at_its_field(override: str, expected: str) 
     assert expected in refusals(override)
 
 
-def test_the_steps_of_trpo_are_those_of_the_adapters() -> None:
-    spec = load_rollout_spec(SPECS / "algorithms" / "trpo.yaml", [f"{FIELD}={{}}"])
+def test_the_steps_of_a_kl_limit_are_those_of_the_adapters() -> None:
+    spec = load_rollout_spec(SPECS / "algorithms" / "ppo_kl_limit.yaml", [f"{FIELD}={{}}"])
     assert spec.trains_adapters
 
 

@@ -286,7 +286,7 @@ def test_at_ratio_one_all_objectives_have_one_gradient(aggregation: str) -> None
         "rloo",
         "grpo",
         "ppo_penalty",
-        "trpo",
+        "ppo_kl_limit",
         "gspo_token",
         "gmpo",
         "sapo",
@@ -309,7 +309,7 @@ def test_policy_gradient_by_hand() -> None:
     assert gradient(output.loss, tokens.logprobs).tolist() == pytest.approx([-2.0, 1.0])
 
 
-@pytest.mark.parametrize("name", ["reinforce", "actor_critic", "actor_critic_gae", "remax", "rloo", "trpo"])
+@pytest.mark.parametrize("name", ["reinforce", "actor_critic", "actor_critic_gae", "remax", "rloo", "ppo_kl_limit"])
 def test_a_second_update_has_the_gradient_of_the_policy_it_changes(name: str) -> None:
     """A bandit of three arms, all rewards known: the exact gradient of the expected advantage is
     sum_a pi(a) A(a) grad log pi(a). The batch has every arm with the probability that the policy had before its first
