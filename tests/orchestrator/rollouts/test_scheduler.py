@@ -308,6 +308,16 @@ def test_dynamic_sampling_replaces_zero_advantage_groups_within_its_budget() -> 
     assert plain.ledger.drop_reasons() == {}
 
 
+def test_groups_that_stay_equal_for_ever_cost_each_step_its_budget_and_no_more() -> None:
+    reward = FaultyReward(uniform=frozenset(f"e0-r{row}" for row in range(100)))
+    rollouts = FakeRollouts(steps=6, reward=reward, dynamic_sampling=1)
+    batches = on_virtual_time(rollouts.train(6))
+    assert [len(batch) for batch in batches] == [5] * 6
+    assert not any(group.has_signal for batch in batches for group in batch)
+    counts = rollouts.ledger.counts()
+    assert (counts["trained"], counts["dropped"], counts["in_flight"]) == (6 * 20, 6 * 20, 0)
+
+
 class ShapedReward(FakeReward):
     """A correctness and a shaping term that differs in every group; the reward is their sum."""
 
