@@ -38,7 +38,6 @@ ROW = Row(({"role": "user", "content": "hello"},), "5", {}, seed=11)
 ANSWER = ["It is 4.", "Bye."]
 CALL = ['<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>', "It is 5."]
 THOUGHT = ["<think>\ntwo and two\n</think>\n\nIt is 4.", "Bye."]
-LONGEST = 1024
 
 Play = Callable[..., Played]
 
@@ -65,10 +64,12 @@ def play() -> Iterator[Play]:
         stack = AsyncExitStack()
         kept = _StayingWorker(runner.run(stack.enter_async_context(started(config))))
 
-        def played(function: str, said: Sequence[str], family: str = "chatml", **args: Any) -> Played:
+        def played(
+            function: str, said: Sequence[str], family: str = "chatml", longest: int = 1024, **args: Any
+        ) -> Played:
             row = replace(ROW, metadata={"agent": {"function": f"{HERE}:{function}", "args": args}})
             reader = TurnReader(tokenizer_of(family), parse)
-            (one,) = runner.run(rehearse(Rehearsal(config, reader, 64, LONGEST), kept, [row], said))
+            (one,) = runner.run(rehearse(Rehearsal(config, reader, 64, longest), kept, [row], said))
             return one
 
         yield played
@@ -191,6 +192,26 @@ def test_requests_that_mean_something_else_are_refused_in_the_form_of_their_serv
 def test_an_agent_without_a_turn_ends_with_its_last_refusal(play: Play) -> None:
     status = play("long_claude", ANSWER).status
     assert "the agent ended without a request; its last one was refused: This model's maximum context length" in status
+
+
+RUN = '<tool_call>{{"name": "{}", "arguments": {}}}</tool_call>'
+COMMAND = "echo 4 > four.txt; cat four.txt"
+
+
+@pytest.mark.parametrize(
+    ("program", "call"),
+    [
+        ("claude", RUN.format("Bash", json.dumps({"command": COMMAND, "description": "x"}))),
+        ("codex", RUN.format("exec_command", json.dumps({"cmd": COMMAND}))),
+    ],
+)
+def test_what_command_line_agents_send_is_one_row(play: Play, program: str, call: str) -> None:
+    """Requests of Claude Code 2.1.332 and Codex 0.171.0 from npm, their texts cut."""
+    said = [f"<think>\nI write it.\n</think>\n\n{call}", "Done: the file has 4."]
+    played = play("replays", said, "qwen3", longest=8192, program=program)
+    assert (played.status, len(played.turns), len(played.segments), played.rewards[-1][1]) == ("ok", 2, 1, 1.0)
+    (note,) = played.notes.values()
+    assert ("context_management" if program == "claude" else "web_search") in note
 
 
 SDK: tuple[tuple[type[Protocol], type], ...] = (

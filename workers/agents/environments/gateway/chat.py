@@ -15,7 +15,7 @@ from troupe.workers.agents.environments.gateway.protocol import (
     Event,
     Fields,
     Protocol,
-    usage_of,
+    openai_usage,
 )
 from troupe.workers.agents.environments.gateway.request import MODEL_NAME
 from troupe.workers.contract.environments import Message
@@ -75,14 +75,13 @@ class Chat(Protocol):
             }
             for number, turn in enumerate(turns)
         ]
-        prompt, sampled = usage_of(turns)
         return {
             "id": f"chatcmpl-{secrets.token_hex(8)}",
             "object": "chat.completion",
             "created": int(time.time()),
             "model": MODEL_NAME,
             "choices": choices,
-            "usage": {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled},
+            "usage": openai_usage(turns),
         }
 
     def events(self, body: Body, response: Body) -> Iterator[Event]:

@@ -17,7 +17,7 @@ from troupe.workers.agents.environments.gateway.protocol import (
     Event,
     Fields,
     Protocol,
-    usage_of,
+    openai_usage,
 )
 from troupe.workers.agents.environments.gateway.request import MODEL_NAME
 from troupe.workers.contract.environments import Message
@@ -50,7 +50,6 @@ class Completions(Protocol):
 
     def response(self, body: Body, turns: Sequence[Message]) -> Body:
         """A completion with a choice for each turn."""
-        prompt, sampled = usage_of(turns)
         return {
             "id": f"cmpl-{secrets.token_hex(8)}",
             "object": "text_completion",
@@ -65,7 +64,7 @@ class Completions(Protocol):
                 }
                 for number, turn in enumerate(turns)
             ],
-            "usage": {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled},
+            "usage": openai_usage(turns),
         }
 
     def events(self, body: Body, response: Body) -> Iterator[Event]:

@@ -14,8 +14,8 @@ from troupe.workers.agents.environments.gateway.protocol import (
     Event,
     Fields,
     Protocol,
+    openai_usage,
     section,
-    usage_of,
 )
 from troupe.workers.contract.environments import Message
 
@@ -60,7 +60,6 @@ class Generate(Protocol):
 
     def response(self, body: Body, turns: Sequence[Message]) -> Body:
         """The sampled token ids of each choice."""
-        prompt, sampled = usage_of(turns)
         return {
             "request_id": body.get("request_id") or secrets.token_hex(16),
             "output_mode": "tokens",
@@ -74,7 +73,7 @@ class Generate(Protocol):
                 }
                 for number, turn in enumerate(turns)
             ],
-            "usage": {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled},
+            "usage": openai_usage(turns),
         }
 
     def events(self, body: Body, response: Body) -> Iterator[Event]:

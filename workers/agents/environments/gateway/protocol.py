@@ -94,6 +94,12 @@ def usage_of(turns: Sequence[Message]) -> tuple[int, int]:
     return prompt, sum(count["completion_tokens"] for count in counts)
 
 
+def openai_usage(turns: Sequence[Message]) -> Body:
+    """The same in the form of OpenAI's completions."""
+    prompt, sampled = usage_of(turns)
+    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+
+
 def section(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """The object in a field; empty if there is none. Raises ValueError."""
     value = body.get(name) or {}
