@@ -235,7 +235,7 @@ def as_json(name: str, planned: Plan) -> dict[str, Any]:
         "remedies": [dict(remedy.changes) for remedy in planned.remedies],
         "warnings": list(memory.warnings),
         "measured": None if planned.measured is None else asdict(planned.measured),
-        "predicted": None if planned.predicted is None else asdict(replace(planned.predicted, shorter=())),
+        "predicted": None if planned.predicted is None else planned.predicted.as_json(),
         "balance": None if planned.balance is None else asdict(planned.balance),
     }
 

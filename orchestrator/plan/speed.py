@@ -95,6 +95,11 @@ class Prediction:
         sampling, training = (s + self.transfer_s for s in (self.sampling_s, self.training_s))
         return 1 - sampling / self.step_s, 1 - training / self.step_s
 
+    def as_json(self) -> dict[str, float]:
+        """The numbers of the prediction, and the shares of a step in which each side waits."""
+        numbers = {name: value for name, value in vars(self).items() if name not in ("divided", "shorter")}
+        return numbers | dict(zip(("sampling_idle", "training_idle"), self.idle, strict=True))
+
 
 def predict(
     spec: RunSpec,

@@ -125,7 +125,9 @@ def test_the_plan_says_how_fast_a_run_is_and_who_waits() -> None:
         f"predicted (a roofline; sequences as long as allowed): {speed.tokens_per_gpu:,.0f} tokens/s"
     )
     assert second.startswith(f"balance: 4 GPUs sample and wait {waits[0]:.0%} of a step, 4 train and wait 0%; ")
-    assert as_json("x", found)["balance"]["sampling"] == found.balance.sampling
+    data = as_json("x", found)
+    assert (data["balance"]["sampling"], data["predicted"]["step_s"]) == (found.balance.sampling, speed.step_s)
+    assert data["predicted"]["sampling_idle"] == waits[0] and "shorter" not in data["predicted"]
 
 
 def test_measured_times_replace_predicted_ones() -> None:
