@@ -144,10 +144,15 @@ def longest_s(specs: Sequence[RunSpec]) -> int:
 
 
 def unmounted(sent: Document, options: KubernetesOptions) -> list[str]:
-    """One line for each path of the spec that is not on a mounted claim."""
+    """One line for each path of the spec that is not on a mounted claim, with what follows from it."""
     paths = {**dict(path_fields(sent)), "output.folder": run_folder(sent, options)}
+    folder = (
+        "what the run writes there ends with its pods, but for copies of checkpoints in an object store "
+        f"(checkpoint.path); mount a claim there: --pvc CLAIM:{paths['output.folder']}"
+    )
     return [
-        f"{field}: {path} is not on any --pvc; the image must contain it, or every pod must mount the same folder"
+        f"{field}: {path} is not on any --pvc; "
+        + (folder if field == "output.folder" else "the image must contain it, or every pod must mount the same folder")
         for field, path in paths.items()
         if not any(PurePosixPath(path).is_relative_to(claim.path) for claim in options.claims)
     ]

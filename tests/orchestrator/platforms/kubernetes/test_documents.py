@@ -233,6 +233,9 @@ def test_paths_outside_every_claim_are_reported() -> None:
     _, notes = deploy(NODE, gib_per_node=512)
     assert [note.split(":")[0] for note in notes] == ["model.path", "output.folder"]
     assert notes[0].startswith("model.path: /workspace/models/policy-7b-instruct is not on any --pvc")
+    assert "writes there ends with its pods" in notes[1] and notes[1].endswith(
+        ": --pvc CLAIM:/workspace/runs/node-8gpu-grpo"
+    )
     assert deploy(NODE, pvc=["models:/models"], gib_per_node=512)[1] == []
 
 
