@@ -55,11 +55,8 @@ def tool_calls(value: Any) -> list[dict[str, Any]]:
 
 def is_calls(value: Any) -> bool:
     """Whether a response is a list of calls instead of text or messages (xLAM)."""
-    parsed = _parsed(value)
-    return isinstance(parsed, list) and bool(parsed) and all(set(one) >= _NAMED for one in map(_object, parsed))
-
-
-_NAMED = {"name", "arguments"}
+    calls = _parsed(value)
+    return isinstance(calls, list) and bool(calls) and all({"name", "arguments"} <= {*_object(one)} for one in calls)
 
 
 def _object(value: Any) -> Mapping[str, Any]:

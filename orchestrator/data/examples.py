@@ -28,7 +28,7 @@ from troupe.orchestrator.data.conversations import (
     split_conversation,
     spoken_turns,
 )
-from troupe.orchestrator.data.pools import Pool, Repeats, collect, of_sources, prompts_of
+from troupe.orchestrator.data.pools import Pool, Repeats, asked_in, collect, of_sources
 from troupe.orchestrator.data.preferences import doubts
 from troupe.orchestrator.data.readers import RawValues, read_table, without_nulls
 from troupe.orchestrator.spec.offline import OfflineSpec, columns, data_format
@@ -84,7 +84,7 @@ def load_pool(spec: OfflineSpec, source: ExampleSource, label: str, without: Poo
     Raises:
         DataError: The source cannot be read, a row is bad with `stop`, or no row is left.
     """
-    taken = prompts_of(without)
+    is_asked = asked_in(without)
     format_ = data_format(spec.row.formats, source)
     fields = columns(format_, source)
     found = collect(
@@ -92,14 +92,11 @@ def load_pool(spec: OfflineSpec, source: ExampleSource, label: str, without: Poo
         example_reader(source, format_, plain=spec.model.plain),
         label,
         spec.failures.on_bad_row,
-        lambda row: row["messages"] in taken,
-        Repeats(lambda row: json.dumps([row["tools"], row["messages"], *row["responses"]]), source.dedupe),
+        lambda row: is_asked(row["messages"]),
+        Repeats(lambda row: " ".join([row["tools"] or "", row["messages"], *row["responses"]]), source.dedupe),
     )
-    unread = ("origin", "source")
     contents = (
-        json.dumps(
-            {name: value for name, value in row.items() if name not in unread and (name, value) != ("tools", None)}
-        )
+        json.dumps({name: value for name, value in row.items() if name != "origin" and value is not None})
         for row in found.rows
     )
     table = pa.Table.from_pylist(found.rows, schema=EXAMPLE_TEXTS)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
+import unicodedata
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -18,6 +20,7 @@ from troupe.orchestrator.data.readers import RawRow, RawValues
 from troupe.orchestrator.errors import DataError
 
 MAX_REPORTED = 20
+_ESCAPED = re.compile(r"\\(.)")
 
 OnBadRow = Literal["skip", "stop"]
 """What a row that cannot be used does: it is skipped and reported, or is an error."""
@@ -121,7 +124,7 @@ class Repeats(Generic[RowT]):
 
     def __call__(self, row: RowT) -> bool:
         """Whether an earlier row of the source has the content of this one."""
-        content, answer = self._content(row), self._answer(row)
+        content, answer = compared(self._content(row)), self._answer(row)
         repeated = content in self._seen
         known = self._seen.get(content, self._earlier.get(content))
         self.shared += content in self._earlier and not (repeated and self.leave_out)
@@ -195,9 +198,18 @@ def collect(
     return found
 
 
-def prompts_of(pool: Pool | None) -> frozenset[str]:
-    """The prompts of a pool, as messages in JSON."""
-    return frozenset() if pool is None else frozenset(pool.table.column("messages").to_pylist())
+def compared(text: str) -> str:
+    """JSON as prompts and examples are compared: without case, composed (NFC), with one space for each run of white
+    space and none at the ends of texts."""
+    spaced = _ESCAPED.sub(lambda found: " " if found[1] in "nrt" else found[0], text)
+    words = " ".join(unicodedata.normalize("NFC", spaced).split())
+    return words.replace('" ', '"').replace(' "', '"').casefold()
+
+
+def asked_in(pool: Pool | None) -> Callable[[str], bool]:
+    """Whether a pool has the prompt of messages in JSON, as prompts are compared."""
+    asked = frozenset[str]() if pool is None else {*map(compared, pool.table.column("messages").to_pylist())}
+    return lambda messages: bool(asked) and compared(messages) in asked
 
 
 def _why_empty(found: Collected[RowT]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
@@ -142,14 +143,11 @@ def _as_seen(spec: RunSpec, pool: Pool, environment: str | None, most: int) -> t
     prompts = _first(pool, "messages", most)
     if "tools" in pool.table.column_names:
         return prompts, _first(pool, "tools", most)
-    none: list[str | None] = [None] * len(prompts)
+    system, tools = "", None
     role = None if environment is None or spec.rollouts is None else spec.rollouts.roles.environments()[environment]
-    if role is None or role.name != "tools":
-        return prompts, none
-    try:
-        system, tools = ask(_OFFERED, role.args, _TIMEOUT_S)
-    except ProbeFailed:  # the check of the environment says why
-        return prompts, none
+    if role is not None and role.name == "tools":
+        with suppress(ProbeFailed):  # the check of the environment says why
+            system, tools = ask(_OFFERED, role.args, _TIMEOUT_S)
     before = [{"role": "system", "content": system}] if system else []
     return [json.dumps([*before, *json.loads(prompt)]) for prompt in prompts], [tools for _ in prompts]
 

@@ -15,7 +15,7 @@ import pyarrow as pa
 from troupe.orchestrator.data.bad_rows import BadRow
 from troupe.orchestrator.data.conversations import chat_messages, require_whole
 from troupe.orchestrator.data.curriculum import Curriculum
-from troupe.orchestrator.data.pools import OnBadRow, Pool, Repeats, collect, of_source, of_sources, prompts_of
+from troupe.orchestrator.data.pools import OnBadRow, Pool, Repeats, asked_in, collect, of_source, of_sources
 from troupe.orchestrator.data.readers import RawRow, json_safe, read_rows
 from troupe.orchestrator.errors import DataError
 from troupe.orchestrator.spec.sections import DataConfig
@@ -147,13 +147,13 @@ def load_pool(
     Raises:
         DataError: The source cannot be read, a row is bad with `stop`, or no row is left.
     """
-    taken = prompts_of(without)
+    is_asked = asked_in(without)
     found = collect(
         read_rows(source, label),
         lambda raw: _row(raw, source, plain),
         label,
         on_bad_row,
-        lambda row: row.messages in taken,
+        lambda row: is_asked(row.messages),
         Repeats(lambda row: row.messages, source.dedupe, lambda row: row.answer, earlier),
     )
     rows = found.rows

@@ -151,9 +151,30 @@ def _jsonl(path: Path, fields: Fields, label: str) -> Iterator[RawValues]:
 
 
 def _json(path: Path, fields: Fields, label: str) -> Iterator[RawValues]:
-    """Rows of one JSON array; a file that begins with something else is read as JSON lines."""
-    parse = _json_array if _begins_with_a_list(path, label) else _json_lines
-    return _objects(parse(path, label), fields, label)
+    """Rows of one JSON array, alone or in an object around it; another file is read as JSON lines."""
+    place = "item" if _begins_with_a_list(path, label) else _place_in_object(path, fields, label)
+    return _objects(_json_array(path, label, place) if place else _json_lines(path, label), fields, label)
+
+
+def _place_in_object(path: Path, fields: Fields, label: str) -> str:
+    """Where the rows of a file are that is one object (`{"data": [...]}`); empty if that is a row, or one of many."""
+    ijson, keys, lists = _library("ijson", label), set[str](), dict[str, set[str]]()
+    with suppress(OSError, EOFError, zlib.error, ijson.JSONError, UnicodeDecodeError), _open(path) as file:
+        _skip_bom(file)
+        for prefix, event, value in ijson.parse(file, multiple_values=True):
+            key = prefix.removesuffix(".item")
+            if event == "start_map" and not prefix and keys:
+                return ""
+            if event == "map_key" and not prefix:
+                keys.add(value)
+            if event in ("start_map", "map_key") and key != prefix and key in keys:
+                lists.setdefault(key, set()).update([value] if value else [])
+    messages = any({"role", "content"} <= names or {"from", "value"} <= names for names in lists.values())
+    if messages or not lists or (fields and keys.issuperset(fields.values())):
+        return ""
+    if len(lists) > 1:
+        raise DataError(f"{path}: {' and '.join(lists)} are lists of rows: keep one of them; see {label}.path")
+    return f"{next(iter(lists))}.item"
 
 
 def _objects(parsed: Iterator[tuple[str, Any, str]], fields: Fields, label: str) -> Iterator[RawValues]:
@@ -187,8 +208,8 @@ def _json_lines(path: Path, label: str) -> Iterator[tuple[str, Any, str]]:
             yield origin, None, f"not JSON ({error})"
 
 
-def _json_array(path: Path, label: str) -> Iterator[tuple[str, Any, str]]:
-    """Values of an array, parsed one by one: the file may be larger than the memory."""
+def _json_array(path: Path, label: str, place: str) -> Iterator[tuple[str, Any, str]]:
+    """Values of the array at a place of ijson's, parsed one by one: the file may be larger than the memory."""
     ijson = _library("ijson", label)
     taken, exact = 0, ijson.get_backend("python")
     try:
@@ -196,7 +217,7 @@ def _json_array(path: Path, label: str) -> Iterator[tuple[str, Any, str]]:
             try:
                 with _open(path) as file:
                     _skip_bom(file)
-                    rows = enumerate(parser.items(file, "item", use_float=True), start=1)
+                    rows = enumerate(parser.items(file, place, use_float=True), start=1)
                     for number, value in islice(rows, taken, None):
                         taken = number
                         yield f"{path.name}:{number}", value, ""

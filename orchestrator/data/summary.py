@@ -102,11 +102,13 @@ def data_metrics(pools: Pools, refused: Mapping[str, int] | None = None) -> dict
 def _parts(pool: Pool) -> list[str]:
     parts = [f"{pool.rows} rows"]
     if pool.left_out:
-        parts.append(f"{pool.left_out} removed because data.train has the same prompt (data.held_out)")
+        parts.append(
+            f"{pool.left_out} removed because data.train has the same prompt, spaces and case aside (data.held_out)"
+        )
     if pool.alike:
         parts.append(f"{pool.alike} ask what data.train asks with another system message or template, and stay")
     if pool.repeated:
-        parts.append(f"{pool.repeated} repeat an earlier one (dedupe: true leaves them out)")
+        parts.append(f"{pool.repeated} repeat an earlier one, spaces and case aside (dedupe: true leaves them out)")
     if pool.deduped:
         parts.append(f"{pool.deduped} that repeat an earlier one left out (dedupe)")
     if pool.shared:

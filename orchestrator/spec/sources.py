@@ -44,9 +44,9 @@ class TableFile(Located):
     """A file of rows, or a pattern of files of one format."""
 
     kind: Literal["jsonl", "json", "parquet", "csv"]
-    """Format: `jsonl`, one JSON object per line; `json`, one array of objects (or one object per line); `parquet`;
-    `csv` in UTF-8 or UTF-16, whose first line names the columns, separated by commas, semicolons or tabs, and every
-    value is text. JSON and CSV may be compressed (`.gz`, `.zst`)."""
+    """Format: `jsonl`, one JSON object per line; `json`, one array of objects, alone or in an object (or one object per
+    line); `parquet`; `csv` in UTF-8 or UTF-16, whose first line names the columns, separated by commas, semicolons or
+    tabs, and every value is text. JSON and CSV may be compressed (`.gz`, `.zst`)."""
 
 
 class DatasetsFolder(Located):
@@ -133,8 +133,8 @@ class PromptRows(PromptText):
     """How rows become prompts."""
 
     dedupe: bool = False
-    """Use a prompt once, however many rows of the source have it: those after its first row are left out. False: they
-    are used, and counted at the start."""
+    """Use a prompt once, however many rows of the source have it, with whatever case and spaces: those after its first
+    row are left out. False: they are used, and counted at the start."""
 
 
 class Prompts(PromptRows, Columns):

@@ -133,6 +133,9 @@ def _compared(needed: Sequence[str], table: Table, data: str) -> dict[str, Any]:
         found = answer_columns(row)
         if found is None and all(isinstance(row.get(name), list) for name in ("completions", "labels")):
             raise UsageError(f"--data: {data} has a label for each step; process reward models are not supported")
+        if found is None and _is_text(row.get(_found("response", table) or "")):
+            put = "put the answers of a prompt in one row, as a list `answers` beside a list of numbers `scores`"
+            raise UsageError(f"--data: {data} has one answer in a row, and nothing to compare it with: {put}")
         columns = found if found is not None else {**_named(needed[1:], table, data)}
     prompt = next((name for name in _COMPARED_PROMPTS if name in row and name not in column_names(columns)), None)
     return columns if prompt == "prompt" else {"prompt": prompt, **columns}

@@ -6,6 +6,7 @@ Templates ignore what they do not know without an error. Each is tried once, on 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -63,14 +64,8 @@ def as_read(
         remedy = "set model.chat_template to a template that does"
         raise ValueError(f"the chat template does not render {', '.join(dropped)}, which the row has: {remedy}")
     if not forms.object_arguments:
-        return list(map(_with_texts, messages))
+        return [_with_calls(message, _with_text) for message in messages]
     return messages if forms.text_arguments else list(map(with_arguments, messages))
-
-
-def _with_texts(message: dict[str, Any]) -> dict[str, Any]:
-    """The message with the arguments of its calls as JSON text."""
-    calls = message.get("tool_calls")
-    return message if not calls else message | {"tool_calls": [_with_text(call) for call in calls]}
 
 
 def _with_text(call: dict[str, Any]) -> dict[str, Any]:
@@ -81,8 +76,12 @@ def _with_text(call: dict[str, Any]) -> dict[str, Any]:
 
 def with_arguments(message: dict[str, Any]) -> dict[str, Any]:
     """The message with the arguments of its calls as objects; what is no JSON object stays as it is."""
+    return _with_calls(message, _with_object)
+
+
+def _with_calls(message: dict[str, Any], change: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
     calls = message.get("tool_calls")
-    return message if not calls else message | {"tool_calls": [_with_object(call) for call in calls]}
+    return message if not calls else message | {"tool_calls": list(map(change, calls))}
 
 
 def _with_object(call: dict[str, Any]) -> dict[str, Any]:

@@ -262,7 +262,7 @@ def test_repeated_prompts_are_counted_and_left_out_on_request(tmp_path: Path) ->
     counted = load_pool(jsonl(tmp_path, *rows))
     assert (counted.rows, counted.repeated, counted.deduped) == (6, 3, 0)
     other = "3 have another answer than an earlier row with the same prompt"
-    line = f"data.train: 6 rows, 3 repeat an earlier one (dedupe: true leaves them out), {other}"
+    line = f"data.train: 6 rows, 3 repeat an earlier one, spaces and case aside (dedupe: true leaves them out), {other}"
     assert describe(RunData(counted, {}).pools) == [line]
     once = load_pool(jsonl(tmp_path, *rows, dedupe=True))
     assert (once.rows, once.repeated, once.deduped) == (3, 0, 3)
@@ -314,7 +314,7 @@ def test_held_out_prompts_that_training_asks_in_another_form_are_counted(tmp_pat
     ]
     data = data_of(*sources, eval={"same": form | {"system": "Be brief."}, "other": form})
     pool, held_out = load_pools(data)
-    assert (held_out["eval.same"].rows, held_out["eval.same"].left_out, held_out["eval.same"].alike) == (2, 1, 1)
+    assert (held_out["eval.same"].rows, held_out["eval.same"].left_out, held_out["eval.same"].alike) == (1, 2, 0)
     assert (held_out["eval.other"].rows, held_out["eval.other"].left_out, held_out["eval.other"].alike) == (3, 0, 2)
     line = describe(RunData(pool, held_out).pools)[-1]
     assert line == (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -513,3 +514,30 @@ def test_pools_with_different_content_have_different_digests(tmp_path: Path) -> 
         )
     }
     assert len(digests) == 4
+
+
+LETTER = "How  much is 2 + caf\u00e9?\nSay it."
+ALIKE = [
+    LETTER.replace("  ", " "),
+    LETTER + " ",
+    " " + LETTER,
+    LETTER.replace("\n", "\r\n"),
+    LETTER.replace("is 2", "is\u00a02"),
+    LETTER.replace("\n", " \n\n"),
+    LETTER.upper(),
+    unicodedata.normalize("NFD", LETTER),
+]
+OTHERS = ["How much is 3 + caf\u00e9? Say it.", r"What is \nabla f?", r"What is \tabla f?", "What is f?"]
+
+
+def test_prompts_are_the_same_whatever_their_spaces_case_and_composition(tmp_path: Path) -> None:
+    path, other = tmp_path / "train.jsonl", tmp_path / "eval.jsonl"
+    for file, prompts in ((path, [LETTER]), (other, [*ALIKE, *OTHERS])):
+        file.write_text("".join(json.dumps({"prompt": text, "answer": ""}) + "\n" for text in prompts))
+    train = load_pool(source(kind="jsonl", path=str(path)))
+    left = load_pool(source(kind="jsonl", path=str(other)), without=train)
+    assert (left.left_out, left.rows) == (len(ALIKE), len(OTHERS))
+    once = load_pool(source(kind="jsonl", path=str(other), dedupe=True))
+    assert (once.deduped, once.rows) == (len(ALIKE) - 1, len(OTHERS) + 1)
+    counted = load_pool(source(kind="jsonl", path=str(other)))
+    assert counted.repeated == len(ALIKE) - 1

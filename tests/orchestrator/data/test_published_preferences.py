@@ -429,6 +429,14 @@ def test_step_labels_are_refused_by_their_name(tiny_model: Path, tmp_path: Path)
         text_of(choices, tmp_path / "run.yaml")
 
 
+def test_one_answer_in_a_row_is_refused_with_what_to_do(tiny_model: Path, tmp_path: Path) -> None:
+    """HelpSteer2 as it is published."""
+    rows = [{"prompt": "Q", "response": text, "helpfulness": n} for n, text in enumerate(("A", "B"))]
+    choices = Choices(model=str(tiny_model), data=str(write(rows, tmp_path / "r.jsonl")), algorithm="dpo")
+    with pytest.raises(UsageError, match=r"one answer in a row, .* in one row, as a list `answers` beside"):
+        text_of(choices, tmp_path / "run.yaml")
+
+
 @pytest.mark.parametrize(
     ("text", "turns"),
     [

@@ -394,3 +394,37 @@ def test_messages_as_they_are_published(messages: list[Any]) -> None:
 def test_fields_of_messages_that_decide_what_is_trained_are_refused_by_name(field: dict[str, Any]) -> None:
     with pytest.raises(BadRow, match=rf"message 1 has {next(iter(field))}, which is not read"):
         read_messages([ASKED, SAID | field])
+
+
+ROWS = [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "2"}]
+TALK = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+@pytest.mark.parametrize("name", ["rows.json", "rows.json.gz"])
+def test_rows_in_an_object_around_them_are_read(tmp_path: Path, indent: int | None, name: str) -> None:
+    content = json.dumps({"version": "1", "meta": {"x": [{"y": 1}]}, "tags": ["a"], "data": ROWS}, indent=indent)
+    (tmp_path / name).write_bytes(gzip.compress(content.encode()) if name.endswith("gz") else content.encode())
+    pool = load_pool(source(kind="json", path=str(tmp_path / name)))
+    assert pool.table.column("answer").to_pylist() == ["1", "2"] and pool.problems == ()
+
+
+def test_several_lists_in_an_object_are_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps({"train": ROWS, "test": ROWS}))
+    with pytest.raises(DataError, match="train and test are lists of rows: keep one of them; see"):
+        load_pool(source(kind="json", path=str(path)))
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [{"prompt": TALK[:1], "answer": "1", "tests": [{"x": 1}]}],
+        [{"prompt": "a", "answer": "1", "tests": [{"x": 1}]}],
+        [{"prompt": "a", "answer": "1", "tests": [{"x": 1}]}] * 2,
+    ],
+)
+def test_an_object_with_a_list_is_a_row_of_json_lines_under_the_name_json(tmp_path: Path, lines: list[Any]) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert load_pool(source(kind="json", path=str(path))).rows == len(lines)
