@@ -213,6 +213,8 @@ _LOG = 2
 _TAIL = 2**16
 """Bytes at the end of an output that are kept."""
 _LAST_LINES, _LAST_CHARS = 12, 800
+_FRAME = "at "
+"""Begins a frame of a stack in JavaScript and Java; the error stands before them."""
 
 
 class BoundedOutput:
@@ -264,7 +266,8 @@ class BoundedOutput:
     def last_lines(self) -> str:
         """The last lines in so many characters as a status can have, behind a colon; empty if there are none."""
         words = ""
-        for line in reversed(self.lines()[-_LAST_LINES:]):
+        told = [line for line in self.lines() if not line.startswith(_FRAME)]
+        for line in reversed(told[-_LAST_LINES:]):
             if words and len(words) + len(line) > _LAST_CHARS:
                 break
             words = f"{line[:_LAST_CHARS]} | {words}" if words else line[:_LAST_CHARS]

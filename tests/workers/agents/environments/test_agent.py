@@ -370,7 +370,8 @@ def test_a_program_in_any_language_is_an_agent(play: Play) -> None:
 
 def test_the_cause_of_a_failed_program_is_in_the_status_behind_many_lines(play: Play) -> None:
     """Node writes it some lines before its last one."""
-    lines = "\n".join(["Error: no table", *"012345678", "Node.js v20"])
+    frames = [f"    at Module.load (loader:{number})" for number in range(30)]
+    lines = "\n".join(["Error: no table", *frames, *"012345678", "Node.js v20"])
     script = f"import os, sys; print({lines!r}, file=sys.stderr, flush=True); os.kill(os.getpid(), 9)"
     status = play(command=[sys.executable, "-c", script]).last.status
     assert "the command ended with signal 9 (Killed): Error: no table | 0 | 1" in status and "| Node.js v20" in status
