@@ -21,11 +21,11 @@ from tests.faults.injected import left_behind
 from tests.real.commands import GRPO, Run, interrupt, running
 from troupe.orchestrator.training.checkpoint import CheckpointStore
 
-STEPS = 3
+STEPS = 6
 COLD = {"PYTHONUNBUFFERED": "1"}
 """A command with an environment of its own imports itself what it needs, as a user's does."""
 SHORT = (f"schedule.steps={STEPS}", "schedule.prompts_per_step=2", "algorithm.group_size=4", "sampling.max_tokens=8")
-LATEST_S, AFTER_STEP_S = 30.0, 3.0
+LATEST_S, AFTER_STEP_S = 30.0, 1.0
 
 
 @dataclass(frozen=True)
