@@ -150,7 +150,7 @@ def load_pool(
     is_asked = asked_in(without)
     found = collect(
         read_rows(source, label),
-        lambda raw: _row(raw, source, plain),
+        lambda raw: read_prompt(raw, source, plain=plain),
         label,
         on_bad_row,
         lambda row: is_asked(row.messages),
@@ -167,7 +167,7 @@ def load_pool(
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
+class PromptRow:
     """A usable row, as the pool holds it."""
 
     messages: str
@@ -177,8 +177,8 @@ class _Row:
     origin: str
 
 
-def _row(raw: RawRow, source: DataSource, plain: bool) -> _Row:
-    """A row as the pool holds it. Raises BadRow."""
+def read_prompt(raw: RawRow, source: DataSource, *, plain: bool) -> PromptRow:
+    """The row as the pool holds it. Raises BadRow."""
     messages = json.dumps(chat_messages(raw.prompt, source, raw.system, plain=plain), ensure_ascii=False)
     answers = _answers(raw.answer)
     answer, longest = answers[0], max(map(len, answers))
@@ -193,7 +193,7 @@ def _row(raw: RawRow, source: DataSource, plain: bool) -> _Row:
         raise BadRow(f"the metadata cannot be held as JSON ({error})") from None
     for name, text in (("the prompt", messages), ("the answer", answer), ("the metadata", metadata)):
         require_whole(text, name)
-    return _Row(messages, answer, metadata, _candidates(raw.candidates, source.max_chars), raw.origin)
+    return PromptRow(messages, answer, metadata, _candidates(raw.candidates, source.max_chars), raw.origin)
 
 
 def _candidates(texts: Any, max_chars: int) -> tuple[str, ...]:

@@ -119,18 +119,25 @@ def read_table(source: TableSource | Columns, fields: Fields, label: str) -> Ite
 
 
 def _prompt_rows(source: Prompts, label: str) -> Iterator[RawRow]:
-    fields = {"prompt": source.prompt} | ({"answer": source.answer} if source.answer is not None else {})
-    fields |= {f"metadata.{index}": name for index, name in enumerate(source.metadata)}
-    own = {"candidates": source.candidates, "system_column": source.system_column}
-    fields |= {name: column for name, column in own.items() if column is not None}
-    for row in read_table(source, fields, label):
-        if row.error:
-            yield RawRow(row.origin, error=row.error)
-            continue
-        answer = "" if source.answer is None else row.values[source.answer]
-        metadata = {name: row.values[name] for name in source.metadata}
-        candidates, system = (None if column is None else row.values[column] for column in own.values())
-        yield RawRow(row.origin, row.values[source.prompt], answer, metadata, candidates=candidates, system=system)
+    return (prompt_row(source, row) for row in read_table(source, prompt_fields(source), label))
+
+
+def prompt_fields(source: Prompts) -> dict[str, str]:
+    """Column of each field of a source of prompts."""
+    named = {name: vars(source)[name] for name in ("prompt", "answer", "candidates", "system_column")}
+    fields = {name: column for name, column in named.items() if column is not None}
+    return fields | {f"metadata.{index}": name for index, name in enumerate(source.metadata)}
+
+
+def prompt_row(source: Prompts, row: RawValues) -> RawRow:
+    """A row of prompts, of the values of its columns."""
+    if row.error:
+        return RawRow(row.origin, error=row.error)
+    answer = "" if source.answer is None else row.values[source.answer]
+    metadata = {name: row.values[name] for name in source.metadata}
+    further = (source.candidates, source.system_column)
+    candidates, system = (None if column is None else row.values[column] for column in further)
+    return RawRow(row.origin, row.values[source.prompt], answer, metadata, candidates=candidates, system=system)
 
 
 def named_values(fields: Fields, origin: str, row: Tree) -> RawValues:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from troupe.orchestrator.algorithms.offline import OFFLINE_ALGORITHMS
@@ -92,6 +93,13 @@ class Earned:
     earned: int = 0
     tried: int = 0
     """0: it was not tried."""
+    args: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Its arguments."""
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """Its arguments as a field, unless there are none."""
+        return {"args": {**self.args}} if self.args else {}
 
     @property
     def share(self) -> float:
@@ -162,19 +170,21 @@ def needs_answer(choices: Choices) -> bool:
     return choices.environment in _SCORED or not choices.environment
 
 
-def reward_of(choices: Choices, data: Data) -> str:
-    """The reward function of the role `reward`."""
+def reward_of(choices: Choices, data: Data) -> dict[str, Any]:
+    """The reward function of the role `reward`, with its arguments."""
     if choices.environment not in ("", "single_turn"):
-        return ENVIRONMENT_REWARD
-    return data.reward.function if data.reward is not None else ""
+        return {"name": ENVIRONMENT_REWARD}
+    reward = data.reward or Earned("")
+    return {"name": reward.function, **reward.given}
 
 
 def environment_section(choices: Choices, data: Data) -> dict[str, Any]:
     """The role `environment`."""
-    function = data.reward.function if data.reward is not None else ""
+    reward = data.reward or Earned("")
+    scored = {"function": reward.function, **reward.given}
     own: dict[str, dict[str, Any]] = {
-        "retry": {"args": {"function": function, "attempts": 2}},
-        "tools": {"args": {"tools": ["calculator"], "function": function}, "tool_parser": "hermes"},
+        "retry": {"args": {**scored, "attempts": 2}},
+        "tools": {"args": {"tools": ["calculator"], **scored}, "tool_parser": "hermes"},
     }
     workers = max(1, min(8, choices.cpus // 8))
     cpus = 1 if choices.gpus else max(0.1, int(10 * choices.cpus / workers) / 100)

@@ -238,7 +238,9 @@ def _field(key: str, value: Any, model: type[BaseModel] | None, indent: str) -> 
         for name, item in value.items():
             yield from _field(name, item, inner, indent + "  ")
     else:
-        text = yaml.safe_dump(value, default_flow_style=True, width=10_000, sort_keys=False).removesuffix("...\n")
+        style = '"' if isinstance(value, str) and "\n" in value else None  # others would take several lines
+        text = yaml.safe_dump(value, default_flow_style=True, default_style=style, width=10_000, sort_keys=False)
+        text = text.removesuffix("...\n")
         yield from _with_comment(f"{indent}{key}: {text.strip()}", meaning, indent)
 
 

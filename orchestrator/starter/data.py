@@ -3,7 +3,6 @@ function that fits the answers."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,34 +11,33 @@ from troupe.orchestrator.algorithms.offline import OFFLINE_ALGORITHMS, DataForma
 from troupe.orchestrator.data.preferences import answer_columns, column_names
 from troupe.orchestrator.data.readers import find_column, has_column
 from troupe.orchestrator.errors import UsageError
+from troupe.orchestrator.starter.answers import asking, fitting_reward, fitting_tests
 from troupe.orchestrator.starter.choices import GYM, TASKS, Choices, Data, Earned, needs_answer
-from troupe.orchestrator.starter.examples import tools_column, what_is_read
+from troupe.orchestrator.starter.examples import tools_column, trained_characters, what_is_read
 from troupe.orchestrator.starter.tables import Table, find_tables
-from troupe.workers.isolation.probe import ProbeFailed, ask
 
-_TRIAL = "troupe.workers.rewards.trials:count_earned"
-_MATHS = ("last_number", "numeric")
-_ANY = "exact_match"
-_OF_MATHS = re.compile(r"\d|\\[A-Za-z]")
-"""A number or a LaTeX command; `numeric` takes any word for a symbol."""
-_ANSWERS = 200
-_ENOUGH = 0.95
-_TIMEOUT_S = 120.0
 _COLUMNS: Mapping[str, tuple[str, ...]] = {
-    "prompt": ("prompt", "question", "instruction", "problem", "query", "input", "context_messages", "messages"),
+    "prompt": (
+        *("prompt", "question", "instruction", "problem", "query", "input", "context_messages", "messages"),
+        *("question_content", "text"),
+    ),
     "answer": (
         *("answer", "reward_model.ground_truth", "ground_truth", "final_answer", "expected_answer", "gold"),
         *("extra_info.answer", "target", "label", "solution"),
     ),
-    "response": ("response", "completion", "output", "answer", "extra_info.answer", "answers"),
+    "response": (
+        *("response", "completion", "output", "solution", "generation", "generated_solution", "code", "answer"),
+        *("extra_info.answer", "answers"),
+    ),
     "chosen": ("chosen", "preferred"),
     "rejected": ("rejected", "dispreferred"),
     "label": ("label", "desirable"),
     "answers": ("answers", "responses", "candidates"),
     "scores": ("scores", "rewards"),
 }
-"""Names to look for a column of the spec, the spec's own first: the names in GSM8K, MATH, verl, TRL and OpenRLHF."""
-_COMPARED_PROMPTS = (*_COLUMNS["prompt"], "history", "question.full_text", "info.post", "context")
+"""Names to look for a column of the spec, the spec's own first: the names in GSM8K, MATH, verl, TRL, OpenRLHF,
+LiveCodeBench and MBPP."""
+_COMPARED_PROMPTS = (*_COLUMNS["prompt"][:-1], "history", "question.full_text", "info.post", "context")
 """Further names of prompts in preferences: SHP, WebGPT, summaries of OpenAI, HelpSteer3."""
 _SYSTEM = ("system", "system_prompt")
 _CONVERSATIONS = ("messages", "conversations", "conversation")
@@ -79,7 +77,7 @@ def read_data(choices: Choices) -> Data:
         columns |= {"tools": tools}
         found = replace(found, prompt_tokens=found.prompt_tokens + _tokens(train, tools))
     section = {"train": train.section | columns}
-    notes = what_is_read(choices.algorithm, section["train"], train.rows) if choices.offline else ()
+    notes = (*found.notes, *what_is_read(choices.algorithm, section["train"], train.rows))
     found = replace(found, section=section, unused=_unused(columns, train), notes=notes)
     there = {} if held_out is None else held_out.rows[0]
     if held_out is not None and (lost := [name for name in column_names(columns) if not has_column(there, name)]):
@@ -91,29 +89,36 @@ def read_data(choices: Choices) -> Data:
 
 def _prompts(choices: Choices, table: Table) -> Data:
     """Prompts with answers, and the reward function that their answers earn."""
-    columns: dict[str, str | None] = {**_named(("prompt",), table, choices.data)}
-    answer = _found("answer", table)
-    prompt_tokens = _tokens(table, columns.get("prompt") or "prompt")
+    columns: dict[str, Any] = {**_named(("prompt",), table, choices.data)}
+    prompt = columns.get("prompt", "prompt")
+    prompt_tokens = _tokens(table, prompt)
+    # A label beside a response is what somebody thinks of it.
+    labels = {"label"} if any(name in table.rows[0] for name in _COLUMNS["response"][:3]) else set[str]()
+    answers = [name for name in _COLUMNS["answer"] if name in table.rows[0] and name not in {prompt, *labels}]
     if not needs_answer(choices):
+        answer = answers[0] if answers else None
         columns |= {"answer": answer} if answer != "answer" else {}
         return Data({"train": table.section | columns}, prompt_tokens, 0)
-    if answer is None:
+    found = fitting_tests(table, prompt)
+    if found is None and not answers:
         raise UsageError(
             f"--data: {choices.data} has no column with the answer (it has: {', '.join(table.rows[0])}): name it "
             f"{' or '.join(_COLUMNS['answer'][:3])}"
         )
-    columns |= {"answer": answer} if answer != "answer" else {}
-    reward = fitting_reward([row.get(answer) for row in table.rows])
-    return Data({"train": table.section | columns}, prompt_tokens, 0, reward)
+    read, reward, note = found or fitting_reward(table, prompt, answers)
+    columns |= read | asking(reward, [row.get(prompt) for row in table.rows])
+    return Data({"train": table.section | columns}, prompt_tokens, 0, reward, notes=(note,) if note else ())
 
 
 def _examples(choices: Choices, table: Table) -> Data:
     """Demonstrations or comparisons, in the first of the algorithm's formats."""
     needed = _OFFLINE_COLUMNS[OFFLINE_ALGORITHMS[choices.algorithm].formats[0]]
-    whole = next((name for name in _CONVERSATIONS if name in table.rows[0]), None)
-    if needed == ("prompt", "response") and whole is not None and _found("response", table) is None:
-        return Data({"train": table.section | {"messages": whole}}, 0, _tokens(table, whole))
-    if "chosen" in needed or "answers" in needed:
+    if needed == ("prompt", "response"):
+        columns = _demonstrations(choices, table)
+        if "messages" in columns:
+            return Data({"train": table.section | columns}, 0, _tokens(table, columns["messages"]))
+        answers = [columns.get("response", "response")]
+    elif "chosen" in needed or "answers" in needed:
         columns = _compared(needed, table, choices.data)
         answers = column_names({"answers": columns.get("answers", [columns.get(name, name) for name in needed[1:3]])})
     else:
@@ -122,6 +127,16 @@ def _examples(choices: Choices, table: Table) -> Data:
     prompt = columns.get("prompt", "prompt")
     prompt_tokens = 0 if prompt is None else _tokens(table, prompt)  # without one, the answers are whole conversations
     return Data({"train": table.section | columns}, prompt_tokens, max(_tokens(table, name) for name in answers))
+
+
+def _demonstrations(choices: Choices, table: Table) -> dict[str, str]:
+    """The columns of which most is trained, of those with conversations and those with a response to the prompt."""
+    found = [{"messages": name} for name in _CONVERSATIONS if name in table.rows[0]]
+    responses = [name for name in _COLUMNS["response"] if name in table.rows[0]]
+    if not found or (responses and _found("prompt", table)):
+        named = _named(("prompt",) if responses else ("prompt", "response"), table, choices.data)
+        found += [named | ({"response": name} if name != "response" else {}) for name in responses]
+    return max(found, key=lambda columns: trained_characters(choices.algorithm, table.section | columns, table.rows))
 
 
 def _compared(needed: Sequence[str], table: Table, data: str) -> dict[str, Any]:
@@ -175,23 +190,3 @@ def _tokens(table: Table, column: str) -> int:
     """Room for the longest value, with the chat template: two characters a token, and at least 128."""
     longest = max(len(str(find_column(row, column))) for row in table.rows if has_column(row, column))
     return min(4096, max(128, 64 * -(-(longest // 2 + 64) // 64)))
-
-
-def fitting_reward(answers: Sequence[Any]) -> Earned:
-    """The first function that gives nearly all answers 1, else the one that gives most of them 1.
-
-    Raises:
-        UsageError: There are no answers, or the trial fails.
-    """
-    given = [right for right in answers if right not in (None, "", []) and right == right][:_ANSWERS]  # NaN is missing
-    texts = [list(map(str, right if isinstance(right, list) else [right])) for right in given]
-    if not texts:
-        raise UsageError("--data: the column with the answer is empty")
-    maths = sum(bool(_OF_MATHS.search(right[0])) for right in texts) >= _ENOUGH * len(texts)
-    tried = (*_MATHS, _ANY) if maths else (_ANY,)
-    try:
-        counts = ask(_TRIAL, {"functions": tried, "answers": texts, "enough": _ENOUGH}, _TIMEOUT_S)
-    except ProbeFailed as error:
-        raise UsageError(f"--data: the answers cannot be tried: {error}") from None
-    found = [Earned(function, earned, len(texts)) for function, earned in counts]
-    return next((one for one in found if one.share >= _ENOUGH), max(found, key=lambda one: one.earned))

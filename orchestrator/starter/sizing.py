@@ -349,7 +349,7 @@ def _rollouts(choices: Choices, data: Data, settings: Sizing) -> dict[str, Any]:
     scorers = max(1, min(8, choices.cpus // 4))
     share = 10 if choices.environment else 20  # percent of the cores
     reward_cpus = 1 if choices.gpus else max(0.1, int(share * choices.cpus / scorers) / 100)
-    roles["reward"] = {"workers": scorers, "cpus": reward_cpus, "functions": [{"name": reward_of(choices, data)}]}
+    roles["reward"] = {"workers": scorers, "cpus": reward_cpus, "functions": [reward_of(choices, data)]}
     if choices.environment:
         roles["environment"] = environment_section(choices, data)
     ahead = int(bool(choices.gpus) and not settings.shared_gpus)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from itertools import chain
 from typing import Any
 
+from troupe.workers.agents.interface import has_tests, python_tests
 from troupe.workers.contract.model_files import check_model_files
 from troupe.workers.contract.rewards import is_solved
 from troupe.workers.rewards.answer_text import in_thought
@@ -13,29 +17,92 @@ from troupe.workers.rewards.loading import load
 _SEED = 20_011
 """Seed of the tried tasks, which differ from the run's."""
 
+_NONSENSE = "I do not know."
+_BY_CHANCE = {"the answer of another row": 0.15, "an empty response": 0.0, "nonsense": 0.0, "the prompt": 0.5}
+"""Wrong responses, and the part of the prompts at which they may happen to be right."""
+_WRONG, _PROGRAMS, _REFERENCES, _CASES = 50, 8, 3, 10
+"""Prompts whose wrong responses are tried; rows whose programs are, programs of a row, and their test cases."""
 
-def count_earned(request: dict[str, Any]) -> Iterator[tuple[str, int]]:
-    """How many right answers earn 1 from each of several functions, up to the first that gives nearly all 1.
+
+def count_earned(request: dict[str, Any]) -> Iterator[tuple[str, int, str]]:
+    """What each of several functions gives right and wrong responses, up to the first that tells them apart.
 
     Args:
-        request: `functions` by name, `answers` (the right ones of each prompt), and `enough`, a part of them.
+        request: `functions` by name, `answers` (the right ones of each prompt), `prompts`, and `enough`, a part.
+
+    Yields:
+        The function, the number of right answers that earn 1, and a kind of wrong responses that does, or "".
     """
-    answers = request["answers"]
+    answers: list[list[str]] = request["answers"]
     for name in request["functions"]:
         function = load(name, {})
-        earned = sum(_earns(function, right) for right in answers)
-        yield name, earned
-        if earned >= request["enough"] * len(answers):
+        earned = sum(_earns(function, right[0], right) for right in answers)
+        paid = _paid(answers, request["prompts"], lambda said, number, f=function: _earns(f, said, answers[number]))
+        yield name, earned, paid
+        if earned >= request["enough"] * len(answers) and not paid:
             return
 
 
-def _earns(function: Callable[..., Any], right: Sequence[str]) -> bool:
-    """Whether the first right answer, as the data have it or in a box, earns 1."""
+def _paid(right: Sequence[Sequence[str]], prompts: Sequence[str], earns: Callable[[str, int], bool]) -> str:
+    """A kind of wrong responses to the first prompts that earns 1 more often than by chance; empty if none does."""
+    given = list(enumerate(right[:_WRONG]))
+    others = [next((one[0] for one in chain(right[n:], right) if one and one[0] not in own), "") for n, own in given]
+    wrong = (others, [""] * len(given), [_NONSENSE] * len(given), prompts)
+    for (kind, chance), said in zip(_BY_CHANCE.items(), wrong, strict=True):
+        if sum(earns(said[number], number) for number, _ in given) > chance * len(given):
+            return kind
+    return ""
+
+
+def _earns(function: Callable[..., Any], said: str, right: Sequence[str]) -> bool:
+    """Whether an answer, as the data have it or in a box, earns 1."""
     metadata = {"right_answers": list(right)} if len(right) > 1 else {}
     try:
-        return any(is_solved(function(text, right[0], metadata), 1.0) for text in (right[0], f"\\boxed{{{right[0]}}}"))
+        return any(is_solved(function(text, right[0], metadata), 1.0) for text in (said, f"\\boxed{{{said}}}"))
     except (ValueError, IndexError):  # it does not read answers of this form, or there is none
         return False
+
+
+def try_programs(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The column with test cases that most rows have, and what right and wrong programs earn; nothing without one.
+
+    Args:
+        request: `rows`, by column; `tests` and `programs`, columns that may have test cases and reference programs; and
+            `prompts`.
+
+    Yields:
+        `column`, `usable` (rows whose cases can be used), `earned` of `tried` rows with programs, and `paid`, a kind of
+        wrong programs that earns 1, or "".
+    """
+    rows = list(zip(request["rows"], request["prompts"], strict=True))
+    usable = {name: [one for one in rows if has_tests(one[0].get(name), one[0])] for name in request["tests"]}
+    column = max(usable, key=lambda name: len(usable[name]), default="")
+    if not usable.get(column):
+        return
+    tried = usable[column][:_PROGRAMS]
+
+    def passes(program: str, number: int) -> bool:
+        try:
+            return python_tests(program, "", tried[number][0], tests=column, max_cases=_CASES) == 1.0
+        except (ValueError, TimeoutError):
+            return False
+
+    right = [list(_references(row, request["programs"], prompt)) for row, prompt in tried]
+    earned = sum(any(passes(program, number) for program in programs) for number, programs in enumerate(right))
+    counts = {"usable": len(usable[column]), "earned": earned, "tried": sum(map(bool, right))}
+    yield {"column": column, "paid": _paid(right, [prompt for _, prompt in tried], passes), **counts}
+
+
+def _references(row: Mapping[str, Any], columns: Sequence[str], prompt: str) -> Iterator[str]:
+    """The first reference programs of a row, also as the continuation of its prompt (HumanEval)."""
+    for name in columns:
+        value = row.get(name)
+        with suppress(ValueError):  # a program is no JSON
+            value = json.loads(value) if isinstance(value, str) else value
+        programs = [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, str) and one]
+        if programs:
+            yield from chain.from_iterable((one, prompt + one) for one in programs[:_REFERENCES])
+            return
 
 
 def sample_levels(request: dict[str, Any]) -> Iterator[list[int]]:

@@ -278,10 +278,11 @@ def test_columns_are_found_under_their_usual_names(tiny_model: Path, tmp_path: P
     }
     assert document["roles"]["reward"]["functions"] == [{"name": "last_number"}]
     file.write_text('{"prompt": "Capital of France?", "answer": "Paris"}\n')
-    assert read_data(choices).reward == Earned("exact_match", 1, 1)
+    assert read_data(choices).reward == Earned("choice", 1, 1)
 
 
 GSM8K = {"question": "Two and two?", "answer": "Two and two are 2 + 2 = 4.\n#### 4"}
+BOXED = "{prompt}\n\nPut the final answer in \\boxed{}."
 MATH = {"problem": "Half?", "level": "Level 1", "solution": r"It is $\boxed{\frac{1}{2}}$."}
 VERL = {
     "data_source": "gsm8k",
@@ -299,9 +300,9 @@ TRL_PAIR = {name: [TRL_CHAT["messages"][0], {"role": "assistant", "content": nam
     ("row", "algorithm", "columns", "reward"),
     [
         (GSM8K, "grpo", {"prompt": "question"}, "last_number"),
-        (MATH, "grpo", {"prompt": "problem", "answer": "solution"}, "numeric"),
+        (MATH, "grpo", {"prompt": "problem", "answer": "solution", "template": BOXED}, "numeric"),
         (VERL, "grpo", {"answer": "reward_model.ground_truth"}, "last_number"),
-        (OPENRLHF, "grpo", {"prompt": "input", "answer": "label"}, "exact_match"),
+        (OPENRLHF, "grpo", {"prompt": "input", "answer": "label"}, "choice"),
         (SHAREGPT, "sft", {"messages": "conversations"}, None),
         (TRL_CHAT, "sft", {"messages": "messages"}, None),
         (TRL_PAIR, "dpo", {"prompt": None}, None),
@@ -469,7 +470,7 @@ def test_a_column_without_answers_is_refused(tiny_model: Path, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        ('{"text": "a"}\n', "has no column prompt (it has: text)"),
+        ('{"words": "a"}\n', "has no column prompt (it has: words)"),
         ('{"prompt": "a"}\n', "has no column with the answer (it has: prompt)"),
         ('{"prompt": "a"}\n{"prompt\n', "rows.jsonl:2: not JSON"),
         ("\n", "has no rows"),

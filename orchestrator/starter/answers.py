@@ -1,0 +1,175 @@
+"""Chooses the reward function of a first spec: one that right answers or programs earn, and wrong ones do not."""
+
+from __future__ import annotations
+
+import builtins
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from troupe.orchestrator.data.readers import json_safe
+from troupe.orchestrator.errors import UsageError
+from troupe.orchestrator.starter.choices import Earned
+from troupe.orchestrator.starter.tables import Table
+from troupe.workers.isolation.probe import ProbeFailed, ask
+
+_TRIALS = "troupe.workers.rewards.trials"
+_MATHS = ("last_number", "numeric")
+_TEXTS = ("choice", "exact_match")
+_OF_MATHS = re.compile(r"\d|\\[A-Za-z]")
+"""A number or a LaTeX command; `numeric` takes any word for a symbol."""
+_STATED = re.compile(r"####|\\(?:boxed|fbox)\b")
+"""Ends a solution whose end is the answer."""
+_PROGRAM = re.compile(r"^\s*\{\s*\"|\bdef \w|\blambda\b[^:\n]*:|\bprint\(|#include|:=")
+"""A program, a formal proof, or an object as JSON."""
+_LONGEST, _LONGEST_LATEX = 100, 200
+_PLACEHOLDER = re.compile(r"proof|not\s?found|n/?a|none|null|nan|unknown|[-?.]*", re.IGNORECASE)
+_LOOKS_TESTED = re.compile(r"\bassert\b|[\"']inputs?[\"']\s*:")
+_CALLED = re.compile(r"(?:from solution import |\bassert (?:not )?(?=\w+\()|\"fn_name\": \")(\w+)")
+_NOT_CALLED = frozenset({"candidate", *dir(builtins)})
+_TESTED = re.compile("test|assert|input_output|verification|ground_truth|answer", re.IGNORECASE)
+"""Names of columns that may have test cases."""
+_BESIDE_TESTS = ("entry_point", "test_setup_code", "test_imports", "metadata")
+_PROGRAMS = ("solutions", "solution", "canonical_solution", "code", "reference_solution", "gold_standard_solution")
+_OPTIONS = ("choices", "options", "choices.text")
+_ANSWERS, _TESTS = 200, 60
+_ENOUGH, _TOLERABLE = 0.95, 0.8
+_TIMEOUT_S = 120.0
+_REMEDY = "name a column with short final answers or with tests, or write the spec with `judge` or a function of yours"
+
+Row = Mapping[str, Any]
+Fitting = tuple[dict[str, Any], Earned, str]
+"""Columns, the function, and what to know of them."""
+
+
+def fitting_reward(table: Table, prompt: str, columns: Sequence[str]) -> Fitting:
+    """The first of the columns with answers that can be compared, and the function that tells right from wrong ones.
+
+    Raises:
+        UsageError: There are no such answers or no such function, or the trial fails.
+    """
+    found = {column: list(_answers(table, column)) for column in columns}
+    if not any(found.values()):
+        raise UsageError("--data: the column with the answer is empty")
+    other = {name: [right[0] for _, right in rows if not _is_compared(right[0])] for name, rows in found.items()}
+    column = next((name for name, rows in found.items() if rows and len(other[name]) <= (1 - _ENOUGH) * len(rows)), "")
+    if not column:
+        name, (text, *_) = next((name, texts) for name, texts in other.items() if texts)
+        raise UsageError(
+            f"--data: {name} has programs or long texts, which no response repeats ({text[:60]!r}); {_REMEDY}"
+        )
+    rows = found[column]
+    given = [(row, right) for row, right in rows if not _PLACEHOLDER.fullmatch(right[0])]
+    note = f"{column} has no answer in {len(rows) - len(given)} of {len(rows)} rows (proof, none, ...)"
+    if len(given) < _ENOUGH * len(rows):
+        raise UsageError(f"--data: {note}: leave such rows out")
+    if named := _named_options(given, prompt):
+        why = f"{column} ({given[0][1][0]}) names one of {named}, which the prompt does not have"
+        raise UsageError(f"--data: {why}: write a column with the question and its {named}")
+    note, given = f"{note}." if len(given) < len(rows) else "", given[:_ANSWERS]
+    maths = sum(bool(_OF_MATHS.search(right[0])) for _, right in given) / len(given)
+    request = {
+        "functions": _MATHS if maths >= _ENOUGH else _MATHS[1:] if maths > 0.5 else _TEXTS,
+        "answers": [right for _, right in given],
+        "prompts": [last_text(row.get(prompt)) for row, _ in given],
+        "enough": _ENOUGH,
+    }
+    tried = [(Earned(name, earned, len(given)), paid) for name, earned, paid in _ask("count_earned", request)]
+    safe = [one for one, paid in tried if not paid]
+    best = next((one for one in safe if one.share >= _ENOUGH), max(safe, key=lambda one: one.earned, default=None))
+    if best is None or best.share < _TOLERABLE:
+        said = (f"{one.note}{f', and so does {paid}' if paid else ''}" for one, paid in tried)
+        raise UsageError(f"--data: no reward function fits the answers in {column} ({'; '.join(said)}); {_REMEDY}")
+    return {} if column == "answer" else {"answer": column}, best, note
+
+
+def _answers(table: Table, column: str) -> Iterator[tuple[Row, list[str]]]:
+    """The rows with an answer, and their right answers as texts; NaN is a missing one."""
+    for row in table.rows:
+        value = row.get(column)
+        if value not in (None, "", []) and value == value:
+            yield row, [str(one) for one in (value if isinstance(value, list) else [value])]
+
+
+def _is_compared(text: str) -> bool:
+    """Whether a response can have the answer, too: it is short, or its end is."""
+    text = text.strip()
+    short = len(text) <= _LONGEST_LATEX if "\\" in text else len(text) <= _LONGEST and "\n" not in text
+    return bool(_STATED.search(text)) or (short and not _PROGRAM.search(text))
+
+
+def _named_options(given: Sequence[tuple[Row, list[str]]], prompt: str) -> str:
+    """The column with options that answers name by number or letter and that prompts do not have; empty without one."""
+    for name in _OPTIONS:
+        rows = [(row, list(map(str, row[name])), right[0]) for row, right in given if isinstance(row.get(name), list)]
+        by_number = all(right.isdecimal() and int(right) < len(options) for _, options, right in rows)
+        asked = all(option in last_text(row.get(prompt)) for row, options, _ in rows for option in options)
+        if rows and not asked and (by_number or not any(right in options for _, options, right in rows)):
+            return name
+    return ""
+
+
+def fitting_tests(table: Table, prompt: str) -> Fitting | None:
+    """The columns that `python_tests` reads, and the function with what the data's programs earn; None without tests.
+
+    Raises:
+        UsageError: The cases of many rows cannot be used, programs do not earn 1 or wrong ones do, or the trial fails.
+    """
+    rows = table.rows[:_TESTS]
+    columns = [name for name in rows[0] if name != prompt and _TESTED.search(name)]
+    columns = [name for name in columns if any(_LOOKS_TESTED.search(str(row.get(name))) for row in rows)]
+    if not columns:
+        return None
+    beside = [name for name in _BESIDE_TESTS if name in rows[0]]
+    named = [name for name in (*columns, *beside, *_PROGRAMS) if name in rows[0]]
+    given = [{name: json_safe(row.get(name)) for name in named} for row in rows]
+    prompts = [last_text(row.get(prompt)) for row in rows]
+    request = {"rows": given, "prompts": prompts, "tests": columns, "programs": _PROGRAMS}
+    found = next(iter(_ask("try_programs", request)), None)
+    if found is None:
+        return None
+    column, usable = found["column"], found["usable"]
+    if usable < _TOLERABLE * len(rows):
+        why = f"the test cases in {column} can be used for {usable} of the first {len(rows)} rows"
+        why = f"{why}: keep such rows only, and other kinds of tasks in other files"
+        raise UsageError(f"--data: {why}")
+    earned = Earned("python_tests", found["earned"], found["tried"], {"tests": column})
+    if found["paid"] or earned.share < 0.5:
+        paid = f"{found['paid']} earns 1" if found["paid"] else earned.note
+        raise UsageError(f"--data: the test cases in {column} do not tell right from wrong programs: {paid}")
+    notes = [] if usable == len(rows) else [f"The test cases of {usable} of the first {len(rows)} rows can be used."]
+    tests = zip((str(row[column]) for row in rows), prompts, strict=True)
+    calls = [(name, text) for cases, text in tests for name in _CALLED.findall(cases)[:1]]
+    if unnamed := [name for name, text in calls if name not in text and name not in _NOT_CALLED]:
+        notes.append(
+            f"Warning: {len(unnamed)} prompts do not name the function that is tested ({unnamed[0]}): add it to them."
+        )
+    notes += [] if found["tried"] else ["The data have no reference program: no right program was tried."]
+    return {"answer": None, "metadata": [column, *beside]}, earned, " ".join(notes)
+
+
+_ASKED = {
+    "numeric": ("boxed", "{prompt}\n\nPut the final answer in \\boxed{}."),
+    "python_tests": ("python", "{prompt}\n\nAnswer with a Python program in a ```python block."),
+}
+
+
+def asking(reward: Earned, prompts: Sequence[Any]) -> dict[str, str]:
+    """The template that asks for the form that the reward reads, unless most prompts do."""
+    if reward.function not in _ASKED:
+        return {}
+    word, template = _ASKED[reward.function]
+    return {} if sum(word in str(one).lower() for one in prompts) > len(prompts) / 2 else {"template": template}
+
+
+def last_text(prompt: Any) -> str:
+    """The text of a prompt, or of its last message."""
+    last = prompt[-1] if isinstance(prompt, list) and prompt else prompt
+    return str(last.get("content", last.get("value", "")) if isinstance(last, Mapping) else last)
+
+
+def _ask(entry: str, request: Mapping[str, Any]) -> list[Any]:
+    try:
+        return ask(f"{_TRIALS}:{entry}", request, _TIMEOUT_S)
+    except ProbeFailed as error:
+        raise UsageError(f"--data: the answers cannot be tried: {error}") from None
