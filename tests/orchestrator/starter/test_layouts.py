@@ -67,6 +67,7 @@ SFT: dict[str, tuple[dict[str, Any], int]] = {
     "thought.jsonl": ({"prompt": "question", "response": "answer"}, 8),
     **{f"preferences/{one}": ({}, 6) for one in ("helpsteer2.jsonl",)},
     **{f"preferences/kto{one}": ({"response": "completion"}, 6) for one in (".csv", "_01.jsonl", "_mix.jsonl")},
+    "preferences/tools_sft.jsonl": ({"messages": "messages"}, 4),
     "preferences/ultra_bin.jsonl": ({"messages": "messages"}, 6),
 }
 """Layouts that SFT trains on: columns and rows."""
@@ -102,7 +103,6 @@ REFUSED: dict[tuple[str, str], str] = {
     ("sft", "humaneval.jsonl"): "no column response",
     ("sft", "mmlu.jsonl"): "no row can be used",
     ("sft", "taco.parquet"): "no column response",
-    ("sft", "preferences/tools_sft.jsonl"): "tool_calls",
 }
 """Layouts that hold no answer, or more than one kind of task, and what the refusal says."""
 
