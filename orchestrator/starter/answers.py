@@ -13,7 +13,8 @@ from troupe.orchestrator.starter.choices import Earned
 from troupe.orchestrator.starter.tables import Table
 from troupe.workers.isolation.probe import ProbeFailed, ask
 
-_TRIALS = "troupe.workers.rewards.trials"
+_REWARDS = "troupe.workers.rewards.trials:count_earned"
+_PROGRAMS_TRIAL = "troupe.workers.agents.sandbox.trials:try_programs"
 _MATHS = ("last_number", "numeric")
 _TEXTS = ("choice", "exact_match")
 _OF_MATHS = re.compile(r"\d|\\[A-Za-z]")
@@ -74,7 +75,7 @@ def fitting_reward(table: Table, prompt: str, columns: Sequence[str]) -> Fitting
         "prompts": [last_text(row.get(prompt)) for row, _ in given],
         "enough": _ENOUGH,
     }
-    tried = [(Earned(name, earned, len(given)), paid) for name, earned, paid in _ask("count_earned", request)]
+    tried = [(Earned(name, earned, len(given)), paid) for name, earned, paid in _ask(_REWARDS, request)]
     safe = [one for one, paid in tried if not paid]
     best = next((one for one in safe if one.share >= _ENOUGH), max(safe, key=lambda one: one.earned, default=None))
     if best is None or best.share < _TOLERABLE:
@@ -125,7 +126,7 @@ def fitting_tests(table: Table, prompt: str) -> Fitting | None:
     given = [{name: json_safe(row.get(name)) for name in named} for row in rows]
     prompts = [last_text(row.get(prompt)) for row in rows]
     request = {"rows": given, "prompts": prompts, "tests": columns, "programs": _PROGRAMS}
-    found = next(iter(_ask("try_programs", request)), None)
+    found = next(iter(_ask(_PROGRAMS_TRIAL, request)), None)
     if found is None:
         return None
     column, usable = found["column"], found["usable"]
@@ -170,6 +171,6 @@ def last_text(prompt: Any) -> str:
 
 def _ask(entry: str, request: Mapping[str, Any]) -> list[Any]:
     try:
-        return ask(f"{_TRIALS}:{entry}", request, _TIMEOUT_S)
+        return ask(entry, request, _TIMEOUT_S)
     except ProbeFailed as error:
         raise UsageError(f"--data: the answers cannot be tried: {error}") from None

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from troupe.workers.agents.episodes.turns import TurnLimits as TurnLimits
     from troupe.workers.agents.judges import JudgeReward as JudgeReward
     from troupe.workers.agents.judges import judge_problem as judge_problem
-    from troupe.workers.agents.sandbox.python_tests import has_tests as has_tests
     from troupe.workers.agents.sandbox.python_tests import python_tests as python_tests
     from troupe.workers.agents.sandbox.run import sandbox_problem as sandbox_problem
 
@@ -41,7 +40,7 @@ _HOMES = {
     **dict.fromkeys(("Played", "SampledTurn", "Segment", "TurnLimits"), "episodes.turns"),
     "JudgeReward": "judges",
     "judge_problem": "judges",
-    **dict.fromkeys(("has_tests", "python_tests"), "sandbox.python_tests"),
+    "python_tests": "sandbox.python_tests",
     "sandbox_problem": "sandbox.run",
 }
 """The names, and the module of each in this folder."""

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
-from troupe.workers.agents.interface import has_tests, python_tests
 from troupe.workers.contract.model_files import check_model_files
 from troupe.workers.contract.rewards import is_solved
 from troupe.workers.rewards.answer_text import in_thought
@@ -20,8 +17,8 @@ _SEED = 20_011
 _NONSENSE = "I do not know."
 _BY_CHANCE = {"the answer of another row": 0.15, "an empty response": 0.0, "nonsense": 0.0, "the prompt": 0.5}
 """Wrong responses, and the part of the prompts at which they may happen to be right."""
-_WRONG, _PROGRAMS, _REFERENCES, _CASES = 50, 8, 3, 10
-"""Prompts whose wrong responses are tried; rows whose programs are, programs of a row, and their test cases."""
+_WRONG = 50
+"""Prompts whose wrong responses are tried."""
 
 
 def count_earned(request: dict[str, Any]) -> Iterator[tuple[str, int, str]]:
@@ -37,13 +34,15 @@ def count_earned(request: dict[str, Any]) -> Iterator[tuple[str, int, str]]:
     for name in request["functions"]:
         function = load(name, {})
         earned = sum(_earns(function, right[0], right) for right in answers)
-        paid = _paid(answers, request["prompts"], lambda said, number, f=function: _earns(f, said, answers[number]))
+        paid = paid_wrong(
+            answers, request["prompts"], lambda said, number, f=function: _earns(f, said, answers[number])
+        )
         yield name, earned, paid
         if earned >= request["enough"] * len(answers) and not paid:
             return
 
 
-def _paid(right: Sequence[Sequence[str]], prompts: Sequence[str], earns: Callable[[str, int], bool]) -> str:
+def paid_wrong(right: Sequence[Sequence[str]], prompts: Sequence[str], earns: Callable[[str, int], bool]) -> str:
     """A kind of wrong responses to the first prompts that earns 1 more often than by chance; empty if none does."""
     given = list(enumerate(right[:_WRONG]))
     others = [next((one[0] for one in chain(right[n:], right) if one and one[0] not in own), "") for n, own in given]
@@ -61,48 +60,6 @@ def _earns(function: Callable[..., Any], said: str, right: Sequence[str]) -> boo
         return any(is_solved(function(text, right[0], metadata), 1.0) for text in (said, f"\\boxed{{{said}}}"))
     except (ValueError, IndexError):  # it does not read answers of this form, or there is none
         return False
-
-
-def try_programs(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The column with test cases that most rows have, and what right and wrong programs earn; nothing without one.
-
-    Args:
-        request: `rows`, by column; `tests` and `programs`, columns that may have test cases and reference programs; and
-            `prompts`.
-
-    Yields:
-        `column`, `usable` (rows whose cases can be used), `earned` of `tried` rows with programs, and `paid`, a kind of
-        wrong programs that earns 1, or "".
-    """
-    rows = list(zip(request["rows"], request["prompts"], strict=True))
-    usable = {name: [one for one in rows if has_tests(one[0].get(name), one[0])] for name in request["tests"]}
-    column = max(usable, key=lambda name: len(usable[name]), default="")
-    if not usable.get(column):
-        return
-    tried = usable[column][:_PROGRAMS]
-
-    def passes(program: str, number: int) -> bool:
-        try:
-            return python_tests(program, "", tried[number][0], tests=column, max_cases=_CASES) == 1.0
-        except (ValueError, TimeoutError):
-            return False
-
-    right = [list(_references(row, request["programs"], prompt)) for row, prompt in tried]
-    earned = sum(any(passes(program, number) for program in programs) for number, programs in enumerate(right))
-    counts = {"usable": len(usable[column]), "earned": earned, "tried": sum(map(bool, right))}
-    yield {"column": column, "paid": _paid(right, [prompt for _, prompt in tried], passes), **counts}
-
-
-def _references(row: Mapping[str, Any], columns: Sequence[str], prompt: str) -> Iterator[str]:
-    """The first reference programs of a row, also as the continuation of its prompt (HumanEval)."""
-    for name in columns:
-        value = row.get(name)
-        with suppress(ValueError):  # a program is no JSON
-            value = json.loads(value) if isinstance(value, str) else value
-        programs = [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, str) and one]
-        if programs:
-            yield from chain.from_iterable((one, prompt + one) for one in programs[:_REFERENCES])
-            return
 
 
 def sample_levels(request: dict[str, Any]) -> Iterator[list[int]]:
