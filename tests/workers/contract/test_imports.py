@@ -214,8 +214,8 @@ def test_an_environment_without_its_package(
 
 
 def test_only_features_import_the_packages_of_extras() -> None:
-    """Every role, command and service is imported without any of them."""
-    modules = " ".join(module for module, _ in MODULES)
+    """Every role, command and service is imported without any of them, but for sympy, which torch requires."""
+    modules = " ".join(module for module, _ in MODULES if module != "sympy")
     done = subprocess.run(
         [sys.executable, "-c", IMPORTS, modules], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
     )
