@@ -226,7 +226,9 @@ def workspace(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Pat
     cyclic = chain.replace("  sft:\n", '  sft:\n    model: {path: "stage:ppo"}\n')
     for name, text in {
         "good.yaml": good,
-        "rows.jsonl": "".join(json.dumps({"prompt": f"What follows {i}?", "answer": str(i + 1)}) + "\n" for i in range(8)),
+        "rows.jsonl": "".join(
+            json.dumps({"prompt": f"What follows {i}?", "answer": str(i + 1)}) + "\n" for i in range(8)
+        ),
         "two.yaml": chain,
         "cyclic.yaml": cyclic,
         "empty.yaml": "",
