@@ -316,12 +316,6 @@ READ_ONLY, FULL = (
 MOUNTS = [
     ("mount -t tmpfs -o ro tmpfs /dev/shm", "run good.yaml", FAILED, "/dev/shm is missing or cannot be written"),
     (FULL.replace("disk", "/dev/shm"), "run good.yaml", FAILED, "Ray cannot start: /dev/shm has 0 MiB free; its "),
-    (
-        f"{FULL}; export RAY_TMPDIR=/proc/self/cwd/disk",
-        "run good.yaml",
-        FAILED,
-        "or set RAY_TMPDIR to a short path on another",
-    ),
     (READ_ONLY, "run good.yaml --out disk/run", FAILED, "disk/run: Read-only file system; use a path on another disk"),
     (READ_ONLY, "export saved disk/model", FAILED, "disk/model: Read-only file system; use a path on another disk"),
     (READ_ONLY, "init --from tiny-grpo -o disk/x.yaml", USAGE, "--output: disk/x.yaml: Read-only file system"),

@@ -41,7 +41,7 @@ NEITHER = {
     ),
     *("system", "template", "prompt", "answer", "metadata", "candidates", "level", "text", "component", "metric"),
     *("response", "messages", "chosen", "rejected", "margin", "answers", "scores", "project", "environment", "eval"),
-    *("dynamic_sampling_on", "system_column", "ranks", "column", "first", "second", "ties"),
+    *("dynamic_sampling_on", "system_column", "ranks", "column", "first", "second", "ties", "tools"),
 }
 """Names of text fields that hold something else, or sections by name."""
 

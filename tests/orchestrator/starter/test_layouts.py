@@ -46,6 +46,7 @@ SAMPLED: dict[str, tuple[dict[str, Any], str, int]] = {
     "taco.parquet": (APPS, TESTS, 6),
     "code.jsonl": (KODCODE, TESTS, 6),
     "thought.jsonl": ({"prompt": "question"}, WORDS, 8),
+    "wrapped.json": ({}, NUMBER, 6),
 }
 """Layouts that GRPO trains on: columns, the reward function, and rows."""
 
@@ -93,7 +94,6 @@ REFUSED: dict[tuple[str, str], str] = {
     ("grpo", "mixed.jsonl"): "answer has no answer in 3 of 9 rows",
     ("grpo", "mmlu.jsonl"): "names one of choices, which the prompt does not have",
     ("grpo", "openai_parts.jsonl"): "no column with the answer",
-    ("grpo", "wrapped.json"): "no column prompt",
     ("grpo", "preferences/kto.csv"): "no column with the answer",
     ("grpo", "preferences/kto_pm.jsonl"): "no column with the answer",
     ("kto", "preferences/kto_pm.jsonl"): "the label is neither true nor false",

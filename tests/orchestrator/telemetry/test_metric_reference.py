@@ -97,6 +97,7 @@ eval/reward_desirable
 eval/reward_rejected
 eval/reward_undesirable
 eval/token_logprob
+covariant_fraction
 kl_coef
 masked_samples
 memory/policy_gpu
