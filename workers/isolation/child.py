@@ -10,6 +10,7 @@ import fcntl
 import json
 import logging
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -229,12 +230,16 @@ class BoundedOutput:
             log: Descriptor that receives them, or None if only their end is wanted.
         """
         self._tail, self._old = b"", 0
+        self._reads = threading.Lock()
+        """Held from reading the pipe until the tail has what was read."""
         self._name = name
         self._left = limit
         self._limit = limit
         self._log = log
         self._read, self.descriptor = os.pipe()
         """The end that the process writes to."""
+        self._readable = select.poll()
+        self._readable.register(self._read, select.POLLIN)
         self._thread = threading.Thread(target=self._pump, name=f"output of {name}", daemon=True)
 
     def started(self) -> None:
@@ -254,9 +259,10 @@ class BoundedOutput:
     def forget(self) -> None:
         """Keep only lines that are written from now on."""
         waiting = bytearray(4)
-        with contextlib.suppress(OSError):  # the pipe is closed
-            fcntl.ioctl(self._read, termios.FIONREAD, waiting)
-        self._old, self._tail = int.from_bytes(waiting, sys.byteorder), b""
+        with self._reads:
+            with contextlib.suppress(OSError):  # the pipe is closed
+                fcntl.ioctl(self._read, termios.FIONREAD, waiting)
+            self._old, self._tail = int.from_bytes(waiting, sys.byteorder), b""
 
     def lines(self) -> list[str]:
         """The last lines that are not empty, at most about 64 KiB of them."""
@@ -276,9 +282,7 @@ class BoundedOutput:
     def _pump(self) -> None:
         """Read until the last process has closed its end, also what exceeds the limit: no writer may block."""
         try:
-            while chunk := os.read(self._read, _CHUNK):
-                self._tail = (self._tail + chunk[self._old :])[-_TAIL:]
-                self._old = max(0, self._old - len(chunk))
+            while chunk := self._next():
                 if self._left > 0 and self._log is not None:
                     os.write(self._log, chunk[: self._left])
                     self._left -= len(chunk)
@@ -290,3 +294,12 @@ class BoundedOutput:
             return  # the log is gone
         finally:
             os.close(self._read)
+
+    def _next(self) -> bytes:
+        """What is written next, which is in the tail then unless it is forgotten; nothing at the end."""
+        self._readable.poll()
+        with self._reads:
+            chunk = os.read(self._read, _CHUNK)
+            self._tail = (self._tail + chunk[self._old :])[-_TAIL:]
+            self._old = max(0, self._old - len(chunk))
+        return chunk

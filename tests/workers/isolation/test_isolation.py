@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -222,3 +223,26 @@ def test_only_processes_with_the_mark_are_ended() -> None:
         for sleeper in sleepers.values():
             sleeper.kill()
             sleeper.wait()
+
+
+def test_what_is_being_read_is_forgotten_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, reading = os.read, threading.Event()
+
+    def slow(descriptor: int, most: int) -> bytes:
+        chunk = read(descriptor, most)
+        if chunk == b"old\n":
+            reading.set()
+            time.sleep(0.1)
+        return chunk
+
+    monkeypatch.setattr(os, "read", slow)
+    output = BoundedOutput("a program", log=None)
+    writer = os.dup(output.descriptor)
+    output.started()
+    os.write(writer, b"old\n")
+    assert reading.wait(10)
+    output.forget()
+    os.write(writer, b"new\n")
+    os.close(writer)
+    output.drain(10)
+    assert output.lines() == ["new"]

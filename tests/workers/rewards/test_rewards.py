@@ -356,7 +356,7 @@ FAULTS = {
     "text": "not a number: '1.0' (str)",
     "none": "not a number: None (NoneType)",
     "list": "not a number: [1.0, 2.0] (list)",
-    "unknown": "error: KeyError: 'unknown' (behaviours.py:27)",
+    "unknown": "error: KeyError: 'unknown' (behaviours.py:28)",
 }
 
 
