@@ -325,6 +325,7 @@ def behave(response, answer, metadata):
 def behaviours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (tmp_path / "behaviours.py").write_text(BEHAVIOURS)
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delenv("PYTHONFAULTHANDLER", raising=False)  # of an engine in this process: a signal would write lines
     return "behaviours:behave"
 
 
