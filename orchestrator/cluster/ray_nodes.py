@@ -76,7 +76,8 @@ def start(cpus: int) -> Path:
         Path(temporary_folder()): "free some space there, or set RAY_TMPDIR to a short path on another disk",
     }
     for folder, remedy in remedies.items():
-        if (free := shutil.disk_usage(folder).free) < _LEAST_FREE:
+        there = next(one for one in (folder, *folder.parents) if one.exists())  # Ray creates its folder
+        if (free := shutil.disk_usage(there).free) < _LEAST_FREE:
             raise ClusterUnreachable(
                 f"Ray cannot start: {folder} has {free >> 20} MiB free; its files take at least {_LEAST_FREE >> 20}: "
                 f"{remedy}"

@@ -47,15 +47,15 @@ def test_the_name_that_a_node_was_started_with_counts(kinds: list[str], gib: int
     assert node.gpu_memory == gib * 2**30
 
 
-@pytest.mark.parametrize("full", ["/dev/shm", ""])
+@pytest.mark.parametrize("full", ["/dev/shm", "", "new/folder"])
 def test_a_full_disk_of_ray_is_named_before_it_starts(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, full: str
 ) -> None:
-    """Its processes would die one by one."""
-    folder = Path(full) if full else tmp_path
-    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    """Its processes would die one by one. A folder that does not exist, which Ray creates, is on its parent's disk."""
+    folder = tmp_path / full
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path if full == "/dev/shm" else folder))
     monkeypatch.setattr(ray_nodes, "sockets_problem", lambda folder: "")
-    free = {folder: 9 << 20}
+    free = {folder if folder.exists() else tmp_path: 9 << 20}
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=free.get(path, 1 << 30)))
     with pytest.raises(
         ClusterUnreachable, match=f"^Ray cannot start: {folder} has 9 MiB free; its files take at least 16: "
