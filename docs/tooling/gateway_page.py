@@ -13,7 +13,7 @@ _HEAD = """# Protocols of the gateway
 
 An [agent](../guides/agents.md) may use any of these protocols, and several in one episode. What a field asks for is
 done, or the request is refused with a 400 in the form of its service, or the field is ignored: it has no effect on a
-response, or the spec sets it. Fields marked *logged* ask for a manner of which the policy does not learn; a run logs
+response, or the spec sets it. Fields marked *logged* ask for a manner that the policy is not told; a run logs
 them once, and so it does fields that are in no list. Tests compare the lists with the fields of the official clients.
 `GET /v1/models` lists one model, and any name of a model is accepted.
 """

@@ -12,7 +12,7 @@ from troupe.orchestrator.data.calls import tool_calls
 from troupe.orchestrator.spec.sources import PromptText
 
 Message = dict[str, Any]
-"""`role` and `content`, and those of `_FURTHER` that it has."""
+"""`role` and `content`, and the fields of `_FURTHER` that it has."""
 
 _SPEAKERS = ("system", "user", "assistant", "tool")
 _SPEAKER_NAMES = {"human": "user", "gpt": "assistant", "observation": "tool", "developer": "system"}

@@ -138,7 +138,7 @@ def _unseen_in_examples(name: str, pool: Pool, dropped: Sequence[str], template:
 def _as_seen(spec: RunSpec, pool: Pool, environment: str | None, most: int) -> tuple[list[str], list[str | None]]:
     """The first prompts of a pool as the engine or the trainer sees them, and the tools of each, as JSON.
 
-    The environment `tools` adds a system message and its tools; those of its servers are known in a run alone.
+    The environment `tools` adds a system message and its tools; tools of its servers are known in a run alone.
     """
     prompts = _first(pool, "messages", most)
     if "tools" in pool.table.column_names:

@@ -259,7 +259,7 @@ class PromptSource:
 
     @property
     def draws(self) -> int:
-        """Draws so far, those of the epochs before included."""
+        """Draws so far, earlier epochs included."""
         return self._epoch * self._rows + self._position
 
     def exhausted(self, passes: int) -> bool:

@@ -164,7 +164,7 @@ def divisions(
     """The divisions of so many GPUs, those with the shortest steps first.
 
     R of N GPUs sample for A / R seconds and the others train for B / (N - R). Both take the same time at R = N A /
-    (A + B), where the longer one is shortest; their sum is least at R = N sqrt(A) / (sqrt(A) + sqrt(B)).
+    (A + B), which makes the longer one shortest; their sum is least at R = N sqrt(A) / (sqrt(A) + sqrt(B)).
 
     Args:
         sampling: GPU-seconds in which a batch is sampled: A.

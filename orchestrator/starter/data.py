@@ -130,7 +130,7 @@ def _examples(choices: Choices, table: Table) -> Data:
 
 
 def _demonstrations(choices: Choices, table: Table) -> dict[str, str]:
-    """The columns of which most is trained, of those with conversations and those with a response to the prompt."""
+    """The columns with conversations, or with a response to the prompt, whichever train most text."""
     found = [{"messages": name} for name in _CONVERSATIONS if name in table.rows[0]]
     responses = [name for name in _COLUMNS["response"] if name in table.rows[0]]
     if not found or (responses and _found("prompt", table)):

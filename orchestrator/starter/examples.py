@@ -22,7 +22,7 @@ from troupe.orchestrator.spec.sources import DataSource, Examples, ExampleSource
 
 _TOOLS = ("tools", "functions")
 _COMPARED = 200
-"""Rows of which the columns with responses are compared."""
+"""Rows in which the columns with responses are compared."""
 
 Rows = Sequence[Mapping[str, Any]]
 

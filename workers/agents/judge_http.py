@@ -28,7 +28,7 @@ _wait = ContextVar("_wait", default="")
 
 
 async def _read_refusal(response: Any) -> None:
-    """Notes the wait, and reads the body of an error or a redirection, of which the client would read all."""
+    """Notes the wait, and reads a bounded part of the body of an error or a redirection; the client would read all."""
     _wait.set(response.headers.get("retry-after", ""))
     if not response.is_success:
         response._content = await _bounded(response.aiter_bytes())

@@ -630,7 +630,7 @@ class AdvantageConfig(Frozen):
     normalize_by_std: bool = True
     """Estimator group: divide by the group's standard deviation."""
     pass_k: int = Field(default=4, ge=2)
-    """Estimator best_of_subsets: samples of which the best one counts. A group needs more samples than this."""
+    """Estimator best_of_subsets: samples in a subset, whose best one counts. A group needs more samples than this."""
     baseline: Literal["none", "running_mean", "group_mean", "leave_one_out", "greedy"] = "none"
     """returns: what is subtracted from a sample's return: nothing, the mean of all earlier batches, the mean of the
     group, the mean of the other samples of the group, or the reward of the greedy response to the same prompt."""

@@ -1,4 +1,4 @@
-"""The protocol of OpenAI's chat completions. Its names are those of the gateway's own requests."""
+"""The protocol of OpenAI's chat completions. The gateway's own requests have its names."""
 
 from __future__ import annotations
 

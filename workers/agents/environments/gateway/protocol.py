@@ -39,7 +39,7 @@ class Fields:
     """What a protocol does with the fields of a request.
 
     A field that would change a response is honoured or refused: an agent would be trained on responses that it did not
-    ask for. Exceptions are the fields that clients always send, and those that no service knows: a run logs them once.
+    ask for. Exceptions are fields that clients always send, and fields that no service knows: a run logs them once.
     """
 
     done: frozenset[str]
@@ -48,7 +48,7 @@ class Fields:
     ignored: frozenset[str] = SAMPLING | ACCOUNTS
     """Without effect on a response, or the spec's."""
     hints: frozenset[str] = frozenset()
-    """They ask for a manner, of which the policy does not learn; a run logs them once, as it does unknown ones."""
+    """They ask for a manner that the policy is not told; a run logs them once, as it does unknown ones."""
     neutral: Mapping[str, Any] = field(default_factory=dict)
     """Values of refused fields that ask for nothing, besides empty ones."""
 

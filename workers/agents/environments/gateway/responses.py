@@ -31,7 +31,7 @@ from troupe.workers.contract.environments import Message
 _TEXTS = ("input_text", "output_text", "text")
 _LOGPROBS = "message.output_text.logprobs"
 _INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
-"""Parameters of a custom tool, whose input is a text, as those of a function."""
+"""The parameters of a custom tool, whose input is a text, in the form of a function's."""
 _JOIN = "__"
 """Between the names of a namespace and of a tool in it."""
 _ECHOED: Mapping[str, Any] = {
@@ -143,7 +143,7 @@ class Responses(Protocol):
             yield name, {"type": name, "sequence_number": number, **data}
 
     def _history(self, body: Body) -> list[Message]:
-        """The messages of a request, after those of the response that it continues."""
+        """The messages of a request, behind the messages of the response that it continues."""
         earlier, previous = list[Message](), body.get("previous_response_id")
         if previous:
             if previous not in self._stored:
@@ -197,30 +197,24 @@ def _add(turn: Message, item: Body, kind: str, place: str) -> None:
 
 
 def _tools(body: Body, noted: list[str]) -> Iterator[Body]:
-    """The tools as functions; those that only the service itself runs are left out."""
+    """The tools as functions, without tools that only the service itself runs."""
+    for number, tool in _members(body):
+        match tool.get("type"):
+            case "function":
+                yield function_tool(_joined(tool), tool.get("description"), tool.get("parameters"))
+            case "custom":
+                yield function_tool(_joined(tool), tool.get("description"), _INPUT)
+            case kind:
+                noted.append(f"tools.{number} ({kind!s:.40})")
+
+
+def _members(body: Body) -> Iterator[tuple[int, Body]]:
+    """Each tool with the number of its entry; a tool of a namespace has its name as `namespace`."""
     for number, tool in enumerate(objects(body, "tools")):
-        members = objects(tool, "tools") if tool.get("type") == "namespace" else (tool,)
-        for member in members:
-            named = member if member is tool else {**member, "namespace": tool.get("name")}
-            match member.get("type"):
-                case "function":
-                    yield function_tool(_joined(named), member.get("description"), member.get("parameters"))
-                case "custom":
-                    yield function_tool(_joined(named), member.get("description"), _INPUT)
-                case kind:
-                    noted.append(f"tools.{number} ({kind!s:.40})")
-
-
-def _named(body: Body) -> dict[str, Body]:
-    """What an item says of the tool that it calls, by the name of its function."""
-    found = dict[str, Body]()
-    for tool in body.get("tools") or ():
-        inside = tool.get("type") == "namespace"
-        for member in (tool.get("tools") or ()) if inside else (tool,):
-            space = {"namespace": tool.get("name")} if inside else {}
-            known = {"name": member.get("name"), **space, "type": member.get("type")}
-            found[_joined(known)] = known
-    return found
+        if tool.get("type") == "namespace":
+            yield from ((number, {**member, "namespace": tool.get("name")}) for member in objects(tool, "tools"))
+        else:
+            yield number, tool
 
 
 def _joined(named: Mapping[str, Any]) -> str:
@@ -232,7 +226,7 @@ def _joined(named: Mapping[str, Any]) -> str:
 def _items(body: Body, turn: Message, calls: Sequence[Body], status: str) -> Iterator[Body]:
     """A turn as items: its thought, its text and its calls."""
     thought = read_thought(turn["content"])
-    text, named = turn["content"], _named(body)
+    text, named = turn["content"], {_joined(tool): tool for _, tool in _members(body)}
     if thought.before:
         text = thought.answer
         sealed = "reasoning.encrypted_content" in (body.get("include") or ())
@@ -252,7 +246,7 @@ def _items(body: Body, turn: Message, calls: Sequence[Body], status: str) -> Ite
         told = named.get(name, {"name": name, "type": "function"})
         own = {"name": told["name"], **({"namespace": told["namespace"]} if "namespace" in told else {})}
         item = {"call_id": call["id"], **own, "status": "completed"}
-        if told["type"] == "custom":
+        if told.get("type") == "custom":
             yield {"type": "custom_tool_call", "id": _id("ctc"), **item, "input": _input(arguments)}
         else:
             yield {"type": "function_call", "id": _id("fc"), **item, "arguments": arguments}

@@ -1,7 +1,7 @@
 """Thoughts beside texts: some protocols have them in separate blocks, and agents send these back or leave them out.
 
 The text of a turn must come back as it was. So a block has, besides the thought that is shown, the whole text up to the
-answer as its seal, where the services have a signature or an encrypted thought.
+answer as its seal, instead of the services' signature or encrypted thought.
 """
 
 from __future__ import annotations
