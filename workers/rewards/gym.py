@@ -49,7 +49,14 @@ _FORMULA_NODES = (
 
 _TRUSTED: set[str] = set()  # families whose scorer accepted an entry's answer, and refused nonsense
 _NONSENSE = "banana"
-_FENCED = re.compile(r"```[^\n`]{0,40}\n(.*?)\n?[ \t]*```|~~~[^\n~]{0,40}\n(.*?)\n?[ \t]*~~~", re.DOTALL)
+_FENCED = re.compile(
+    "|".join(
+        rf"(?:^[ \t]*{fence}[^\n{fence[0]}]{{0,40}}|{fence}[\w+#.-]{{0,40}}[ \t]*)\n(.*?)\n?[ \t]*{fence}"
+        for fence in ("```", "~~~")
+    ),
+    re.DOTALL | re.MULTILINE,
+)
+"""A block. Within a line, only a language may follow what opens it."""
 
 
 def final_answer(response: str, expected: str | None) -> str:

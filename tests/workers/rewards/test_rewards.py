@@ -184,7 +184,8 @@ def test_every_family_pays_fully_for_right_answers_alone(family: str) -> None:
     for entry in entries:
         right = str(entry["answer"])
         fences = (f"Here it is:\n```\n{right}\n```", f"```text\n{right}\n```\nThat is all.")
-        assert [score(text, entry) for text in (right, *fences)] == [1.0] * 3
+        texts = (right, *fences, f"Within ``` as asked:\n```\n{right}\n```")
+        assert [score(text, entry) for text in texts] == [1.0] * 4
         nonsense = {"banana", "0", "True", "I do not know.", ""} - {right}
         assert max(score(text, entry) for text in nonsense) < 1.0
         assert (
