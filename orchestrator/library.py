@@ -123,7 +123,7 @@ def train(request: RunRequest, console: Console) -> Outcome:
     from troupe.orchestrator.insight.verdicts.apply import RunningVerdicts
     from troupe.orchestrator.runs.training import train as train_run
 
-    verdicts = RunningVerdicts(request.out, console.message)
+    verdicts = RunningVerdicts(request.out, console.aside)
     console.start(request.spec.name, request.spec.schedule.steps, verdicts)
     try:
         ended = train_run(request, console)

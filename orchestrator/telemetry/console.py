@@ -112,7 +112,7 @@ class Console:
         self._latest: deque[tuple[int, Mapping[str, object]]] = deque(maxlen=SHOWN_STEPS)
         self._quiet_s = quiet_s
         self._printed = time.monotonic()
-        self._writing = threading.Lock()
+        self._writing = threading.RLock()
         self._closed = threading.Event()
         self._verdicts: RunVerdicts | None = None
 
@@ -169,6 +169,12 @@ class Console:
             with suppress(*UNWRITABLE):
                 self._terminal.print(Text(text))
 
+    def aside(self, text: str) -> None:
+        """Print a line of another thread than the run's; nothing once the run has ended, whose lines are the last."""
+        with self._writing:
+            if not self._closed.is_set():
+                self.message(text)
+
     def finish(self, summary: Mapping[str, object], *, hurried: bool = False) -> None:
         """Close the live display and print a summary of the run: these lines, the line of its steps, and the verdicts,
         unless the run must end in seconds (`hurried`)."""
@@ -204,7 +210,8 @@ class Console:
 
     def close(self) -> None:
         """Restore the terminal; required if a run ends without `finish` or `fail`."""
-        self._closed.set()
+        with self._writing:
+            self._closed.set()
         if self._live is not None:
             with suppress(*UNWRITABLE):
                 self._live.stop()
@@ -228,7 +235,7 @@ class Console:
             if time.monotonic() - self._printed < self._quiet_s:
                 continue
             if progress := self._progress():
-                self._line(f"after step {self._done}/{self._total}: {progress}" if self._done else progress)
+                self.aside(f"after step {self._done}/{self._total}: {progress}" if self._done else progress)
             else:
                 self._printed = time.monotonic()
 

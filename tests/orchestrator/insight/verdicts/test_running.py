@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import shlex
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -52,13 +53,33 @@ def test_the_alarms_are_the_last_lines_of_a_run(tmp_path: Path, spec: dict[str, 
     (tmp_path / RESOLVED_SPEC).write_text(yaml.safe_dump(spec))
     stream = io.StringIO()
     console = Console(stream)
-    console.start("name", 8, RunningVerdicts(tmp_path, console.message))
+    console.start("name", 8, RunningVerdicts(tmp_path, console.aside))
     for step in range(1, 9):
         record(tmp_path, step, CUT)
         console.step(step, CUT)
     console.finish({})
     after = stream.getvalue().partition("learning")[2]
     assert "warning: Responses are truncated" in after and "\n  try: " in after
+
+
+def test_a_run_that_has_ended_says_nothing_more(
+    tmp_path: Path, spec: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Verdicts still being found where a run is stopped would follow its last lines."""
+    (tmp_path / RESOLVED_SPEC).write_text(yaml.safe_dump(spec))
+    record(tmp_path, 8, CUT)
+    ended, stream = threading.Event(), io.StringIO()
+    console = Console(stream)
+    verdicts = RunningVerdicts(tmp_path, console.aside)
+    monkeypatch.setattr(verdicts, "_found", lambda found=verdicts._found: ended.wait(60) and found())
+    console.start("name", 9, verdicts)
+    console.step(8, CUT)
+    console.close()
+    before = stream.getvalue()
+    ended.set()
+    assert verdicts.final() and stream.getvalue() == before
+    console.message("next: resume")
+    assert stream.getvalue() == before + "next: resume\n"
 
 
 def test_what_cannot_be_read_ends_no_run(tmp_path: Path) -> None:
