@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from troupe.workers.agents.episodes.turns import SampledTurn as SampledTurn
     from troupe.workers.agents.episodes.turns import Segment as Segment
     from troupe.workers.agents.episodes.turns import TurnLimits as TurnLimits
-    from troupe.workers.agents.judges import JudgeReward as JudgeReward
-    from troupe.workers.agents.judges import judge_problem as judge_problem
+    from troupe.workers.agents.judges.arguments import judge_problem as judge_problem
+    from troupe.workers.agents.judges.reward import JudgeReward as JudgeReward
     from troupe.workers.agents.sandbox.python_tests import python_tests as python_tests
     from troupe.workers.agents.sandbox.run import sandbox_problem as sandbox_problem
 
@@ -38,8 +38,8 @@ _HOMES = {
     **dict.fromkeys(("EpisodeRunner", "LongReader"), "episodes.episode"),
     **dict.fromkeys(("MalformedCall", "ParseCalls", "TurnReader", "read_row"), "episodes.conversation"),
     **dict.fromkeys(("Played", "SampledTurn", "Segment", "TurnLimits"), "episodes.turns"),
-    "JudgeReward": "judges",
-    "judge_problem": "judges",
+    "JudgeReward": "judges.reward",
+    "judge_problem": "judges.arguments",
     "python_tests": "sandbox.python_tests",
     "sandbox_problem": "sandbox.run",
 }

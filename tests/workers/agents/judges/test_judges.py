@@ -14,10 +14,12 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.workers.agents.judge_endpoint import endpoint, error
-from troupe.workers.agents.judge_http import HttpJudge, HttpJudgeConfig, read_completion
-from troupe.workers.agents.judge_scores import JudgeError
-from troupe.workers.agents.judges import AnswerCache, JudgeArgs, JudgeReward, read_args
+from tests.workers.agents.judges.judge_endpoint import endpoint, error
+from troupe.workers.agents.judges.arguments import JudgeArgs, read_args
+from troupe.workers.agents.judges.cache import AnswerCache
+from troupe.workers.agents.judges.endpoint import HttpJudge, HttpJudgeConfig, read_completion
+from troupe.workers.agents.judges.reward import JudgeReward
+from troupe.workers.agents.judges.scores import JudgeError
 from troupe.workers.contract.config import RewardFunctionConfig
 from troupe.workers.contract.environments import Message
 from troupe.workers.contract.judges import JudgeAnswer
@@ -511,7 +513,7 @@ def test_an_answer_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
         read.append(answer)
         return 5.0
 
-    monkeypatch.setattr("troupe.workers.agents.judges.read_score", read_score)
+    monkeypatch.setattr("troupe.workers.agents.judges.arguments.read_score", read_score)
     with endpoint(lambda number, body: "Score: 5") as served:
         asked = judge(endpoint={"url": served.url, "model": "m"})
         assert asked.score([sample("a")]) == [RewardResult(0.5)] and read == ["Score: 5"]

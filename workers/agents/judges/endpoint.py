@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import Field, field_validator
 
-from troupe.workers.agents.judge_scores import JudgeError
+from troupe.workers.agents.judges.scores import JudgeError
 from troupe.workers.contract.config import Frozen
 from troupe.workers.contract.environments import Message
 from troupe.workers.contract.judges import JudgeAnswer, whole_words
