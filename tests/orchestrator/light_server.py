@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
 from troupe.workers.preload import server
 
 
@@ -10,3 +13,16 @@ def serve(listener: str, owner: str, engine: str) -> None:
     for name, light in {"_MODULES": (), "use_threads": lambda: None, "fork_server": lambda: None}.items():
         setattr(server, name, light)
     server.serve(listener, owner, engine)
+
+
+def serve_once(listener: str, owner: str, engine: str) -> None:
+    """As `serve`, but it is killed at the moment when it has forked a worker."""
+    fork = os.fork
+
+    def fork_and_die() -> int:
+        if child := fork():
+            os.kill(os.getpid(), signal.SIGKILL)
+        return child
+
+    os.fork = fork_and_die
+    serve(listener, owner, engine)

@@ -182,12 +182,16 @@ def _user(connection: socket.socket) -> int:
 
 
 def _fork(request: _Request, asking: _PendingFork) -> None:
-    """Forks the requested worker, and answers, unless nobody waits: then it has started without a fork."""
+    """Forks the requested worker, unless nobody waits: then it has started without a fork.
+
+    The fork answers itself: if this process dies now, whoever asked knows that there is a worker.
+    """
     if not _is_waited_for(asking.connection):
         return
     if not os.fork():
         code = 1
         try:
+            asking.connection.sendall(REPLY)
             _become(request, asking)
         except SystemExit as ended:
             code = ended.code if isinstance(ended.code, int) else 1
@@ -195,7 +199,6 @@ def _fork(request: _Request, asking: _PendingFork) -> None:
             traceback.print_exc()
         forked_worker.serves()  # it ends for a reason: a worker without a fork would end, too
         os._exit(code)
-    asking.connection.sendall(REPLY)
 
 
 def _is_waited_for(connection: socket.socket) -> bool:
