@@ -1,14 +1,14 @@
 """Runs in which pairs of faults hit random workers at random moments, 0 to 10 s apart.
 
     python -m tests.faults.chaos --minutes 60 --seed 1
-    python -m tests.faults.chaos --minutes 30 --kinds adapters store
+    python -m tests.faults.chaos --minutes 30 --kinds adapters store --pairs 20 --comparable
 
-The runs of `KINDS` take turns. A pair is two signals, SIGKILL or SIGSTOP, to two
-processes; a process that starts, loads or saves is hit as well as one that computes. After a pair the run must train
-on. A run ends after some pairs by SIGTERM, or its driver is killed and it resumes. No run may end by itself, no sample
-may be lost, every step must be there once, and nothing may be left behind. Where only trainers, reference and reward
-workers were hit, the metrics of the first steps must be those of a run without faults, bit for bit. The folder of a run
-in which something was wrong is kept.
+The runs of `KINDS` take turns. A pair is two signals, SIGKILL or SIGSTOP, to two processes; one that starts, loads or
+saves is hit as well as one that computes, and so is a fork that Ray does not know yet. After a pair the run must
+train on. A run ends after some pairs by SIGTERM, or its driver is killed and it resumes. No run may end by itself, no
+sample may be lost, every step must be there once, and nothing may be left behind. Where only trainers, reference and
+reward workers were hit, the metrics of the first steps must be those of a run without faults, bit for bit. The folder
+of a run in which something was wrong is kept.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import random
 import shutil
 import signal
@@ -36,6 +37,7 @@ from tests.conftest import ROOT
 from tests.faults.injected import ENGINE, WORKERS, left_behind, seconds_until, stop_group
 from tests.processes import command_line
 from tests.real.commands import Run, ledger_balances, running, troupe_command
+from tests.real.warm import FAR_VARIABLE
 
 TITLES = (*WORKERS.values(), ENGINE)
 REPEATABLE = tuple(WORKERS[role] for role in ("policy", "critic", "reference", "reward"))
@@ -45,6 +47,9 @@ LONGEST_PAUSE_S = 10.0
 UNDISTURBED_STEPS = 30
 """Steps that are compared with those of a run without faults."""
 COMPARED = ("reward/mean", "response_tokens/mean", "policy/loss", "policy/grad_norm", "policy/entropy")
+FORK = "a fork that starts"
+"""Stands for the process that becomes the next worker."""
+FORK_APPEARS_S, FORK_STARTS_S = 5.0, 1.5
 ENDLESS = (
     *("schedule.steps=100000", "checkpoint.every_steps=5"),
     *(
@@ -67,6 +72,7 @@ KINDS: Mapping[str, tuple[str, tuple[str, ...]]] = {
         "tiny-grpo",
         (f"weight_sync={{backend: store, url: 'file://{FOLDER}/weights'}}", f"checkpoint.path=file://{FOLDER}/copies"),
     ),
+    "delta": ("tiny-grpo", ("model.dtype=bfloat16", "roles.policy.learning_rate=1e-6")),
     "kept samples": ("tiny-grpo", ("schedule.max_staleness=2", "checkpoint.every_steps=2")),
     "evaluation beside": (
         "tiny-evaluation",
@@ -77,6 +83,8 @@ KINDS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     ),
 }
 """Runs, by name: a shipped spec and overrides."""
+FAR = ("delta",)
+"""Kinds whose engines get weights as those of other nodes."""
 UNREPEATABLE = ("kept samples", "evaluation beside")
 """Kinds whose numbers depend on when a group starts, and on which engine."""
 
@@ -96,17 +104,32 @@ class Broken(Exception):
 
 def hit(run: Run, rng: random.Random, targets: Sequence[str], after_s: float) -> Hit:
     """Signal a random worker, or engine, of those that live now."""
-    kinds = run.wait_until(lambda: _living(run, targets), "a worker that lives")
-    process, title = rng.choice(kinds[rng.choice(list(kinds))])
+    process, title = _forking(run, rng) if FORK in targets else None, FORK
+    if process is None:
+        kinds = run.wait_until(lambda: _living(run, targets), "a worker that lives")
+        process, title = rng.choice(kinds[rng.choice(list(kinds))])
     number = rng.choice((signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP))
     with suppress(psutil.NoSuchProcess):
         process.send_signal(number)
     return Hit(number.name, title.strip()[:60], round(after_s, 1))
 
 
+def _forking(run: Run, rng: random.Random) -> psutil.Process | None:
+    """The next fork of the server of workers, at a random moment before Ray gives it a title; None if there is none."""
+    deadline = time.monotonic() + FORK_APPEARS_S
+    while time.monotonic() < deadline:
+        titled = {process.pid: (process, command_line(process)) for process in run.processes("serve")}
+        for process, title in titled.values():
+            with suppress(psutil.NoSuchProcess):
+                if titled.get(process.ppid(), (process, ""))[1] == title:
+                    time.sleep(rng.uniform(0.0, FORK_STARTS_S))
+                    return process if process.is_running() and command_line(process) == title else None
+    return None
+
+
 def _living(run: Run, targets: Sequence[str]) -> dict[str, list[tuple[psutil.Process, str]]]:
     """(process, title) of the workers of each kind that there are."""
-    titled = [(process, command_line(process)) for process in run.processes()]
+    titled = [(process, command_line(process).replace("ray::Far", "ray::")) for process in run.processes()]
     kinds = {kind: [(process, title) for process, title in titled if title.startswith(kind)] for kind in targets}
     return {kind: found for kind, found in kinds.items() if found}
 
@@ -117,7 +140,7 @@ def pair(run: Run, rng: random.Random, targets: Sequence[str]) -> tuple[list[Hit
     began, pause = time.monotonic(), rng.uniform(0.0, LONGEST_PAUSE_S)
     hits = [hit(run, rng, targets, 0.0)]
     time.sleep(pause)
-    hits.append(hit(run, rng, targets, pause))
+    hits.append(hit(run, rng, (*targets, FORK) if pause < FORK_APPEARS_S else targets, pause))
     step = run.metrics[-1]["step"]
     seconds = seconds_until(run, lambda: run.metrics[-1]["step"] > step + 1, time.monotonic())
     if seconds is None:
@@ -130,10 +153,18 @@ def pair(run: Run, rng: random.Random, targets: Sequence[str]) -> tuple[list[Hit
     return hits, time.monotonic() - began
 
 
-def scene(folder: Path, name: str, pairs: int, rng: random.Random, healthy: list[dict[str, Any]]) -> Mapping[str, Any]:
+def scene(
+    folder: Path,
+    name: str,
+    pairs: int,
+    rng: random.Random,
+    healthy: list[dict[str, Any]],
+    *,
+    all_comparable: bool = False,
+) -> Mapping[str, Any]:
     """A run with `pairs` pairs of faults, to its end; what was seen."""
     spec, overrides = _spec(name, folder)
-    targets = REPEATABLE if rng.random() < 0.5 else TITLES
+    targets = REPEATABLE if rng.random() < 0.5 or all_comparable else TITLES
     compared = targets is REPEATABLE and name not in UNREPEATABLE
     seen: list[tuple[list[Hit], float]] = []
     with running(Run(folder, spec, *overrides, name=spec.stem)) as run:
@@ -161,7 +192,7 @@ def scene(folder: Path, name: str, pairs: int, rng: random.Random, healthy: list
     _check(name, run.metrics, healthy if compared else [])
     return {
         "kind": name,
-        "compared": compared,
+        "compared": min(len(healthy), len(run.metrics)) if compared else 0,
         "steps": len(run.metrics),
         "ended": "driver killed, resumed" if resumed else "SIGTERM",
         "recovered_s": [round(seconds, 1) for _, seconds in seen],
@@ -219,25 +250,30 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="kinds of runs (default: all)")
+    parser.add_argument(
+        "--pairs", type=int, default=sys.maxsize, help="pairs at most (default: as many as there is time for)"
+    )
+    parser.add_argument("--comparable", action="store_true", help="hit only what leaves the numbers as they are")
     given = parser.parse_args(arguments)
     deadline = time.monotonic() + 60.0 * given.minutes
     total: Counter[str] = Counter()
     healthy: dict[str, list[dict[str, Any]]] = {}
     for name, pairs, rng in scenes(given.seed, given.kinds):
-        if time.monotonic() > deadline:
+        if time.monotonic() > deadline or total["pairs"] >= given.pairs:
             break
+        os.environ[FAR_VARIABLE] = "1" * (name in FAR)
         folder = Path(tempfile.mkdtemp(prefix="chaos-"))
         try:
             if name not in healthy and name not in UNREPEATABLE:
                 healthy[name] = undisturbed(folder, name)
-            seen = scene(folder, name, pairs, rng, healthy.get(name, []))
+            seen = scene(folder, name, pairs, rng, healthy.get(name, []), all_comparable=given.comparable)
         except Broken as error:
             total["broken"] += 1
             sys.stdout.write(json.dumps({"broken": str(error), "folder": str(folder)}) + "\n")
             sys.stdout.flush()
             continue
         shutil.rmtree(folder)
-        total += Counter(scenes=1, steps=seen["steps"], pairs=pairs)
+        total += Counter(scenes=1, steps=seen["steps"], compared=seen["compared"], pairs=pairs)
         sys.stdout.write(json.dumps(seen) + "\n")
         sys.stdout.flush()
     sys.stdout.write(json.dumps(total) + "\n")

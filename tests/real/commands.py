@@ -223,7 +223,7 @@ class Run(Command):
     @property
     def weight_files(self) -> list[str]:
         """The run's weight files in shared memory."""
-        return [path.name for path in Path("/dev/shm").glob(f"troupe-{self.name}-*")]
+        return [path.name for path in Path("/dev/shm").glob(f"troupe-*{self.name}-*")]
 
     def steps(self) -> list[int]:
         """Steps in metrics.jsonl, in file order."""

@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from functools import cache, cached_property
 from importlib import import_module
 from pathlib import Path
@@ -29,6 +30,8 @@ from troupe.workers.isolation.lifetime import remove_at_death
 
 MARKER_VARIABLE = "TROUPE_TEST_RUN"
 """Environment variable that marks a command and everything that it starts."""
+FAR_VARIABLE = "TROUPE_TEST_FAR"
+"""Environment variable of commands whose engines are as on another host; unset or empty for others."""
 _TEMPLATE = "TROUPE_TEST_TEMPLATE"
 """Environment variable with the path of the template's socket."""
 _UNMARKED = "0" * 32
@@ -158,7 +161,10 @@ def _start(command: list[str], **options: Any) -> Any:
 if __name__ == "__main__":
     exit_on_signals()
     from troupe.orchestrator.cluster import worker_server
+    from troupe.orchestrator.roles.table import ROLES
 
     started: Any = SimpleNamespace(Popen=_start, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired)
     worker_server.subprocess = started
+    if os.environ.get(FAR_VARIABLE):
+        ROLES["rollout"] = replace(ROLES["rollout"], worker="tests.pairs.far_engine:FarRolloutWorker")
     main()
