@@ -141,11 +141,16 @@ class CheckpointStore:
                     shutil.rmtree(entry)
 
     def free_space(self) -> str:
-        """Space that is left for checkpoints, as text."""
+        """Space that is left for checkpoints, and what the newest one takes, as text."""
         try:
-            return f"{shutil.disk_usage(self.directory).free >> 20} MiB are free in {self.directory}"
+            free = f"{shutil.disk_usage(self.directory).free >> 20} MiB are free in {self.directory}"
+            for step in self.steps()[-1:]:
+                files = (self.directory / folder_name(step)).rglob("*")
+                taken = sum(path.stat().st_size for path in files if path.is_file())
+                free += f", and the checkpoint of step {step} takes {(taken >> 20) + 1}"
         except OSError as error:
             return f"{self.directory}: {error.strerror}"
+        return free
 
     def steps(self) -> list[int]:
         """Steps that have a checkpoint, in ascending order; the checkpoints are not verified."""

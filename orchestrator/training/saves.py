@@ -242,12 +242,11 @@ class RunSaves(RunPart):
         except (OSError, WorkerRaised, ExportFailed) as error:
             self._failed += 1
             self._note_failure(error, step)
-            limit = self._spec.failures.failed_saves
+            limit, why = self._spec.failures.failed_saves, f"{error} ({self._store.free_space()})"
             if self._failed > limit:
-                why = f"{error} ({self._store.free_space()})"
                 raise TroupeError(f"{self._failed} checkpoints in a row were not written: {why}") from error
             failed = f"{self._failed} of {limit} tolerated (failures.failed_saves)"
-            logger.warning("checkpoint of step %d failed: %s; continuing (%s)", step, error, failed)
+            logger.warning("checkpoint of step %d failed: %s; continuing (%s)", step, why, failed)
 
     def _note_failure(self, error: Exception, step: int) -> None:
         self._recorder.events.record("checkpoint", path=str(self._store.directory), ok=False, detail=str(error))

@@ -170,7 +170,7 @@ class StepRecorder(RunPart):
     def _warn(self, step: int, error: Exception) -> None:
         """Logs the first of several failures in a row."""
         if not self._failed:
-            logger.warning("step %d is not kept for `troupe replay`: %s", step, error)
+            logger.warning("step %d is not kept in %s for `troupe replay`: %s", step, self._folder, error)
         self._failed = True
 
 

@@ -2,8 +2,8 @@
 
     python -m tests.faults.disks --rounds 8 --seed 1
 
-A run has its folder on one small disk and Ray's session on another. In each round one of them fills, and has room
-again some seconds later; in half of the rounds a worker is killed meanwhile. The run must train on, lose no sample and
+A run has its folder on one small disk and Ray's session on another. In turns one of them fills, and has room
+again some seconds later; in half of the turns a worker is killed meanwhile. The run must train on, lose no sample and
 no line of its files, and resume.
 """
 
@@ -71,7 +71,7 @@ def main(arguments: list[str]) -> int:
         with running(Run(folder, GRPO, *OVERRIDES, name="disks", out=own / "run")) as run:
             run.wait_for_step(3)
             for number in range(given.rounds):
-                disk, room, dies = rng.choice((own, own, ray)), rng.choice(ROOM), rng.random() < 0.5
+                disk, room, dies = (ray, own)[number % 2], rng.choice(ROOM), rng.random() < 0.5
                 before, said = run.steps()[-1], len(run.stderr)
                 with full(disk, room):
                     time.sleep(rng.uniform(0.0, 2.0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -170,7 +171,11 @@ def test_a_failed_save_is_tolerated_as_one_that_waits(tmp_path: Path, caplog: py
     run.policies = [Failing(1, 3)]
     assert run.run().steps_done == 4
     assert [event["ok"] for event in events(tmp_path)] == [False, True, False, True]
-    assert steps(tmp_path) == [2, 4] and "checkpoint of step 3 failed" in caplog.text
+    assert steps(tmp_path) == [2, 4]
+    first, second = [record.getMessage() for record in caplog.records if "checkpoint of step" in record.getMessage()]
+    assert first.startswith("checkpoint of step 1 failed: ") and " takes " not in first
+    place = re.escape(str(tmp_path / "checkpoints"))
+    assert re.search(rf"step 3 failed: .*MiB are free in {place}, and the checkpoint of step 2 takes 1\)", second)
     assert not list((tmp_path / "checkpoints").glob(".*"))
 
 

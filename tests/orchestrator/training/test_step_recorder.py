@@ -170,7 +170,9 @@ def test_a_full_disk_does_not_end_the_run(tmp_path: Path, caplog: pytest.LogCapt
     assert kept_steps(run.root) == [3, 4]
     assert [path.name for path in run.root.iterdir() if path.name.startswith(".")] == []
     (warning,) = caplog.records
-    assert "step 1 is not kept for `troupe replay`: policy-0.keep_batch: [Errno 28]" in warning.getMessage()
+    assert (
+        f"step 1 is not kept in {run.root} for `troupe replay`: policy-0.keep_batch: [Errno 28]" in warning.getMessage()
+    )
     assert read_step(run.root, 3).kept.before, "the digest was taken although the tables were not written"
 
 
