@@ -1,7 +1,7 @@
 """A run in which workers of every role are killed at random: effective training time, recovery by role, memory.
 
-    python -m tests.faults.soak                                      # the tiny model, PPO with every role
-    python -m tests.faults.soak --spec deploy/specs/laptop-grpo.yaml --steps 40
+    python -m tests.faults.soak --minutes 30                         # the tiny model, PPO with every role
+    python -m tests.faults.soak --spec deploy/specs/laptop-grpo.yaml --every-s 300
 
 Effective training time ratio: steps times the median step before the first kill, divided by the seconds that these
 steps took with the kills.
@@ -22,33 +22,31 @@ from statistics import median
 from typing import Any
 
 from tests.conftest import ROOT
-from tests.faults.injected import WORKERS, Signalled, left_behind, stop_group
+from tests.faults.injected import ENGINE, WORKERS, Signalled, left_behind, stop_group
 from tests.real.commands import PPO, Run, ledger_balances, running
 
-WARM_UP = 5
+WARM_UP = 10
 """Steps before the first kill, by which the length of a step is measured."""
 BUDGETS = tuple(f"failures.{role}_restarts=1000" for role in ("trainer", "engine", "reward", "reference"))
 
 
-def soak(run: Run, steps: int, share: float, seed: int) -> Mapping[str, Any]:
-    """Train `steps` steps and kill a worker in a share of them; what was measured."""
+def soak(run: Run, seconds: float, every_s: float, seed: int) -> Mapping[str, Any]:
+    """Train so long, and kill a worker at a random moment of each `every_s` seconds; what was measured."""
     rng = random.Random(seed)
-    hit = sorted(rng.sample(range(WARM_UP + 1, WARM_UP + steps + 1), round(share * steps)))
     run.wait_for_step(WARM_UP)
-    roles = {role: title for role, title in WORKERS.items() if run.processes(title)}
+    targets = {role: title for role, title in (*WORKERS.items(), ("engine", ENGINE)) if run.processes(title)}
     step_s = median(line["seconds/step"] for line in run.metrics[1:])
-    recoveries: dict[str, list[float]] = {role: [] for role in roles}
-    began = time.monotonic()
-    for step in hit:
-        run.wait_until(lambda step=step: run.steps()[-1] >= step, f"step {step}")
-        role = rng.choice(list(roles))
-        outcome = Signalled(role, roles[role], signal.SIGKILL).inject(run)
+    recoveries: dict[str, list[float]] = {role: [] for role in targets}
+    began, first = time.monotonic(), run.steps()[-1]
+    for number in range(round(seconds / every_s)):
+        time.sleep(max(0.0, began + (number + rng.random()) * every_s - time.monotonic()))
+        role = rng.choice(list(targets))
+        outcome = Signalled(role, targets[role], signal.SIGKILL).inject(run)
         if not outcome.ok or outcome.recovered_s is None:
             raise RuntimeError(f"{outcome}\n{run.output[-3000:]}")
         recoveries[role].append(outcome.recovered_s)
-    run.wait_until(lambda: run.steps()[-1] >= WARM_UP + steps, "the last step")
-    seconds = time.monotonic() - began
-    done = run.steps()[-1] - WARM_UP
+    time.sleep(max(0.0, began + seconds - time.monotonic()))
+    took, done = time.monotonic() - began, run.steps()[-1] - first
     stop_group(run, signal.SIGTERM)
     run.wait(120)
     lines = run.metrics
@@ -58,7 +56,8 @@ def soak(run: Run, steps: int, share: float, seed: int) -> Mapping[str, Any]:
         "steps": done,
         "kills": sum(map(len, recoveries.values())),
         "step_s": step_s,
-        "ratio": done * step_s / seconds,
+        "step_s_with_kills": median(line["seconds/step"] for line in lines),
+        "ratio": done * step_s / took,
         "recovery_s": {role: _spread(times) for role, times in recoveries.items() if times},
         "dropped": lines[-1]["ledger/dropped"],
         "driver_mib_per_100_steps": _slope([line["memory/driver"] for line in lines]) * 1024 * 100,
@@ -84,8 +83,8 @@ def main(arguments: list[str]) -> None:
     """Run the soak and print its result as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--spec", type=Path, default=PPO)
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--share", type=float, default=0.1, help="share of the steps that are hit (default: 0.1)")
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--every-s", type=float, default=60.0, help="seconds with one kill each (default: 60)")
     parser.add_argument("--seed", type=int, default=17)
     parser.add_argument("--set", dest="overrides", action="append", default=[], help="FIELD=VALUE of the spec")
     given = parser.parse_args(arguments)
@@ -93,7 +92,7 @@ def main(arguments: list[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         overrides = (*endless, *given.overrides)
         with running(Run(Path(folder), ROOT / given.spec, *overrides, name="soak")) as run:
-            sys.stdout.write(json.dumps(soak(run, given.steps, given.share, given.seed), indent=1) + "\n")
+            sys.stdout.write(json.dumps(soak(run, 60.0 * given.minutes, given.every_s, given.seed), indent=1) + "\n")
 
 
 if __name__ == "__main__":
