@@ -49,7 +49,7 @@ UNDISTURBED_STEPS = 30
 COMPARED = ("reward/mean", "response_tokens/mean", "policy/loss", "policy/grad_norm", "policy/entropy")
 FORK = "a fork that starts"
 """Stands for the process that becomes the next worker."""
-FORK_APPEARS_S, FORK_STARTS_S = 5.0, 1.5
+FORK_SHARE, FORK_APPEARS_S, FORK_STARTS_S = 0.4, 8.0, 0.5
 ENDLESS = (
     *("schedule.steps=100000", "checkpoint.every_steps=5"),
     *(
@@ -137,10 +137,11 @@ def _living(run: Run, targets: Sequence[str]) -> dict[str, list[tuple[psutil.Pro
 def pair(run: Run, rng: random.Random, targets: Sequence[str]) -> tuple[list[Hit], float]:
     """Two faults, and the seconds until the run has trained two more steps."""
     time.sleep(rng.uniform(0.0, 4.0))
-    began, pause = time.monotonic(), rng.uniform(0.0, LONGEST_PAUSE_S)
+    began, forks = time.monotonic(), rng.random() < FORK_SHARE
+    pause = 0.0 if forks else rng.uniform(0.0, LONGEST_PAUSE_S)
     hits = [hit(run, rng, targets, 0.0)]
     time.sleep(pause)
-    hits.append(hit(run, rng, (*targets, FORK) if pause < FORK_APPEARS_S else targets, pause))
+    hits.append(hit(run, rng, (*targets, FORK) if forks else targets, pause))
     step = run.metrics[-1]["step"]
     seconds = seconds_until(run, lambda: run.metrics[-1]["step"] > step + 1, time.monotonic())
     if seconds is None:
