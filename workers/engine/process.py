@@ -13,6 +13,7 @@ import faulthandler
 import gc
 import multiprocessing
 import os
+import secrets
 import sys
 import tempfile
 import threading
@@ -21,7 +22,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from importlib import import_module
-from multiprocessing import forkserver, resource_tracker, util
+from multiprocessing import forkserver, resource_tracker, shared_memory, util
 from multiprocessing.context import ForkServerContext, ForkServerProcess, SpawnContext, SpawnProcess
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -181,24 +182,45 @@ def temporary_folder() -> str:
 def die_with_owner() -> None:
     """Exit, together with the processes in between, when the rollout worker named in the environment ends.
 
-    vLLM's engine core outlives a killed parent and keeps its memory and cores.
+    vLLM's engine core outlives a killed parent and keeps its memory and cores. What this process shares from now on is
+    named after the owner, which removes it (`private_shared_memory`).
     """
     owner = int(os.environ.get(OWNER_VARIABLE, "0"))
     if owner in (0, os.getpid()):
         return
     exit_with(owner, _ancestors_below(owner))
+    prefix = f"/{_shared_by(owner)}"
+    for name, value in {"_SHM_NAME_PREFIX": prefix, "_SHM_SAFE_NAME_LENGTH": len(prefix) + 16}.items():
+        setattr(shared_memory, name, value)
 
 
 @cache
-def private_semaphores() -> None:
-    """Name the semaphores of multiprocessing after this process, and remove them when it ends.
+def private_shared_memory() -> None:
+    """Name the semaphores of multiprocessing after this process; remove them and what its engine shares when it ends.
 
     The process of multiprocessing that would remove them is killed together with a worker that is lost. Children that
-    this process starts inherit the prefix.
+    this process starts inherit the prefix of semaphores.
     """
     prefix = f"troupe-{os.getpid()}"
     vars(multiprocessing.current_process())["_config"]["semprefix"] = f"/{prefix}"
     remove_at_death(f"/dev/shm/sem.{prefix}-", prefix=True)
+    remove_at_death(f"/dev/shm/{_shared_by(os.getpid())}", prefix=True)
+
+
+def _shared_by(owner: int) -> str:
+    """Beginning of the names of what an engine's processes share."""
+    return f"troupe.{owner}."
+
+
+def _name_ranks() -> None:
+    """Name what the ranks of an engine on the CPU share after the owner: vLLM takes the name of the file by which they
+    meet."""
+    from vllm.utils import network_utils
+
+    owner = int(os.environ[OWNER_VARIABLE])
+    network_utils.get_file_store_init_method = lambda: (
+        f"file://{tempfile.gettempdir()}/{_shared_by(owner)}{secrets.token_hex(8)}"
+    )
 
 
 def _ancestors_below(owner: int) -> list[int]:
@@ -241,6 +263,7 @@ def _run(target: Callable[[], None]) -> None:
     gc.enable()
     use_threads()
     progress_without_semaphore()
+    _name_ranks()
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # imports torch, which the worker does not
 
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())  # later runs use what this one compiles

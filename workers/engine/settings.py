@@ -14,7 +14,7 @@ from troupe.workers.contract.config import (
 )
 from troupe.workers.contract.model_files import check_model_files
 from troupe.workers.contract.weight_backends import TransferBackend
-from troupe.workers.engine.process import FOLDER_VARIABLE, OWNER_VARIABLE, private_semaphores, temporary_folder
+from troupe.workers.engine.process import FOLDER_VARIABLE, OWNER_VARIABLE, private_shared_memory, temporary_folder
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -43,7 +43,7 @@ def set_environment(engine: EngineProcess) -> None:
 
     vLLM's processes inherit them, and end with this one.
     """
-    private_semaphores()
+    private_shared_memory()
     os.environ |= {OWNER_VARIABLE: str(os.getpid()), FOLDER_VARIABLE: temporary_folder()}
     set_import_environment(engine)
 
