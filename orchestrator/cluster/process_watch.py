@@ -24,6 +24,7 @@ from ray._private import state as ray_state
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from troupe.orchestrator.cluster import ray_nodes
 from troupe.orchestrator.cluster.event_loop import within
 from troupe.orchestrator.cluster.inspection import InspectRequest, NodeFacts, NodeReport, inspect_node
 from troupe.orchestrator.cluster.own_process import register, session_logs
@@ -158,7 +159,8 @@ class ProcessWatch:
         return Process(self.node, int(found[1])) if found and found[2] == ray.util.get_node_ip_address() else None
 
     def exit_reason(self, process: Process | None) -> str:
-        """What is known of the end of a worker's process: the out-of-memory killer, its signal, the end of its log."""
+        """What is known of the end of a worker's process: the out-of-memory killer, its signal, the end of its log, and
+        full disks, on which neither a log nor another process can be."""
         words = []
         if (kills := out_of_memory_kills() - self._kills_before) > 0:
             words.append(f"the kernel's out-of-memory killer has ended {kills} process(es) on this node during the run")
@@ -167,6 +169,7 @@ class ProcessWatch:
                 words.append(ended_by(code))
             logs = self._logs.glob(f"worker-*-{process.pid}.err")
             words += [f"its log: {line}" for log in logs if (line := end_of_log(log))]
+            words += ray_nodes.full_disks(self._logs)
         return "; ".join(words)
 
     def locations(self) -> dict[str, Process]:

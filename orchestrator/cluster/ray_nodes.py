@@ -56,6 +56,18 @@ _LEAST_FREE = 16 << 20
 """Free space without which Ray's processes die one by one at their start."""
 
 
+def full_disks(sessions: Path) -> Iterator[str]:
+    """Shared memory, and the folder of Ray's sessions, if they lack room: what is free and needed, and the remedy."""
+    remedies = {
+        _SHARED_MEMORY: "free some space there (files of runs that were killed: `ls -l /dev/shm`)",
+        sessions: "free some space there, or set RAY_TMPDIR to a short path on another disk",
+    }
+    for folder, remedy in remedies.items():
+        there = next(one for one in (folder, *folder.parents) if one.exists())  # Ray creates its folder
+        if (free := shutil.disk_usage(there).free) < _LEAST_FREE:
+            yield f"{folder} has {free >> 20} MiB free; its files take at least {_LEAST_FREE >> 20}: {remedy}"
+
+
 def start(cpus: int) -> Path:
     """Starts a cluster on this machine; returns its session folder.
 
@@ -71,17 +83,8 @@ def start(cpus: int) -> Path:
             f"{_SHARED_MEMORY} is missing or cannot be written, and neither Ray nor vLLM starts without it: in a "
             f"container use `docker run --shm-size=1g`, else `mount -t tmpfs tmpfs {_SHARED_MEMORY}`"
         )
-    remedies = {
-        _SHARED_MEMORY: "free some space there (files of runs that were killed: `ls -l /dev/shm`)",
-        Path(temporary_folder()): "free some space there, or set RAY_TMPDIR to a short path on another disk",
-    }
-    for folder, remedy in remedies.items():
-        there = next(one for one in (folder, *folder.parents) if one.exists())  # Ray creates its folder
-        if (free := shutil.disk_usage(there).free) < _LEAST_FREE:
-            raise ClusterUnreachable(
-                f"Ray cannot start: {folder} has {free >> 20} MiB free; its files take at least {_LEAST_FREE >> 20}: "
-                f"{remedy}"
-            )
+    for full in full_disks(Path(temporary_folder())):
+        raise ClusterUnreachable(f"Ray cannot start: {full}")
     _configure(SETTINGS | LOCAL_SETTINGS)
     _create_token()
     context = _start(cpus)

@@ -99,6 +99,8 @@ def main(arguments: list[str]) -> int:
         sys.stdout.write(json.dumps({"steps": len(lines), "without trajectories": missing}) + "\n")
         with running(Run(folder, GRPO, *OVERRIDES, name="disks", out=own / "run", resume=True)) as again:
             again.wait_until(lambda: again.steps()[-1] > len(lines), "a step after the resume")
+            stop_group(again, signal.SIGTERM)
+            again.wait(180)
     if wrong:
         sys.stdout.write("\n".join([*wrong, run.output[-6000:]]) + "\n")
     else:

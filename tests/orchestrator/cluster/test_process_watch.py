@@ -53,6 +53,21 @@ def test_the_end_of_a_worker_has_its_signal_and_the_end_of_its_log(
     assert watch.exit_reason(Process("other", 7)) == watch.exit_reason(None) == ""
 
 
+def test_a_worker_that_dies_on_a_full_disk_of_ray_names_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its replacements die at their start, with an exit code and an empty log, until no restart is left."""
+    context = SimpleNamespace(get_node_id=lambda: "driver")
+    monkeypatch.setattr(process_watch, "ray", SimpleNamespace(get_runtime_context=lambda: context, nodes=list))
+    watch, free = ProcessWatch(tmp_path, 10.0, {7: 1}.get), {tmp_path: 9 << 20}
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=free.get(path, 1 << 30)))
+    full = (
+        f"exit code 1; {tmp_path} has 9 MiB free; its files take at least 16: free some space there, or set RAY_TMPDIR"
+    )
+    assert watch.exit_reason(Process("driver", 7)) == f"{full} to a short path on another disk"
+    assert watch.exit_reason(Process("other", 7)) == ""
+    free.clear()
+    assert watch.exit_reason(Process("driver", 7)) == "exit code 1"
+
+
 def test_a_look_while_ray_disconnects_prints_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     def disconnected() -> list[dict[str, Any]]:
         raise RaySystemError("Ray has not been started yet")
