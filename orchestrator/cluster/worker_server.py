@@ -108,10 +108,15 @@ class WorkerServer:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _follow(self, stopped_s: float) -> None:
-        """Watch the process until it ends or is closed; consumes nothing, and looks once a second."""
+        """Watch the process and forks that start until it ends or is closed; consumes nothing, looks once a second."""
         stopped, why = StoppedProcesses(max(1, round(stopped_s / _SAMPLE_S))), ""
         while self._process.poll() is None and not self._closing.wait(_SAMPLE_S):
-            if stopped.sample({self._process.pid: False}):
+            found = stopped.sample(dict.fromkeys((self._process.pid, *self._starting()), False))
+            for fork in set(found) - {self._process.pid}:
+                logger.warning("a worker was stopped while it started, for %g s (failures.stopped_s): again", stopped_s)
+                with suppress(ProcessLookupError):
+                    os.kill(fork, signal.SIGKILL)  # the process that has asked for it becomes the worker
+            if self._process.pid in found:
                 why = f"was stopped for {stopped_s:g} s (failures.stopped_s)"
             elif not Path(self.path).exists():  # a worker that has waited for an answer removes it
                 why = f"did not answer within {IMPORTS_S:g} s"
@@ -122,6 +127,15 @@ class WorkerServer:
             error = "" if code in _FROM_OUTSIDE else end_of_log(self._errors)
             why = why or f"has ended ({ended_by(code)}{error and f': {error}'})"
             logger.warning("the process that workers are forked from %s: they start without it, more slowly", why)
+
+    def _starting(self) -> list[int]:
+        """Forks that are no worker of Ray yet, which would have given them a title, and would watch them."""
+        server = Path(f"/proc/{self._process.pid}")
+        with suppress(OSError):
+            forks = (server / "task" / server.name / "children").read_text().split()
+            own = (server / "cmdline").read_bytes()
+            return [int(fork) for fork in forks if Path(f"/proc/{fork}/cmdline").read_bytes() == own]
+        return []
 
 
 @contextmanager

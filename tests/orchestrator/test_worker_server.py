@@ -79,6 +79,16 @@ with Path(sys.argv[-1]).open("a") as lines:
     lines.write("a worker\\n")
 serves()
 """
+STOPPED_ONCE = """
+import os, signal, sys
+from pathlib import Path
+
+mark = Path(sys.argv[-1]).with_name("stopped")
+if not mark.exists():
+    mark.touch()
+    os.kill(os.getpid(), signal.SIGSTOP)
+Path(sys.argv[-1]).write_text("1")
+"""
 IMPORT = """
 import pathlib, time
 
@@ -270,6 +280,16 @@ def test_a_server_that_is_killed_when_it_has_forked_leaves_one_worker(
     assert start(server, tmp_path, None, script=SERVING).wait(60) == 0
     assert (tmp_path / "result").read_text() == "a worker\n"
     server.close()
+
+
+def test_a_fork_that_is_stopped_before_ray_knows_it_is_started_again(
+    serving: WorkerServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Ray itself would wait for a minute and a half. The server goes on."""
+    assert start(serving, tmp_path, None, script=STOPPED_ONCE).wait(30) == 0
+    assert result(tmp_path) == 1
+    assert caplog.messages == ["a worker was stopped while it started, for 1 s (failures.stopped_s): again"]
+    dies(serving, tmp_path, "exit")
 
 
 @pytest.mark.parametrize("when", ["imports", "serves"])
