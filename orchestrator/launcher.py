@@ -126,7 +126,7 @@ class WorkerLauncher:
         if isinstance(group, TrainerGroup):
             await self._start_trainers(group)
             if role == "policy" and (rollouts := self._spec.rollouts) is not None:
-                self._actors.policy_started(group.gpu_memory)
+                self._actors.policy_started(group.gpu_memory, group.gpu_ids)
                 if resolved_sleep(rollouts) != "none":  # an engine samples on its GPU
                     await group.offload_states(timeout_s=self._spec.schedule.start_timeout_s)
         elif isinstance(group, ReferenceGroup):

@@ -118,10 +118,12 @@ class RunActors:
         self._classes = classes or {}
         self._workers: dict[str, ActorWorker[Any]] = {}
         self._policy_gpu = 0
+        self._gpu_ids: Mapping[str, str] = {}
 
-    def policy_started(self, gpu_memory: int) -> None:
-        """Notes the memory of the policy's smallest GPU in bytes, as its ranks report it, or 0 without one."""
-        self._policy_gpu = gpu_memory
+    def policy_started(self, gpu_memory: int, gpu_ids: Mapping[str, str]) -> None:
+        """Notes what the policy's ranks report of their GPUs: the memory of the smallest in bytes (0: they have none),
+        and its number on its node by the name of the rank."""
+        self._policy_gpu, self._gpu_ids = gpu_memory, gpu_ids
 
     def spawn(self, name: str) -> ActorWorker[Any]:
         """Creates the worker of this name in its place."""
@@ -135,10 +137,16 @@ class RunActors:
             engine = config.engine.model_copy(update={"gpu_memory_utilization": share})
             config = config.model_copy(update={"kv_cache_bytes": cache or None, "engine": engine})
         arguments = (config, name, *settings.extra)
-        actor = ActorSpec(worker_class, arguments, settings.env, row.concurrent, settings.engine)
+        env = settings.env | ({"CUDA_VISIBLE_DEVICES": self._lent_gpus(placement, placed)} if placed.borrows else {})
+        actor = ActorSpec(worker_class, arguments, env, row.concurrent, settings.engine)
         worker = self._cluster.spawn(placement, placed, name, actor)
         self._workers[name] = worker
         return worker
+
+    def _lent_gpus(self, placement: Placement, placed: WorkerPlacement) -> str:
+        """The GPUs of the ranks in an engine's bundle. A rank that is replaced has one of the same bundle."""
+        here = [other for other in placement.workers if other.bundle == placed.bundle and not other.borrows]
+        return ",".join(self._gpu_ids[f"{other.role}-{other.index}"] for other in here)
 
     def record_start(self, name: str, health: WorkerHealth | None = None) -> None:
         """Records that a worker serves, and its location."""

@@ -462,7 +462,7 @@ class Cluster:
         """Creates one worker in its placement; only its constructor runs, `start` loads the model."""
         options: dict[str, Any] = {
             "num_cpus": placed.cpus,
-            "num_gpus": placed.gpus,
+            "num_gpus": 0 if placed.borrows else placed.gpus,
             "max_restarts": 0,
             "runtime_env": self._process(placement, placed, spec),
             "scheduling_strategy": PlacementGroupSchedulingStrategy(

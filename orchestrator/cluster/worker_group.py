@@ -13,8 +13,9 @@ import asyncio
 import hashlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
 from troupe.orchestrator.cluster.adaptive_timeout import AdaptiveTimeouts
@@ -241,6 +242,8 @@ class TrainerGroup(WorkerGroup[TrainerT], ABC):
 
     gpu_memory: int = 0
     """Memory of the smallest GPU of the ranks in bytes, once they have started, or 0 without one."""
+    gpu_ids: Mapping[str, str] = MappingProxyType({})
+    """The number of the GPU on its node of every rank, by the rank's name, once they have started."""
 
     async def restart(self, workers: Sequence[WorkerHandle[TrainerT]], timeout_s: float) -> None:
         """Starts other processes as the ranks, with their initial model."""
@@ -254,6 +257,7 @@ class TrainerGroup(WorkerGroup[TrainerT], ABC):
         places = [Rendezvous(address=address, port=port, rank=r, world_size=self.ranks) for r in range(self.ranks)]
         started = await self._scatter(Trainer.start, timeout_s, places)
         self.gpu_memory = min(health.gpu_memory for health in started)
+        self.gpu_ids = {health.name: health.gpu_ids for health in started}
         self.packs = all(await self._broadcast(Trainer.packs, timeout_s))
 
     async def find_dead(self) -> WorkerDied | None:

@@ -21,7 +21,7 @@ _ROLE = re.compile(r"[a-z_]+|environment\.[a-z0-9-]+")
 _READ_AT_START = "it is read only when a run starts; stop this run, which saves it, and resume with --resume"
 _LONGEST = 120
 """Most characters of a value that are shown."""
-_COLOCATED = "rollout is colocated with the policy, one engine per policy worker"
+_COLOCATED = "rollout is colocated with the policy, whose workers set the number of engines"
 
 
 @dataclass(frozen=True)

@@ -268,15 +268,19 @@ class _SharedGpu:
 def _shared_gpus(
     everyone: Sequence[PlacedWorker], workers: Mapping[str, tuple[WorkerMemory, ...]], nodes: Mapping[str, Node]
 ) -> Iterator[_SharedGpu]:
-    """Use of GPUs of known size, by bundle: workers that share a bundle share its GPU."""
+    """Use of GPUs of known size, by bundle: workers that share a bundle share its GPU. An engine of several shares one
+    with each of the ranks."""
     bundles: defaultdict[tuple[str, int], list[PlacedWorker]] = defaultdict(list)
     for placed in everyone:
         if placed.gpus > 0 and placed.node in nodes and nodes[placed.node].gpu_memory:
             bundles[placed.group, placed.bundle].append(placed)
-    for sharing in bundles.values():
-        memories = {placed: [m for m in workers[placed.worker] if m.where == "gpu"] for placed in sharing}
-        capacity = int(min(1.0, sum(placed.gpus for placed in sharing)) * nodes[sharing[0].node].gpu_memory)
-        yield _SharedGpu(memories, capacity)
+    for together in bundles.values():
+        wide = [placed for placed in together if placed.gpus > 1]
+        apart = [[placed, *wide] for placed in together if placed not in wide]
+        for sharing in apart if wide and apart else [together]:
+            memories = {placed: [m for m in workers[placed.worker] if m.where == "gpu"] for placed in sharing}
+            capacity = int(min(1.0, sum(placed.gpus for placed in sharing)) * nodes[sharing[0].node].gpu_memory)
+            yield _SharedGpu(memories, capacity)
 
 
 def _full_node(node: NodeMemory) -> Misfit:

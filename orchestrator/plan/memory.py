@@ -215,14 +215,17 @@ def of_engine(spec: RolloutSpec, placed: PlacedWorker, gpu: int, sizes: Sizes) -
 
 
 def shared_engine(spec: RolloutSpec, gpu: int, sizes: Sizes) -> tuple[int, float] | None:
-    """KV cache in bytes of an engine on the policy's GPU of this many bytes, and the engine's share of that GPU.
+    """KV cache in bytes on each GPU of an engine on policy GPUs of this many bytes, and the engine's share of them.
 
     None if the size of its model is unknown.
     """
     memories, cache = of_engine(spec, PlacedWorker("rollout-0", 0.0, spec.roles.rollout.gpus, "", 0, ""), gpu, sizes)
     if cache is None:
         return None
-    return cache.bytes, spec.roles.rollout.gpu_memory_utilization or _held_by_engine(memories) / gpu
+    return (
+        cache.bytes // spec.roles.rollout.tensor_parallel_size,
+        spec.roles.rollout.gpu_memory_utilization or _held_by_engine(memories) / gpu,
+    )
 
 
 def of_judge(spec: RolloutSpec, placed: PlacedWorker, gpu: int, sizes: Sizes) -> Memory:

@@ -2,19 +2,21 @@
 
 Each training group has one placement group; every worker of another role has its own, so that it can be added or
 removed without touching the trainer. Ray spreads the bundles of one group; whole groups are spread here, over the nodes
-with the fewest of their role. A colocated role is placed in the bundles of the role it is colocated with; a reference
-colocated with the policy runs inside the policy's processes and has none.
+with the fewest of their role. A colocated role is placed in the bundles of the role it is colocated with: an engine of
+N GPUs in one bundle with the N ranks that have them. A reference colocated with the policy runs inside the policy's
+processes and has none.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from troupe.orchestrator.spec.base import RunSpec
-from troupe.orchestrator.spec.sections import RoleResources, ScaledRole, TrainerRole
+from troupe.orchestrator.spec.sections import EngineRole, RoleResources, ScaledRole, TrainerRole
 
 Strategy = Literal["PACK", "SPREAD"]
 ACCELERATOR = "ray.io/accelerator-type"
@@ -57,6 +59,8 @@ class RoleSize:
     """Labels that its nodes must have."""
     separate: bool = False
     """Whether each worker has a separate placement group."""
+    ranks: int = 1
+    """Workers of the role it is colocated with that share each of its bundles."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,8 @@ class WorkerPlacement:
     bundle: int
     cpus: float
     gpus: float
+    borrows: bool = False
+    """Whether its GPUs are those of the other workers in its bundle, and none are reserved for it."""
 
 
 @dataclass(frozen=True)
@@ -240,19 +246,20 @@ def _labels(role: RoleResources) -> tuple[tuple[str, str], ...]:
 
 def _placement(name: str, sharing: Sequence[RoleSize], indices: Sequence[int]) -> Placement:
     """One placement group: a bundle for each of the host role's workers `indices`, shared with the colocated worker of
-    the same number."""
+    the same number; or for every N of them, shared with a colocated worker of N GPUs."""
+    ranks = max(role.ranks for role in sharing)
     workers = tuple(
-        WorkerPlacement(role.role, index, bundle, role.cpus, role.gpus)
+        WorkerPlacement(role.role, index, place // (ranks // role.ranks), role.cpus, role.gpus, role.ranks > 1)
         for role in sharing
-        for bundle, index in enumerate(indices)
+        for place, index in enumerate(indices)
         if index < role.workers
     )
     bundles = tuple(
         {
             "CPU": sum(placed.cpus for placed in workers if placed.bundle == bundle),
-            "GPU": sum(placed.gpus for placed in workers if placed.bundle == bundle),
+            "GPU": sum(placed.gpus for placed in workers if placed.bundle == bundle and not placed.borrows),
         }
-        for bundle in range(len(indices))
+        for bundle in range(math.ceil(len(indices) / ranks))
     )
     labels = dict(pair for role in sharing for pair in role.labels)
     return Placement(name, bundles, sharing[0].strategy, workers, tuple(labels.items()))
@@ -272,6 +279,7 @@ def role_sizes(spec: RunSpec) -> tuple[RoleSize, ...]:
             strategy="SPREAD" if role.strategy == "spread" else "PACK",
             labels=_labels(role),
             separate=not isinstance(role, TrainerRole) and role.colocate_with is None,
+            ranks=role.tensor_parallel_size if isinstance(role, EngineRole) and role.colocate_with is not None else 1,
         )
         for name, role in roles.items()
     )

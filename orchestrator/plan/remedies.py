@@ -159,10 +159,7 @@ def _of_cache(spec: RunSpec, role: str) -> Iterator[Iterator[Changes]]:
     """Changes after which an engine's cache is larger, or its sequences are shorter."""
     data, path = spec.model_dump(mode="json")["roles"][role], f"roles.{role}"
     if data["gpus"] > 0:
-        ranks = data["tensor_parallel_size"]
-        if data["colocate_with"] is None:
-            sizes = [ranks * 2**power for power in (1, 2, 3)]
-            yield iter([{f"{path}.tensor_parallel_size": size, f"{path}.gpus": size} for size in sizes])
+        yield _more_ranks(spec, role)
         higher = [share for share in reversed(_UTILIZATIONS) if share > (_share(data) or 1.0)]
         yield iter([{f"{path}.gpu_memory_utilization": share} for share in higher])
     else:
@@ -177,8 +174,27 @@ def _fewer_ranks(spec: RunSpec, role: str) -> Iterator[Changes]:
     data = _value(spec.model_dump(mode="json"), path) or {}
     for name in ("sequence_parallel_size", "tensor_parallel_size", "shards"):
         for ranks in range(data.get(name, 1) - 1, 0, -1):
-            gpus = {f"{path}.gpus": ranks} if data["gpus"] > 0 and role not in spec.roles.trainers() else {}
-            yield {f"{path}.{name}": ranks, **gpus}
+            gpus = role not in spec.roles.trainers()
+            yield {f"{path}.{name}": ranks, **(_gpus(spec, role, data, ranks) if gpus else {})}
+
+
+def _more_ranks(spec: RunSpec, role: str) -> Iterator[Changes]:
+    """An engine over ever more GPUs."""
+    data, path = spec.model_dump(mode="json")["roles"][role], f"roles.{role}"
+    for ranks in (data["tensor_parallel_size"] * 2**power for power in (1, 2, 3)):
+        yield {f"{path}.tensor_parallel_size": ranks, **_gpus(spec, role, data, ranks)}
+
+
+def _gpus(spec: RunSpec, role: str, data: Mapping[str, Any], ranks: int) -> Changes:
+    """The GPUs of a worker over so many; those of an engine on the policy's are of as many of its workers."""
+    path, policies = f"roles.{role}", spec.roles.policy.workers
+    if data["gpus"] == 0:
+        return {}
+    if data["colocate_with"] is None:
+        return {f"{path}.gpus": ranks}
+    whole = ranks > 1
+    own = {f"{path}.gpus": ranks if whole else 0.5, "roles.policy.gpus": 1 if whole else 0.5}
+    return {f"{path}.workers": max(1, policies // ranks), **own}
 
 
 def _more_shards(spec: RunSpec) -> Iterator[Changes]:
@@ -222,6 +238,8 @@ def _of_engine(spec: RunSpec, role: str, gpu: bool) -> Iterator[Iterator[Changes
         return
     if data["colocate_with"] is not None and data.get("sleep", "weights") != "weights":
         yield iter([{f"{path}.sleep": level} for level in ("kv_cache", "weights") if data["sleep"] != level])
+    if data["colocate_with"] is not None:
+        yield _more_ranks(spec, role)
     lower = [share for share in _UTILIZATIONS if share < (_share(data) or 0.0)]
     yield iter([{f"{path}.gpu_memory_utilization": share} for share in lower])
 
@@ -234,12 +252,14 @@ def _share(engine: Mapping[str, Any]) -> float | None:
 
 
 def _with_guests(spec: RunSpec, role: str, changes: Changes) -> Changes:
-    """The changes, with as many workers for the engines that are colocated with the role: one for each of its."""
-    workers = changes[f"roles.{role}.workers"]
-    present = spec.roles.present()
-    host = present[role].colocate_with or role if role in ENGINES else role
-    guests = [name for name in ENGINES if name in present and present[name].colocate_with == host]
-    return {**changes, **{f"roles.{name}.workers": workers for name in (host, *guests)}}
+    """The changes, with the workers of a policy and of the engines that are colocated with it in step."""
+    workers, rollouts = changes[f"roles.{role}.workers"], spec.rollouts
+    engine = None if rollouts is None else rollouts.roles.rollout
+    if engine is None or engine.colocate_with is None or role not in ("policy", "rollout"):
+        return changes
+    engines = workers if role == "rollout" else max(1, workers // engine.tensor_parallel_size)
+    together = {"roles.rollout.workers": engines, "roles.policy.workers": engines * engine.tensor_parallel_size}
+    return {**changes, **together}
 
 
 def _halves(spec: RunSpec, field: str, least: float) -> Iterator[Changes]:

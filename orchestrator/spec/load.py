@@ -132,8 +132,8 @@ def shared_gpus(document: Document) -> Document:
     """The document with `workers` and `gpus` of an engine on the policy's GPU.
 
     There is one engine for each policy worker. `gpus` left out, or a whole GPU, is the GPU that the two share: if one
-    of them sets the part that it reserves, the other has the rest, else each has half. How much memory each may use is
-    another question (`gpu_memory_utilization`).
+    of them sets the part that it reserves, the other has the rest, else each has half. An engine over N GPUs has those
+    of N policy workers, whole. How much memory each may use is another question (`gpu_memory_utilization`).
     """
     roles = document.data.get("roles") if isinstance(document.data, dict) else None
     if not isinstance(roles, dict):
@@ -141,7 +141,12 @@ def shared_gpus(document: Document) -> Document:
     rollout, policy = roles.get("rollout"), roles.get("policy")
     if not isinstance(rollout, dict) or not isinstance(policy, dict) or rollout.get("colocate_with") != "policy":
         return document
-    filled: dict[str, Any] = {"workers": policy.get("workers", 1)} | rollout
+    ranks, policies = rollout.get("tensor_parallel_size", 1), policy.get("workers", 1)
+    if type(ranks) is int and ranks > 1 and type(policies) is int:
+        filled: dict[str, Any] = {"workers": max(1, policies // ranks), "gpus": ranks} | rollout
+        shared = {"rollout": filled, "policy": {"gpus": 1} | policy}
+        return replace(document, data=document.data | {"roles": roles | shared})
+    filled = {"workers": policies} | rollout
     own, others = _fraction(rollout), _fraction(policy)
     if own is not None and others is not None and max(own, others) == 1.0:
         engine = own if own < 1.0 else 1.0 - (others if others < 1.0 else 0.5)

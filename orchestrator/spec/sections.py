@@ -97,7 +97,8 @@ class RoleResources(Frozen):
     """`pack`: place the workers on as few nodes as they fit on; `spread`: on as many as have room for one."""
     colocate_with: RoleName | None = None
     """Colocate with another role: `reference` inside the policy's workers, `rollout` on the policy's GPUs. There
-    `workers` and `gpus` can be left out: one engine for each policy worker, and half of its GPU each."""
+    `workers` and `gpus` can be left out: one engine for each policy worker, and half of its GPU each; with
+    `tensor_parallel_size` N one for every N policy workers, on their GPUs."""
 
     @property
     def device(self) -> Device:

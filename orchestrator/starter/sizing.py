@@ -240,8 +240,12 @@ def _layouts(choices: Choices, critic: bool) -> Iterator[Sizing]:
                     critics=critics,
                     tensor_parallel=parallel,
                 )
-    if gpus > critics:
-        yield replace(base, rollouts=gpus - critics, policies=gpus - critics, critics=critics, shared_gpus=True)
+    policies = gpus - critics
+    for parallel in (1, 2, 4, 8):
+        if policies < 1 or policies % parallel or (size is not None and undivided(size, parallel)):
+            continue
+        shared = replace(base, rollouts=policies // parallel, policies=policies, critics=critics, shared_gpus=True)
+        yield replace(shared, tensor_parallel=parallel)
 
 
 def _plan(document: dict[str, Any], choices: Choices) -> Plan:

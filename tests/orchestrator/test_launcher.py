@@ -134,6 +134,7 @@ class _Spawning(SimpleNamespace):
 
     def __init__(self, gpu: int) -> None:
         super().__init__(configs=[])
+        self.visible: str | None = None
         self.gpu = gpu
 
     def gpu_memory(self) -> int:
@@ -141,6 +142,26 @@ class _Spawning(SimpleNamespace):
 
     def spawn(self, placement: Any, placed: Any, name: str, actor: Any) -> Any:
         self.configs.append(actor.args[0])
+        self.visible = actor.env.get("CUDA_VISIBLE_DEVICES")
+
+
+def test_an_engine_of_several_gpus_sees_those_of_the_ranks_in_its_bundle() -> None:
+    changes = ["schedule.max_staleness=0", "weight_sync.backend=auto", "roles.policy.workers=8"]
+    where = "colocate_with: policy, tensor_parallel_size: 4, max_model_len: 4096, gpu_memory_utilization: 0.3"
+    node = ROOT / "deploy" / "specs" / "node-8gpu-grpo.yaml"
+    spec = spec_of(node, *changes, f"roles.rollout={{{where}}}")
+    cluster = _Spawning(0)
+    placements = WorkerPlacements(spec, cast(Cluster, cluster))
+    placements._placements = {
+        f"{placed.role}-{placed.index}": (one, placed) for one in place(role_sizes(spec)) for placed in one.workers
+    }
+    actors = RunActors(spec, cast(Cluster, cluster), placements, None)
+    actors.policy_started(0, {f"policy-{rank}": str(7 - rank) for rank in range(8)})
+    seen: list[str | None] = []
+    for name in ("rollout-0", "rollout-1", "policy-0"):
+        actors.spawn(name)
+        seen.append(cluster.visible)
+    assert seen == ["7,6,5,4", "3,2,1,0", None]
 
 
 @pytest.mark.parametrize(("shared", "gpu", "reported"), [(True, 80, 0), (True, 160, 80), (True, 0, 0), (False, 80, 0)])
@@ -167,7 +188,7 @@ def test_an_engine_on_a_shared_gpu_has_the_cache_of_the_plan_also_as_a_replaceme
         f"{placed.role}-{placed.index}": (one, placed) for one in place(role_sizes(spec)) for placed in one.workers
     }
     actors = RunActors(spec, cast(Cluster, cluster), placements, None)
-    actors.policy_started(reported * GIB)
+    actors.policy_started(reported * GIB, {})
     for _ in range(2):
         actors.spawn("rollout-3")
     first, replacement = (config.kv_cache_bytes for config in cluster.configs)

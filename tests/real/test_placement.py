@@ -22,8 +22,8 @@ from tests.real.cluster_demo import free_port, node
 from troupe.orchestrator.cluster import ray_nodes
 from troupe.orchestrator.cluster.own_process import session_logs
 from troupe.orchestrator.cluster.process_watch import Process, ProcessWatch
-from troupe.orchestrator.cluster.ray_cluster import Cluster
-from troupe.orchestrator.plan.placement import RoleSize, fit, place, place_one
+from troupe.orchestrator.cluster.ray_cluster import ActorSpec, ActorWorker, Cluster
+from troupe.orchestrator.plan.placement import RoleSize, WorkerPlacement, fit, place, place_one
 
 pytestmark = pytest.mark.real
 
@@ -69,6 +69,42 @@ async def check_reservations(port: int) -> None:
     assert Counter(node_of_group(names).values()) == {small: 3, large: 4}
 
 
+class Sees:
+    """A worker that says which GPUs it sees."""
+
+    def visible(self) -> str:
+        return os.environ.get("CUDA_VISIBLE_DEVICES", "")
+
+
+async def check_lent_gpus(port: int) -> None:
+    """Two engines over two GPUs each, on those of the two ranks in their bundle; also when a rank is replaced."""
+    cluster = Cluster.connect({}, f"127.0.0.1:{port}")
+    sizes = [RoleSize("policy", 4, 0.1, 1.0), RoleSize("rollout", 2, 0.1, 2.0, colocate_with="policy", ranks=2)]
+    (placement,) = place(sizes)
+    await cluster.reserve([placement], RESERVE_TIMEOUT_S)
+    gpus: dict[str, str] = {}
+
+    async def seen(placed: WorkerPlacement, env: dict[str, str]) -> str:
+        name = f"{placed.role}-{placed.index}"
+        worker = cluster.spawn(placement, placed, name, ActorSpec(Sees, (), env))
+        spawned[name] = worker
+        return await asyncio.wait_for(worker.actor.visible.remote(), RESERVE_TIMEOUT_S)
+
+    spawned: dict[str, ActorWorker[Any]] = {}
+    ranks, engines = placement.workers[:4], placement.workers[4:]
+    for rank in ranks:
+        gpus[f"policy-{rank.index}"] = await seen(rank, {})
+    assert sorted(gpus.values()) == ["0", "1", "2", "3"]
+    for engine in engines:
+        own = ",".join(gpus[f"policy-{2 * engine.index + offset}"] for offset in range(2))
+        assert await seen(engine, {"CUDA_VISIBLE_DEVICES": own}) == own
+    cluster.kill(spawned["policy-1"])
+    assert await seen(ranks[1], {}) == gpus["policy-1"]
+    for worker in spawned.values():
+        cluster.kill(worker)
+    cluster.release(placement.name)
+
+
 class StopsItself:
     """An actor whose process stops before it can answer a call."""
 
@@ -110,6 +146,7 @@ async def check_silent_worker() -> None:
 
 
 async def check_all(port: int) -> None:
+    await check_lent_gpus(port)
     await check_reservations(port)
     await check_silent_worker()
 
@@ -125,6 +162,6 @@ def test_spread_workers_are_placed_as_planned_and_further_ones_where_fewest_run(
         patched.delenv("RAY_ADDRESS", raising=False)
         patched.setenv("RAY_AUTH_MODE", "token")
         stack.enter_context(node("engine", "--head", f"--port={port}", "--num-cpus=3", "--include-dashboard=false"))
-        stack.enter_context(node("engine", f"--address=127.0.0.1:{port}", "--num-cpus=4"))
+        stack.enter_context(node("engine", f"--address=127.0.0.1:{port}", "--num-cpus=4", "--num-gpus=4"))
         process = stack.enter_context(ProcessPoolExecutor(1, mp_context=get_context("spawn")))
         process.submit(run_check, port).result(TEST_TIMEOUT_S)

@@ -581,3 +581,5 @@ class WorkerHealth(Answer):
     in_flight: int
     gpu_memory: int = 0
     """Memory of its GPU in bytes; 0: the worker has none, or does not say."""
+    gpu_ids: str = ""
+    """Its GPU as CUDA_VISIBLE_DEVICES names it; empty if it has none or has not said."""

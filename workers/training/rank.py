@@ -354,6 +354,7 @@ def worker_health(name: str, version: int, device: Device) -> WorkerHealth:
         version=version,
         in_flight=0,
         gpu_memory=torch.cuda.get_device_properties(0).total_memory if device == "cuda" else 0,
+        gpu_ids=os.environ.get("CUDA_VISIBLE_DEVICES", "") if device == "cuda" else "",
         peak=own_peak(device),
     )
 

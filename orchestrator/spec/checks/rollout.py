@@ -238,14 +238,15 @@ def check_scaling(spec: RolloutSpec) -> Iterator[Finding]:
 
 def _shared_gpus(spec: RolloutSpec) -> Iterator[Finding]:
     rollout, policy = spec.roles.rollout, spec.roles.policy
-    path = "roles.rollout.colocate_with"
+    path, ranks = "roles.rollout.colocate_with", rollout.tensor_parallel_size
     if rollout.gpus == 0 or policy.gpus == 0:
         yield path, "rollout and policy can share GPUs only; leave gpus out of both, or remove this"
-    elif rollout.tensor_parallel_size > 1:
-        yield path, "an engine that shares the policy's GPUs needs tensor_parallel_size: 1"
-    elif rollout.workers != policy.workers:
-        yield path, f"needs one engine for each policy worker, got {rollout.workers} and {policy.workers}"
-    elif rollout.gpus + policy.gpus > 1:
+    elif rollout.workers * ranks != policy.workers:
+        each = "each policy worker" if ranks == 1 else f"every {ranks} policy workers"
+        yield path, f"needs one engine for {each}, got {rollout.workers} and {policy.workers}"
+    elif ranks > 1 and policy.gpus != 1:
+        yield "roles.policy.gpus", f"must be 1: an engine of {ranks} GPUs shares whole ones; remove it"
+    elif ranks == 1 and rollout.gpus + policy.gpus > 1:
         yield path, f"they share one GPU, but ask for {rollout.gpus} + {policy.gpus} of it; remove both: each has half"
     if changed(rollout, "strategy"):
         yield "roles.rollout.strategy", "engines are placed with the policy's workers: set roles.policy.strategy"

@@ -48,6 +48,16 @@ def test_colocated_roles_share_bundles_worker_by_worker() -> None:
     ]
 
 
+def test_an_engine_of_several_gpus_shares_a_bundle_with_the_ranks_that_have_them() -> None:
+    """Ray reserves the GPUs once, for the ranks; a bundle is on one node, as an engine is."""
+    (policy,) = place([RoleSize("policy", 4, 1, 1), RoleSize("rollout", 2, 1, 2, colocate_with="policy", ranks=2)])
+    assert policy.bundles == ({"CPU": 3, "GPU": 2}, {"CPU": 3, "GPU": 2})
+    assert [(s.role, s.index, s.bundle, s.borrows) for s in policy.workers] == [
+        *(("policy", rank, rank // 2, False) for rank in range(4)),
+        *(("rollout", engine, engine, True) for engine in range(2)),
+    ]
+
+
 def test_the_first_placement_that_does_not_fit_is_named() -> None:
     """Three engines of two GPUs each, on two nodes of two GPUs each."""
     placements = place([RoleSize("rollout", 3, 1, 2, separate=True)])

@@ -1391,13 +1391,21 @@ GPU_CASES = [
     ),
     case(
         "shared_tensor_parallel",
-        ("9: roles.rollout.colocate_with: an engine that shares the policy's GPUs needs tensor_parallel_size: 1"),
+        "9: roles.rollout.colocate_with: needs one engine for every 2 policy workers, got 2 and 2",
         (
             "    gpus: 1\n  policy:\n    workers: 2\n    gpus: 1",
             (
                 "    gpus: 2\n    tensor_parallel_size: 2\n    colocate_with: policy\n  policy:\n    workers: "
                 "2\n    gpus: 0.5"
             ),
+        ),
+    ),
+    case(
+        "shared_parts_of_several",
+        "11: roles.policy.gpus: must be 1: an engine of 2 GPUs shares whole ones; remove it",
+        (
+            "    gpus: 1\n  policy:\n    workers: 2\n    gpus: 1",
+            "    tensor_parallel_size: 2\n    colocate_with: policy\n  policy:\n    workers: 4\n    gpus: 0.5",
         ),
     ),
     case(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,52 @@ def test_workers_and_gpus_that_are_left_open_are_those_of_the_gpu_they_share(
     assert (spec.device, resolved_backend(spec), resolved_sleep(spec)) == ("cuda", "ipc", "kv_cache")
     (tmp_path / "resolved.yaml").write_text(yaml.safe_dump(spec.model_dump(mode="json")))
     assert load_rollout_spec(tmp_path / "resolved.yaml") == spec
+
+
+@pytest.mark.parametrize("more", [(), ("roles.rollout.workers=2", "roles.rollout.gpus=4", "roles.policy.gpus=1")])
+def test_an_engine_over_several_gpus_shares_those_of_as_many_policy_workers(
+    more: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Of each GPU the plan counts one rank and the engine's part there, and vLLM is told the cache of one GPU."""
+    given = ("roles.rollout.tensor_parallel_size=4", "roles.policy.workers=8", "roles.policy.zero_stage=3")
+    spec = load(tmp_path, *given, *more)
+    assert (spec.roles.rollout.workers, spec.roles.rollout.gpus, spec.roles.policy.gpus) == (2, 4, 1)
+    assert (resolved_backend(spec), resolved_sleep(spec)) == ("ipc", "kv_cache")
+    found = plan(spec, described_nodes("1x8xH100", 128), Sizes({"given": SEVEN_B}))
+    assert found.misfit == "" and found.asked["GPU"] == 8
+    pairs = [(f"policy-{rank}", f"rollout-{rank // 4}") for rank in range(8)]
+    assert [use.workers for use in found.memory.shared] == pairs
+    of_one = load(tmp_path, *given[1:])
+    alone = plan(of_one, described_nodes("1x8xH100", 128), Sizes({"given": SEVEN_B}))
+    weights, quarter = (
+        {p.name: p.bytes for m in one.memory.workers if (m.worker, m.where) == ("rollout-0", "gpu") for p in m.parts}[
+            "weights"
+        ]
+        for one in (alone, found)
+    )
+    assert quarter == -(-weights // 4)
+    cache = shared_engine(spec, int(79.6 * GIB), Sizes({"given": SEVEN_B}))
+    assert cache is not None and cache[0] == found.memory.caches["rollout-0"].bytes // 4
+    split = plan(spec, described_nodes("4x2xH100", 128), Sizes({"given": SEVEN_B}), advise=True)
+    assert split.misfit.startswith("no node is large enough for policy: a worker needs 5 CPU 4 GPU on one node")
+    assert {"roles.rollout.tensor_parallel_size": 2, "roles.rollout.workers": 4, "roles.rollout.gpus": 2} in [
+        dict(remedy.changes) for remedy in split.remedies
+    ]
+
+
+def test_an_engine_without_room_beside_its_rank_is_divided_over_more_of_the_policys_gpus(tmp_path: Path) -> None:
+    size = replace(SEVEN_B, backbone=5 * SEVEN_B.backbone, layers=5 * SEVEN_B.layers)
+    given = ("roles.policy.workers=16", "roles.policy.zero_stage=3", "roles.policy.gradient_checkpointing=true")
+    spec = load(tmp_path, *given)
+    found = plan(spec, described_nodes("2x8xH100", 128), Sizes({"given": size}), advise=True)
+    assert found.misfit.startswith("policy-0 and rollout-0 need 117.6 GiB of a GPU's 79.6 during updates: ")
+    wider = [dict(remedy.changes) for remedy in found.remedies if remedy.then is None]
+    assert {
+        "roles.rollout.tensor_parallel_size": 4,
+        "roles.rollout.workers": 4,
+        "roles.rollout.gpus": 4,
+        "roles.policy.gpus": 1,
+    } in wider
 
 
 OFFLOADED = (

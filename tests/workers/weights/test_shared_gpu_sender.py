@@ -8,6 +8,7 @@ import pickle
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -235,6 +236,74 @@ def test_after_a_failure_every_rank_has_divided_all_weights_again(fault: str, mo
     assert all(error.startswith(f"TransferFailed: {reason}") for error, _, _ in ended), ended
     assert [whole for _, whole, _ in ended] == [[], []]
     assert ended[0][2] == ended[1][2]
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_each_process_of_an_engine_over_two_gpus_copies_from_the_rank_on_its_own(
+    swapped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ranks and the two receivers of one engine, vLLM's own class; `swapped`: its first is on the second GPU."""
+    receiving = pytest.importorskip("troupe.workers.weights.vllm_transfer")
+    given = list(weights())  # drawn here: the threads share a generator
+    shapes = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in given]
+    ranks, store, memory = Rank(), HashStore(), dict[str, torch.Tensor]()
+    store.set_timeout(timedelta(seconds=20))
+    engine = OneGpu(buckets_of(shapes, 1024))
+    gpus = ["GPU-1", "GPU-0"] if swapped else ["GPU-0", "GPU-1"]
+
+    def export(packed: torch.Tensor) -> list[Any]:
+        memory[f"GPU-{ranks.rank}"] = packed
+        return [ranks.rank]
+
+    def receiver(gpu: str) -> Any:
+        class Process(receiving.SharedGpuWeightTransferEngine):
+            def __init__(self) -> None:
+                self._buckets, self._sums, self.device = buckets_of(shapes, 1024), [], gpu
+                self._reload = SimpleNamespace(load=lambda tensors: self.loads.update(tensors))
+                self.loads: dict[str, torch.Tensor] = {}
+
+        return Process()
+
+    processes = [receiver(gpu) for gpu in gpus]
+
+    def receive(info: dict[str, Any]) -> None:
+        assert info["handles"] == {"GPU-0": [0], "GPU-1": [1]}
+        for process in processes:
+            process._receive(receiving.SharedGpuUpdateInfo(**info))
+
+    def opened(handle: list[int], device: str) -> torch.Tensor:
+        assert device == f"GPU-{handle[0]}", "the memory of another GPU"
+        return memory[device]
+
+    def acknowledge(version: int, digest: str) -> list[WeightAck]:
+        assert all(weights_digest(process._buckets, process._sums) == digest for process in processes)
+        return [WeightAck("rollout-0", version, digest, 0.0)]
+
+    monkeypatch.setattr(engine, "receive", receive)
+    monkeypatch.setattr(engine, "finish", acknowledge)
+    monkeypatch.setattr(receiving, "gpu_id", lambda device: device)
+    monkeypatch.setattr(receiving, "open_handle", opened)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(synchronize=lambda: None))
+    monkeypatch.setattr(sending, "gpu_id", lambda device: f"GPU-{ranks.rank}")
+    monkeypatch.setattr(sending, "export_handle", export)
+    monkeypatch.setattr(sending, "release_handle", lambda handle: None)
+    monkeypatch.setattr(sending, "dist", ranks)
+    sent: list[Any] = [None, None]
+
+    def send(rank: int) -> None:
+        ranks.join(store, rank)
+        sender = sending.device_sender("ipc", engine, shapes, rank, torch.device("cpu"), 1024)
+        sent[rank] = sender.send(4, iter(given))
+
+    threads = [threading.Thread(target=send, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sent[0] is not None and sent[0].acks[0].version == 4 and sent[1] is None
+    for process in processes:
+        for name, expected in given:
+            assert torch.equal(process.loads[name], expected)
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
