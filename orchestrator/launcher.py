@@ -146,6 +146,10 @@ class WorkerLauncher:
                 raise
             logger.warning("%s is lost while it starts: %s; starting %s again", died.worker, died, group.role)
             await self.restart([group])
+        if group.network:
+            logger.info("%s: %s", group.role, group.network)
+            self._cluster.events.networks[group.role] = group.network
+            self._cluster.events.record("network", role=group.role, detail=group.network)
 
     async def engine(self, name: str) -> Engine:
         """Starts the rollout engine of this name, also to replace one that is gone."""

@@ -244,6 +244,8 @@ class TrainerGroup(WorkerGroup[TrainerT], ABC):
     """Memory of the smallest GPU of the ranks in bytes, once they have started, or 0 without one."""
     gpu_ids: Mapping[str, str] = MappingProxyType({})
     """The number of the GPU on its node of every rank, by the rank's name, once they have started."""
+    network: str = ""
+    """How fast the network between the nodes of the ranks is; empty on one node."""
 
     async def restart(self, workers: Sequence[WorkerHandle[TrainerT]], timeout_s: float) -> None:
         """Starts other processes as the ranks, with their initial model."""
@@ -257,6 +259,7 @@ class TrainerGroup(WorkerGroup[TrainerT], ABC):
         places = [Rendezvous(address=address, port=port, rank=r, world_size=self.ranks) for r in range(self.ranks)]
         started = await self._scatter(Trainer.start, timeout_s, places)
         self.gpu_memory = min(health.gpu_memory for health in started)
+        self.network = started[0].network
         self.gpu_ids = {health.name: health.gpu_ids for health in started}
         self.packs = all(await self._broadcast(Trainer.packs, timeout_s))
 

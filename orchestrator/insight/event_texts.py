@@ -55,6 +55,10 @@ def _scaled(event: Event) -> str:
     return f"workers changed to {_counts(event.get('workers')) or event.get('workers')}"
 
 
+def _network(event: Event) -> str:
+    return f"{event.get('role')}: {event.get('detail')}"
+
+
 def _alarm(event: Event) -> str:
     return f"alarm: {event.get('detail')}"
 
@@ -110,6 +114,7 @@ _TEXTS: Mapping[str, Callable[[Event], str]] = {
     "dropped": _dropped,
     "retry": _retry,
     "scaled": _scaled,
+    "network": _network,
     "alarm": _alarm,
     "checkpoint": _checkpoint,
     "evaluation": _evaluation,

@@ -28,6 +28,8 @@ class EventLog:
     def __init__(self) -> None:
         self.step = 0
         """The step in progress; every event carries it."""
+        self.networks: dict[str, str] = {}
+        """How fast the network between the nodes of a group of trainers is, by role."""
         self._early: deque[tuple[int, dict[str, object]]] = deque(maxlen=_MOST_EARLY)
         self._sink: JsonLinesFile | None = None
 

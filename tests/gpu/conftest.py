@@ -10,6 +10,7 @@ from benchmarks.support.harness import machine, versions
 from benchmarks.support.workload import GPU_SHARE
 from tests.conftest import gpus
 from tests.gpu.isolated import Measurements
+from troupe.workers.contract.rdma import rdma
 from troupe.workers.contract.units import GIB
 
 
@@ -46,4 +47,5 @@ def _facts() -> Mapping[str, object]:
     found = gpus()
     here = {name: value for name, value in machine().items() if name != "load_average"}
     cards = ", ".join(f"{gpu.name} {gpu.memory / GIB:.0f} GiB" for gpu in found.gpus) or "none"
-    return here | {"GPUs": cards, "driver": found.driver or "none", "share of an engine": GPU_SHARE} | versions()
+    here |= {"GPUs": cards, "network": str(rdma())}
+    return here | {"driver": found.driver or "none", "share of an engine": GPU_SHARE} | versions()

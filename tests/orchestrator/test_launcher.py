@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -18,11 +19,14 @@ from tests.orchestrator.training.test_recovery import RecoveringRun
 from troupe.orchestrator.cluster.actors import RunActors, WorkerPlacements
 from troupe.orchestrator.cluster.ray_cluster import Cluster
 from troupe.orchestrator.errors import WorkerDied, WorkerRaised
+from troupe.orchestrator.insight.event_texts import event_text
 from troupe.orchestrator.launcher import WorkerLauncher
 from troupe.orchestrator.plan.memory import Sizes
 from troupe.orchestrator.plan.placement import place, role_sizes
 from troupe.orchestrator.plan.plan import described_nodes, plan
 from troupe.orchestrator.spec.base import RunSpec
+from troupe.orchestrator.telemetry.event_log import EventLog
+from troupe.orchestrator.telemetry.run_folder import RunFolder
 from troupe.orchestrator.training.checkpoint import CheckpointStore, load_checkpoint
 from troupe.workers.contract.units import GIB
 
@@ -71,6 +75,31 @@ def test_a_trainer_that_dies_while_it_starts_is_started_again(allowed: int, firs
     else:
         with pytest.raises((WorkerDied, WorkerRaised)):
             on_virtual_time(launcher._start_trainers(group))
+
+
+def test_the_network_between_the_nodes_of_a_group_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """In the log, among the events, and for `troupe why`; on one node there is nothing to say."""
+    cluster = SimpleNamespace(events=EventLog())
+    launcher = _Launcher(fake_spec(), cast(Cluster, cluster))
+    group = policy_group(FakePolicy(0), FakePolicy(1))
+    with caplog.at_level("INFO"):
+        on_virtual_time(launcher._start_trainers(group))
+        assert not cluster.events.networks
+        for rank in fakes_of(group):
+            health = rank.target.health
+
+            async def start(rendezvous: Any, health: Any = health) -> Any:
+                return replace(await health(), network="9 GB/s (TCP: no RDMA device)")
+
+            rank.target.start = start
+        on_virtual_time(launcher._start_trainers(group))
+    assert caplog.messages[-1:] == ["policy: 9 GB/s (TCP: no RDMA device)"]
+    (tmp_path / "spec.yaml").touch()
+    cluster.events.open(tmp_path, 0)
+    cluster.events.close()
+    (event,) = RunFolder(tmp_path).events()
+    assert event_text(event) == "policy: 9 GB/s (TCP: no RDMA device)"
+    assert cluster.events.networks == {"policy": "9 GB/s (TCP: no RDMA device)"}
 
 
 def test_a_trainer_that_raises_while_it_starts_is_not_started_again() -> None:

@@ -583,3 +583,5 @@ class WorkerHealth(Answer):
     """Memory of its GPU in bytes; 0: the worker has none, or does not say."""
     gpu_ids: str = ""
     """Its GPU as CUDA_VISIBLE_DEVICES names it; empty if it has none or has not said."""
+    network: str = ""
+    """How fast the network between the nodes of its group is; empty if they are on one, or it has no group."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -19,10 +20,13 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]: it is documented
 
 from troupe.workers.contract.config import Device, Rendezvous
+from troupe.workers.contract.rdma import rdma
+from troupe.workers.contract.units import MIB
 from troupe.workers.models.sequence_parallel import SequenceGroup
 
 LOOPBACK = "127.0.0.1"
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+_PROBE_BYTES: dict[Device, int] = {"cuda": 256 * MIB, "cpu": 4 * MIB}
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 """Longest wait of one rank for another; a collective that takes longer fails."""
 
@@ -85,6 +89,19 @@ def join_group(rendezvous: Rendezvous, device: Device, store: TCPStore | None = 
             timeout=COLLECTIVE_TIMEOUT,
         )
         import_deepspeed().init_distributed(dist_backend=dist.get_backend(), timeout=COLLECTIVE_TIMEOUT)
+
+
+def network_line(device: Device) -> str:
+    """How fast the ranks of the group add up a tensor, and over which network. Collective."""
+    size, ranks = _PROBE_BYTES[device], dist.get_world_size()
+    values, seconds = torch.ones(size // 4, device=device), 0.0
+    for _ in range(2):  # the first one connects the ranks
+        began = time.monotonic()
+        dist.all_reduce(values)
+        values[0].item()  # waits for a GPU
+        seconds = time.monotonic() - began
+    rate = 2 * (ranks - 1) / ranks * size / seconds
+    return f"an all-reduce of {size // MIB} MiB over {ranks} ranks runs at {rate / 1e9:.2g} GB/s a rank ({rdma()})"
 
 
 def sequence_group(size: int) -> SequenceGroup | None:

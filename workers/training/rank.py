@@ -6,7 +6,7 @@ import os
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Generic, Protocol, Self, TypeVar, cast
 
 import pyarrow as pa
@@ -41,6 +41,7 @@ from troupe.workers.training.group import (
     all_reduce,
     join_group,
     leave_group,
+    network_line,
     open_store,
     own_address,
     sequence_group,
@@ -163,7 +164,8 @@ class TrainingRank(ABC, Generic[ConfigT]):
     def start(self, rendezvous: Rendezvous) -> WorkerHealth:
         """Join the group and load the models. Raises OSError for a missing model, ValueError for an unsuitable one."""
         self.join(rendezvous)
-        return self.build()
+        network = network_line(self._device) if rendezvous.address != LOOPBACK else ""
+        return replace(self.build(), network=network)
 
     @abstractmethod
     def build(self) -> WorkerHealth:

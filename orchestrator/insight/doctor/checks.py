@@ -25,6 +25,7 @@ from troupe.orchestrator.plan.plan import plan_stages
 from troupe.orchestrator.plan.worker_memory import WIDTHS
 from troupe.orchestrator.spec.chain import PlannedRun
 from troupe.orchestrator.telemetry.versions import ENGINES, TROUPE
+from troupe.workers.contract.rdma import IBVERBS
 from troupe.workers.contract.units import GIB, MIB
 
 UNUSED = frozenset({"torchvision", "torchaudio", "torchcodec", "llm", "llama-cpp-python"})
@@ -360,12 +361,20 @@ def check_limits(machine: Machine, needs: Needs) -> Iterator[Finding]:
 
 
 def check_network(machine: Machine, needs: Needs) -> Iterator[Finding]:
-    """Proxies: Ray's processes talk over 127.0.0.1."""
+    """Proxies, as Ray's processes talk over 127.0.0.1; RDMA, without which NCCL takes TCP between nodes."""
     if machine.proxy:
         found = f"{machine.proxy} also applies to 127.0.0.1: Ray's connections go through the proxy"
         yield Finding("network", "note", found, "export no_proxy=localhost,127.0.0.1")
     else:
         yield Finding("network", "ok", "no proxy applies to 127.0.0.1")
+    rdma = machine.rdma
+    if rdma.missing and machine.graphics.gpus:
+        packages = "apt-get install libibverbs1 ibverbs-providers"
+        remedy = packages if rdma.missing == IBVERBS else "build the GPU image with --build-arg EFA_VERSION=..."
+        found = f"{', '.join(rdma.devices)}: NCCL cannot use RDMA without {rdma.missing}, and takes TCP between nodes"
+        yield Finding("network", "note", found, remedy)
+    elif rdma.devices:
+        yield Finding("network", "ok", str(rdma))
 
 
 CHECKS: tuple[Callable[[Machine, Needs], Iterator[Finding]], ...] = (

@@ -5,7 +5,6 @@ A fact that cannot be read gets a default that triggers no check.
 
 from __future__ import annotations
 
-import ctypes
 import importlib.metadata
 import importlib.util
 import os
@@ -27,6 +26,7 @@ import psutil
 from troupe.orchestrator.plan import nvidia
 from troupe.orchestrator.plan.nvidia import Graphics
 from troupe.orchestrator.telemetry.versions import ENGINES, TROUPE, installed_versions
+from troupe.workers.contract.rdma import Rdma, loads, rdma
 from troupe.workers.contract.units import GIB, MIB
 
 LIBRARIES = ("torch", "ray", "deepspeed", "transformers", "pyarrow", "safetensors")
@@ -115,6 +115,7 @@ class Machine:
     graphics: Graphics = field(default_factory=Graphics)
     proxy: str = ""
     """The proxy variable that also applies to 127.0.0.1; empty if none does."""
+    rdma: Rdma = field(default_factory=Rdma)
 
 
 @dataclass(frozen=True)
@@ -156,6 +157,7 @@ def gather(working: Path) -> Machine:
         _resources(working),
         nvidia.graphics(),
         proxy=_proxy(),
+        rdma=rdma(),
     )
 
 
@@ -180,7 +182,7 @@ def _software() -> Software:
         torch_cuda=torch_cuda(_torch_version()),
         compiler=shutil.which(os.environ.get("CXX", "g++").partition(" ")[0]) or shutil.which("clang++") or "",
         python_headers=Path(sysconfig.get_path("include"), "Python.h").exists(),
-        numa_library=_loads("libnuma.so.1"),
+        numa_library=loads("libnuma.so.1"),
     )
 
 
@@ -188,14 +190,6 @@ def _torch_version() -> str:
     """Text of torch's `version.py`; torch itself is not imported."""
     spec = importlib.util.find_spec("torch")
     return _read(Path(spec.origin).parent / "version.py") if spec is not None and spec.origin else ""
-
-
-def _loads(library: str) -> bool:
-    try:
-        ctypes.CDLL(library)
-    except OSError:
-        return False
-    return True
 
 
 def _resources(working: Path) -> Resources:

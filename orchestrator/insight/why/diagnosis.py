@@ -280,6 +280,7 @@ def _circumstances(facts: Facts, found: Diagnosis) -> list[str]:
     shown = {line.split("  [")[0] for line in found.evidence}
     lines += [line for p in _notable(facts, found) if (line := process_line(p)).split("  [")[0] not in shown]
     lines += [_node_line(node) for node in facts.nodes]
+    lines += [f"network of {role}: {line}" for role, line in facts.networks.items()]
     if kills := _kills(facts):
         lines.append(f"the out-of-memory killer has ended {kills} process(es) on this node during the run")
     return [*lines, *facts.exit_reasons]

@@ -102,6 +102,8 @@ class Facts:
     """The end of logs of processes that have ended, and the kernel's messages about them."""
     kills_before: int = 0
     """Processes that the out-of-memory killer of the driver's node had ended before the run."""
+    networks: Mapping[str, str] = field(default_factory=dict)
+    """How fast the network between the nodes of a group of trainers is, by role."""
 
     def tree(self, worker: str) -> tuple[ProcessFacts, ...]:
         """The processes of a worker."""

@@ -181,6 +181,7 @@ class RunObserver:
             workers=workers,
             queues=self._queues(),
             kills_before=self._kills_before,
+            networks=dict(cluster.events.networks),
         )
 
     def _observe(self) -> None:

@@ -24,6 +24,7 @@ from troupe.orchestrator.insight.event_texts import event_text
         ({"event": "trainer_restarted", "workers": ["policy-0", "critic-0"]},
          "trainers restarted: policy-0, critic-0"),
         ({"event": "dropped", "samples": 1, "reason": "no number"}, "1 sample dropped: no number"),
+        ({"event": "network", "role": "policy", "detail": "slow"}, "policy: slow"),
         ({"event": "retry", "groups": 2}, "2 groups sampled again"),
         ({"event": "scaled", "workers": {"rollout": 3}}, "workers changed to 3 rollout"),
         ({"event": "evaluation", "of": 3, "ok": True}, "step 3 evaluated beside training"),

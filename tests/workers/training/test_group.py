@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -43,3 +44,19 @@ def test_a_rank_that_needs_no_other_machine_listens_at_loopback() -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found and set(found) == {"127.0.0.1"}
+
+
+NETWORK = """
+import torch.distributed as dist
+from troupe.workers.training.group import network_line
+from torch.testing._internal.distributed.fake_pg import FakeStore
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+print(network_line("cpu"))
+"""
+
+
+def test_a_group_measures_how_fast_its_ranks_add_up() -> None:
+    done = subprocess.run([sys.executable, "-c", NETWORK], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    line = done.stdout.splitlines()[-1]
+    assert re.fullmatch(r"an all-reduce of 4 MiB over 4 ranks runs at \S+ GB/s a rank \((TCP|RDMA): .+\)", line), line

@@ -19,6 +19,7 @@ from troupe.orchestrator.insight.doctor.machine import (
     Software,
 )
 from troupe.orchestrator.plan.nvidia import Gpu, Graphics
+from troupe.workers.contract.rdma import EFA, IBVERBS, Rdma
 from troupe.workers.contract.units import GIB, MIB
 
 REQUIREMENTS = {
@@ -154,6 +155,11 @@ BROKEN: list[tuple[Callable[[Machine], Machine], str, str, str, str]] = [
     (folder("working folder", writable=False), "disk", "problem", "/work cannot be written", "--out FOLDER"),
     (resources(open_files=(256, 524288)), "limits", "problem", "256 open files", "ulimit -n 65536"),
     (resources(open_files=(1024, 1024)), "limits", "note", "1024 open files", "limits.conf"),
+    (
+        around(rdma=Rdma(("mlx5_0",), IBVERBS)),
+        *("network", "note", "mlx5_0: NCCL cannot use RDMA without libibverbs.so.1", "apt-get install libibverbs1 "),
+    ),
+    (around(rdma=Rdma(("efa_0",), EFA)), "network", "note", "without libnccl-net-ofi.so", "--build-arg EFA_VERSION"),
     (around(proxy="http_proxy"), "network", "note", "http_proxy also applies", "no_proxy=localhost,127.0.0.1"),
 ]
 

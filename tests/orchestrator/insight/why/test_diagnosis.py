@@ -41,6 +41,11 @@ def test_a_healthy_step_is_not_called_stuck() -> None:
     assert found.summary.startswith("nothing is stuck: step 7 waits for policy-1 (update, 84 s of 600 s): it computes")
 
 
+def test_the_network_of_a_group_over_several_nodes_is_named() -> None:
+    found = diagnose(replace(facts(), networks={"policy": "9 GB/s a rank (TCP: no RDMA device)"}))
+    assert "network of policy: 9 GB/s a rank (TCP: no RDMA device)" in found.evidence
+
+
 def test_a_stopped_rank_is_named_with_those_that_wait_for_it() -> None:
     found = diagnose(facts(process("policy-0", ALL_REDUCE), process("policy-1", state="T")))
     assert (found.cause, found.blocked_by) == ("worker_stopped", "policy-1")
