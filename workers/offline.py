@@ -17,7 +17,7 @@ import torch
 from troupe.workers.algorithms.offline_objectives import OBJECTIVES, ObjectiveOutput, Scored, Totals
 from troupe.workers.algorithms.preference_losses import kto_reference_point
 from troupe.workers.contract.messages import RankPlan, UpdateMetrics, WorkerHealth
-from troupe.workers.contract.offline_config import OfflineConfig, RewardLossConfig
+from troupe.workers.contract.offline_config import OfflineConfig, ProcessLossConfig, RewardLossConfig
 from troupe.workers.contract.offline_messages import (
     EvaluationPart,
     ExampleBatchSummary,
@@ -161,7 +161,9 @@ class RewardTrainer(OfflineRank):
         tokens, unscored = batch.tokens, _unscored(batch, point)
         # Only the best responses' likelihood is used: the output head, the most expensive layer, runs on no other.
         kept = unscored.best[tokens.sequence]
-        read_at = tokens.positions + 1 if self._by_token else None
+        by_step = isinstance(self._config.loss, ProcessLossConfig)
+        read_at = tokens.positions + 1 if self._by_token or by_step else None
+        read_at = read_at[tokens.loss_mask] if read_at is not None and by_step else read_at
         best_only = replace(tokens, positions=tokens.positions[kept], targets=tokens.targets[kept])
         rewards, token_rewards, best = forward(batch=best_only, read_at=read_at)
         logprobs = None if best is None else best.new_zeros(len(kept)).masked_scatter(kept, best)
@@ -179,6 +181,7 @@ def _unscored(batch: ExampleMicroBatch, point: float) -> Scored:
         margin=batch.margin,
         desirable=batch.desirable,
         targets=batch.tokens.targets,
+        step_labels=batch.step_labels,
         reference_point=point,
     )
 

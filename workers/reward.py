@@ -174,10 +174,11 @@ class _Rewards:
         before = [same[:number].count(function) for number, function in enumerate(same)]
         self.functions = [component(function, n) for function, n in zip(config.functions, before, strict=True)]
         self.has_model = config.model is not None
-        self.gives_steps = any(function.process for function in config.functions)
+        by_step = config.model is not None and config.model_level == "step"
+        self.gives_steps = by_step or any(function.process for function in config.functions)
         compared = [one for one in config.functions if one.weight and one.name in COMPARED]
         self.voting = {"reward": compared[0].name, "args": compared[0].args} if len(compared) == 1 else {}
-        self.splits_text = any(f.process and f.name != ENVIRONMENT_REWARD for f in config.functions)
+        self.splits_text = by_step or any(f.process and f.name != ENVIRONMENT_REWARD for f in config.functions)
 
 
 class RewardWorker:
@@ -246,6 +247,8 @@ class RewardWorker:
                     torch.set_num_threads(self.config.threads)
                 announce(Activity.MODEL)
                 self._model = RewardModel(self.config.model, self.config.micro_batch_tokens, self.device)
+                if self.config.model_level != "response" and not self._model.reads_steps:
+                    raise ValueError(f"{self.config.model.path}: its head gives no scores of steps (model_level)")
         except BaseException:
             self.close()
             raise
@@ -346,7 +349,8 @@ class RewardWorker:
             if asked.functions:
                 pool = stack.enter_context(ThreadPoolExecutor(len(asked.functions)))
                 futures = [pool.submit(function.score, samples) for function in asked.functions]
-            model = [self._loaded_model().score(rollouts)] if asked.has_model else []
+            level = (self.config.model_level, self.config.model_separator)
+            model = [self._loaded_model().score(rollouts, *level)] if asked.has_model else []
             found = [*(future.result() for future in futures), *model]
         return [[bounded(outcome) for outcome in outcomes] for outcomes in found]
 

@@ -17,12 +17,13 @@ from troupe.workers.contract.offline_config import (
     KtoLossConfig,
     OfflineLossConfig,
     OrpoLossConfig,
+    ProcessLossConfig,
     RewardLossConfig,
     RrhfLossConfig,
     SftLossConfig,
 )
 
-DataFormat = Literal["demonstrations", "pairs", "ranked", "labelled"]
+DataFormat = Literal["demonstrations", "pairs", "ranked", "labelled", "steps"]
 Trains = Literal["policy", "reward_model"]
 ALGORITHM = refused("the checkpoint's state belongs to the algorithm that wrote it")
 
@@ -76,6 +77,17 @@ OFFLINE_ALGORITHMS: dict[str, OfflineAlgorithm] = {
             formats=("pairs", "ranked"),
             reference=False,
             loss=RewardLossConfig(),
+        ),
+        OfflineAlgorithm(
+            name="process_reward_model",
+            summary="A scalar head learns whether each step of a response is right, from a label for each step.",
+            formula="loss: mean over steps of -label log sigmoid(r) - (1 - label) log(1 - sigmoid(r)), r the score at "
+            "the token at which the step ends",
+            source="Math-Shepherd, arXiv 2312.08935, eq. 3; Uesato et al., arXiv 2211.14275; PRM800K, arXiv 2305.20050",
+            trains="reward_model",
+            formats=("steps",),
+            reference=False,
+            loss=ProcessLossConfig(),
         ),
         OfflineAlgorithm(
             name="dpo",
@@ -144,6 +156,7 @@ _PREFERENCE = ("preference_loss", "accuracy", "margin", "reward_chosen", "reward
 _REPORTED: dict[type[Frozen], tuple[str, ...]] = {
     SftLossConfig: ("nll", "token_logprob"),
     RewardLossConfig: ("preference_loss", "accuracy", "margin", "score", "calibration_error"),
+    ProcessLossConfig: ("accuracy", "score", "calibration_error"),
     DpoLossConfig: _PREFERENCE,
     IpoLossConfig: _PREFERENCE,
     OrpoLossConfig: (*_PREFERENCE, "nll"),

@@ -29,6 +29,10 @@ _SPOKEN = (re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):"), re.compile(r"(?:\A\s
 """What begins a turn in a text with a whole conversation: in HH-RLHF, and in sets from OpenAssistant."""
 
 
+STEP_END = "ки"
+"""Ends each step in a text of Math-Shepherd."""
+
+
 def require_whole(text: str, name: str) -> None:
     """Raise BadRow for half a surrogate pair, which JSON can hold and UTF-8 cannot."""
     try:
@@ -172,6 +176,23 @@ def split_answers(values: Sequence[Any], names: Sequence[str]) -> tuple[list[Mes
             raise BadRow(f"the {name} does not begin with the prompt of the other: message {shared} differs")
         require_response(messages[shared:], name)
     return said[0][:shared], [messages[shared:] for messages in said]
+
+
+def marked_steps(text: str, labels: str) -> tuple[str, list[str], list[str]]:
+    """Prompt, steps and labels of a text in which `ки` ends each step, and of the same text with + or - there instead.
+
+    The first step begins with `Step 1:`, and the prompt is before it (Math-Shepherd).
+
+    Raises:
+        BadRow: The texts differ otherwise, or there is no step.
+    """
+    *steps, rest = text.split(STEP_END)
+    found = re.fullmatch(r"([+-])".join(map(re.escape, [*steps, rest])), labels, re.DOTALL)
+    if not steps or rest.strip() or found is None:
+        raise BadRow(f"the labels are not the text of the steps with + or - in the places of {STEP_END}")
+    begins, first, own = steps[0].partition("Step 1:")
+    prompt, steps[0] = (begins, first + own) if first else ("", begins)
+    return prompt.strip(), steps, ["1" if mark == "+" else "0" for mark in found.groups()]
 
 
 def characters(messages: Sequence[Message]) -> int:

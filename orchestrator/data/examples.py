@@ -21,6 +21,7 @@ from troupe.orchestrator.data.conversations import (
     characters,
     chat_messages,
     is_whole,
+    marked_steps,
     require_template,
     require_whole,
     response_turns,
@@ -249,6 +250,36 @@ def _labelled(values: Mapping[str, Any], form: _Form) -> _Example:
     return _Example(prompt, [turns], desirable=desirable)
 
 
+def _in_steps(values: Mapping[str, Any], form: _Form) -> _Example:
+    """The steps of a response, each as a response, with their labels as scores."""
+    prompt, steps, labels = values.get("prompt"), values["steps"], values["step_labels"]
+    if isinstance(steps, str) and isinstance(labels, str):
+        begins, steps, labels = marked_steps(steps, labels)
+        prompt = begins if prompt is None else prompt
+    if not isinstance(steps, list) or not all(isinstance(step, str) and step.strip() for step in steps) or not steps:
+        raise BadRow("the steps are not a list of texts")
+    if not isinstance(labels, list) or len(labels) != len(steps):
+        raise BadRow(f"the labels are not a list of {len(steps)} labels, one per step")
+    steps, separator = [step.strip() for step in steps], form.source.separator
+    if any(separator in step for step in steps):
+        raise BadRow(f"a step has the separator, {separator!r}, and would be read as two")
+    ends = [*(separator for _ in steps[1:]), ""]
+    turns = [[{"role": "assistant", "content": step + end}] for step, end in zip(steps, ends, strict=True)]
+    return _Example(prompt, turns, list(map(_step_label, labels)))
+
+
+def _step_label(value: Any) -> float:
+    """How surely a step is right, from 0 to 1. Raises BadRow, WrongForm."""
+    if _is_missing(value):
+        raise BadRow("the label of a step is empty")
+    label = _LABELS.get(_word(value))
+    with suppress(BadRow):
+        number = _number(value, "label") if label is None else float(label)
+        if 0.0 <= number <= 1.0:
+            return number
+    raise WrongForm("step_labels", f"the label of a step is {value!r:.60}: neither true nor false, nor from 0 to 1")
+
+
 def _response(values: Mapping[str, Any], form: _Form) -> tuple[Any, list[Message]]:
     """Prompt and response, each in a separate column or both in one."""
     if "messages" not in values:
@@ -300,6 +331,7 @@ _READERS: Mapping[DataFormat, Callable[[Mapping[str, Any], _Form], _Example]] = 
     "pairs": _pair,
     "ranked": _ranked,
     "labelled": _labelled,
+    "steps": _in_steps,
 }
 
 

@@ -185,6 +185,7 @@ def offline_config(spec: OfflineSpec) -> OfflineConfig:
             micro_batch_tokens=role.micro_batch_tokens,
             from_divergence=bool(spec.algorithm.from_divergence),
             mismatched="labelled" in spec.row.formats,
+            steps="steps" in spec.row.formats,
         ),
         reference_model=_colocated_reference(spec),
         total_updates=spec.updates_of("policy"),

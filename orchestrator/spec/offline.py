@@ -153,6 +153,8 @@ def columns(format_: DataFormat, source: ExampleSource) -> dict[str, str]:
         else:
             named["response"] = source.response
         named["label"] = source.label if format_ == "labelled" else None
+    elif format_ == "steps":
+        named |= {"steps": source.steps, "step_labels": source.step_labels}
     elif format_ == "pairs" and source.answers is None:
         named |= {"chosen": source.chosen, "rejected": source.rejected, "margin": source.margin}
     else:

@@ -338,6 +338,14 @@ class Examples(PromptText, Columns):
     label: str = "label"
     """Column with whether the response is good: true or false, 1 or 0, yes or no, also as text (kto). Another value
     refuses the file."""
+    steps: Annotated[str, EVALUATED_IF_SET] = "completions"
+    """Column with the steps of a response (process_reward_model): a list of texts, or one text in which `ки` ends each
+    step (Math-Shepherd), which begins with the prompt if `prompt` is null."""
+    step_labels: Annotated[str, EVALUATED_IF_SET] = "labels"
+    """Column with a label for each of the `steps`: true or false, 1 or 0, or the chance that the step is right; or, of
+    one text, the same text with `+` or `-` in the places of `ки`. Another value refuses the file."""
+    separator: Annotated[str, EVALUATED_IF_SET] = Field(default="\n\n", min_length=1)
+    """Text that ends each of the `steps` but the last. A step that has it is a bad row."""
     dedupe: bool = False
     """Use an example once, however many rows have its prompt and answers: those after the first are left out. False:
     they are used, and counted at the start."""

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from troupe.orchestrator.algorithms.offline import OFFLINE_ALGORITHMS, DataFormat
+from troupe.orchestrator.data.conversations import STEP_END
 from troupe.orchestrator.data.preferences import answer_columns, column_names
 from troupe.orchestrator.data.readers import find_column, has_column
 from troupe.orchestrator.errors import UsageError
@@ -54,6 +55,7 @@ _OFFLINE_COLUMNS: Mapping[DataFormat, tuple[str, ...]] = {
     "pairs": ("prompt", "chosen", "rejected"),
     "labelled": ("prompt", "response", "label"),
     "ranked": ("prompt", "answers", "scores"),
+    "steps": ("prompt", "completions", "labels"),
 }
 
 
@@ -118,6 +120,8 @@ def _examples(choices: Choices, table: Table) -> Data:
         if "messages" in columns:
             return Data({"train": table.section | columns}, 0, _tokens(table, columns["messages"]))
         answers = [columns.get("response", "response")]
+    elif "completions" in needed:
+        columns, answers = _in_steps(table, choices.data)
     elif "chosen" in needed or "answers" in needed:
         columns = _compared(needed, table, choices.data)
         answers = column_names({"answers": columns.get("answers", [columns.get(name, name) for name in needed[1:3]])})
@@ -147,13 +151,26 @@ def _compared(needed: Sequence[str], table: Table, data: str) -> dict[str, Any]:
     else:
         found = answer_columns(row)
         if found is None and all(isinstance(row.get(name), list) for name in ("completions", "labels")):
-            raise UsageError(f"--data: {data} has a label for each step; process reward models are not supported")
+            raise UsageError(f"--data: {data} has a label for each step: --algorithm process_reward_model")
         if found is None and _is_text(row.get(_found("response", table) or "")):
             put = "put the answers of a prompt in one row, as a list `answers` beside a list of numbers `scores`"
             raise UsageError(f"--data: {data} has one answer in a row, and nothing to compare it with: {put}")
         columns = found if found is not None else {**_named(needed[1:], table, data)}
     prompt = next((name for name in _COMPARED_PROMPTS if name in row and name not in column_names(columns)), None)
     return columns if prompt == "prompt" else {"prompt": prompt, **columns}
+
+
+def _in_steps(table: Table, data: str) -> tuple[dict[str, Any], list[str]]:
+    """The columns of steps with labels, and those whose length is a response's."""
+    row = table.rows[0]
+    if all(isinstance(row.get(name), list) for name in ("completions", "labels")):
+        return {**_named(("prompt",), table, data)}, ["completions"]
+    if all(isinstance(row.get(name), str) for name in ("input", "label")) and STEP_END in row["input"]:
+        return {"prompt": None, "steps": "input", "step_labels": "label"}, ["input"]
+    raise UsageError(
+        f"--data: {data} has no labels of steps (it has: {', '.join(row)}): name a list of steps completions, and a "
+        "list of their labels labels"
+    )
 
 
 def _is_text(value: Any) -> bool:

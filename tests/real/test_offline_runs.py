@@ -274,6 +274,7 @@ def assert_learns(run: FinishedRun, name: str) -> None:
     [
         *((f"tiny-{name}", HALF) for name in ("sft", "orpo", "kto", "rrhf", "dpo-ranked", "reward-model-token")),
         ("tiny-reward-model-ranked", ()),
+        ("tiny-process-reward-model", ()),
     ],
 )
 async def test_a_shipped_spec_reduces_its_held_out_loss(

@@ -15,7 +15,7 @@ import torch
 from troupe.workers import offline
 from troupe.workers.contract.config import ModelConfig
 from troupe.workers.contract.messages import RankPlan
-from troupe.workers.contract.offline_config import ExampleConfig, RewardLossConfig
+from troupe.workers.contract.offline_config import ExampleConfig, ProcessLossConfig, RewardLossConfig
 from troupe.workers.contract.offline_messages import EXAMPLE_BATCH
 from troupe.workers.data.examples import ExampleTable
 from troupe.workers.models.capabilities import adapt
@@ -92,7 +92,7 @@ def test_the_reference_point_of_kto_is_summed_in_float64(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("level", ["sequence", "token"])
+@pytest.mark.parametrize("level", ["sequence", "token", "step"])
 def test_scores_of_tokens_are_read_where_the_loss_compares_them(tiny_model: Path, level: Any, packed: bool) -> None:
     """At every response token, which of the last one is the sequence's; nowhere for an empty micro-batch."""
     torch.manual_seed(0)
@@ -100,10 +100,14 @@ def test_scores_of_tokens_are_read_where_the_loss_compares_them(tiny_model: Path
     torch.nn.init.normal_(model.get_submodule("score").state_dict()["weight"], std=0.5)
     module, plan = RewardScores(model), RankPlan((), 0, 0, packed=packed)
     assert adapt(module, model, "cpu", packing=packed) == packed
-    worker = bare(RewardTrainer, _config=SimpleNamespace(loss=RewardLossConfig(level=level)))
+    loss = ProcessLossConfig() if level == "step" else RewardLossConfig(level=level)
+    worker = bare(RewardTrainer, _config=SimpleNamespace(loss=loss))
+    steps = [False, True, True, False, True]
     pairs = pa.Table.from_pylist(
         [
-            row | {"response_ids": row["response_ids"][:length], "loss_mask": [True] * length} | {"ref_logprobs": None}
+            row
+            | {"response_ids": row["response_ids"][:length], "ref_logprobs": None}
+            | {"loss_mask": steps[-length:] if level == "step" else [True] * length}
             for row, length in zip(batch(2).to_pylist(), (3, 5, 4, 2), strict=True)
         ],
         schema=EXAMPLE_BATCH,
@@ -115,5 +119,8 @@ def test_scores_of_tokens_are_read_where_the_loss_compares_them(tiny_model: Path
         if level == "token" and rows:
             assert scored.token_rewards.shape == (14,)
             assert torch.allclose(scored.token_rewards[[2, 7, 11, 13]], scored.rewards, atol=1e-6)
+        elif level == "step" and rows:
+            assert scored.token_rewards.shape == (9,)  # 2, 3, 3 and 1 ends of steps
+            assert torch.allclose(scored.token_rewards[[1, 4, 7, 8]], scored.rewards, atol=1e-6)
         else:
             assert scored.token_rewards.shape == (0,)

@@ -33,6 +33,7 @@ from troupe.workers.contract.offline_config import (
     IpoLossConfig,
     KtoLossConfig,
     OrpoLossConfig,
+    ProcessLossConfig,
     RewardLevel,
     RewardLossConfig,
     RrhfLossConfig,
@@ -76,7 +77,10 @@ class Scored:
     rewards: torch.Tensor | None = None
     """float [B], from the reward model being trained: its scores at the last tokens."""
     token_rewards: torch.Tensor | None = None
-    """float [T], from the reward model being trained: its scores at the response tokens."""
+    """float [T], from the reward model being trained: its scores at the response tokens; of a process reward model
+    [N], at the ends of steps."""
+    step_labels: torch.Tensor | None = None
+    """float [N]: whether each step is right, from 0 to 1."""
     reference_point: float = 0.0
     """z0 of KTO."""
 
@@ -196,6 +200,18 @@ def _margin(scored: Scored) -> torch.Tensor:
     return scored.groups.grid(scored.margin)[:, 0]
 
 
+def process(scored: Scored, config: ProcessLossConfig, totals: Totals) -> ObjectiveOutput:
+    """Mean cross-entropy of the scores at the ends of steps with their labels (arXiv 2312.08935, eq. 3)."""
+    if scored.token_rewards is None or scored.step_labels is None:
+        raise ValueError("a process reward model's loss needs the scores and the labels of steps")
+    rewards, labels = scored.token_rewards.double(), scored.step_labels
+    losses = torch.nn.functional.binary_cross_entropy_with_logits(rewards, labels, reduction="sum")
+    decided = labels != 0.5
+    margins = (rewards * (2.0 * labels - 1.0).sign())[decided]
+    tally = _means({"accuracy": accuracy(margins), "score": rewards})
+    return _output({"loss": losses / max(totals.tokens, 1)}, tally | calibration(margins.detach()))
+
+
 def preference_dpo(scored: Scored, config: DpoLossConfig, totals: Totals) -> ObjectiveOutput:
     """DPO on pairs (arXiv 2305.18290, eq. 7) and rankings (eq. 20)."""
     ratios = scored.ratios(per_token=False)
@@ -247,6 +263,7 @@ Objective = Callable[[Scored, Any, Totals], ObjectiveOutput]
 OBJECTIVES: Mapping[type, Objective] = {
     SftLossConfig: sft,
     RewardLossConfig: reward,
+    ProcessLossConfig: process,
     DpoLossConfig: preference_dpo,
     IpoLossConfig: preference_ipo,
     OrpoLossConfig: preference_orpo,

@@ -91,8 +91,21 @@ class RrhfLossConfig(Frozen):
     """Weight of the best answer's negative log-likelihood (of all that are tied as the best)."""
 
 
+class ProcessLossConfig(Frozen):
+    """Process reward model: cross-entropy of every step's score with the step's label."""
+
+    kind: Literal["process"] = "process"
+
+
 OfflineLossConfig = Annotated[
-    SftLossConfig | RewardLossConfig | DpoLossConfig | IpoLossConfig | OrpoLossConfig | KtoLossConfig | RrhfLossConfig,
+    SftLossConfig
+    | RewardLossConfig
+    | ProcessLossConfig
+    | DpoLossConfig
+    | IpoLossConfig
+    | OrpoLossConfig
+    | KtoLossConfig
+    | RrhfLossConfig,
     Field(discriminator="kind"),
 ]
 
@@ -108,6 +121,8 @@ class ExampleConfig(Frozen):
     """Comparisons: the loss starts at the first token that differs between the responses."""
     mismatched: bool = False
     """Add to every example its prompt with the response of another example (for the reference point of KTO)."""
+    steps: bool = False
+    """The responses of an example are the steps of one response, and their scores the labels."""
 
 
 class OfflineConfig(RankConfig):

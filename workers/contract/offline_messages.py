@@ -13,7 +13,8 @@ EXAMPLE_TEXTS = pa.schema(
     [
         pa.field("messages", pa.string(), nullable=False),  # JSON, as in PROMPTS
         pa.field("responses", pa.list_(pa.string()), nullable=False),  # best first; JSON, the turns after them
-        pa.field("scores", pa.list_(pa.float64()), nullable=False),  # one per response; none: the order is strict
+        # one per response; none: the order is strict; of a process reward model, responses are steps, scores labels
+        pa.field("scores", pa.list_(pa.float64()), nullable=False),
         pa.field("margin", pa.float64(), nullable=False),  # of a pair; 0 if the data has none
         pa.field("desirable", pa.bool_(), nullable=False),  # of a labelled response; True otherwise
         pa.field("tools", pa.string()),  # JSON schemas of functions, as JSON; null: none
@@ -31,6 +32,7 @@ _TOKENS = (
     pa.field("score", pa.float64(), nullable=False),  # a higher one is better, an equal one tied
     pa.field("margin", pa.float64(), nullable=False),
     pa.field("desirable", pa.bool_(), nullable=False),
+    pa.field("step_labels", pa.list_(pa.float64())),  # one for each token of the loss mask, at which a step ends
 )
 
 EXAMPLES = pa.schema(

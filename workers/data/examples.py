@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,12 +22,13 @@ from troupe.workers.contract.messages import RankPlan, TrainRow, identities
 from troupe.workers.contract.offline_config import ExampleConfig
 from troupe.workers.contract.offline_messages import EXAMPLE_BATCH, EXAMPLES, ExampleBatchSummary, ExampleSummary
 from troupe.workers.data.chat import PromptRefused, encode_prompt
-from troupe.workers.data.plain_text import MARK, as_text, restored, text_ids
+from troupe.workers.data.plain_text import MARK, as_text, response_text, restored, text_ids
 from troupe.workers.data.template_forms import as_read
 from troupe.workers.data.tokenizer import outside_embedding, render, render_as_text, token_ids
-from troupe.workers.data.turn_ends import turn_ends
+from troupe.workers.data.turn_ends import turn_ends, without_end
 from troupe.workers.models.ragged import ragged
 from troupe.workers.models.token_batch import TokenBatch, TokenTable, to_device
+from troupe.workers.rewards.results import token_counts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -261,8 +263,9 @@ def tokenize(
             continue
         # Without scores the responses are best first, and none are tied.
         scores = example["scores"] or [-float(place) for place in range(len(responses))]
+        labels = {"step_labels": scores if config.steps else None}
         for member, (ids, mask) in enumerate(zip(responses, masks, strict=True)):
-            row = {"example": usable, "member": member, "score": scores[member]}
+            row = {"example": usable, "member": member, "score": 0.0 if config.steps else scores[member], **labels}
             row |= {"prompt_ids": prompt_ids, "response_ids": ids, "loss_mask": mask}
             rows.append(row | {name: example[name] for name in ("margin", "desirable")})
             tokens += len(prompt_ids) + len(ids)
@@ -279,8 +282,11 @@ def _encode(
     """Prompt ids, and the ids and the loss mask of every response. Raises PromptRefused, ExampleRefused."""
     messages, tools = example["messages"], example["tools"]
     prompt_ids = encode_prompt(tokenizer, messages, config.max_length - 1, tools)
-    responses = map(json.loads, example["responses"])
-    encoded = [encode_turns(tokenizer, messages, prompt_ids, turns, tools) for turns in responses]
+    responses = list(map(json.loads, example["responses"]))
+    if config.steps:
+        encoded = [_encode_steps(tokenizer, messages, prompt_ids, [turns[0]["content"] for turns in responses], tools)]
+    else:
+        encoded = [encode_turns(tokenizer, messages, prompt_ids, turns, tools) for turns in responses]
     responses, masks = [ids for ids, _ in encoded], [mask for _, mask in encoded]
     longest = len(prompt_ids) + max(map(len, responses))
     if longest > config.max_length:
@@ -296,6 +302,33 @@ def _encode(
     if config.from_divergence:
         masks = [list(map(operator.and_, *pair)) for pair in zip(masks, divergence_masks(responses), strict=True)]
     return prompt_ids, responses, masks
+
+
+def _encode_steps(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: str,
+    prompt_ids: Sequence[int],
+    steps: Sequence[str],
+    tools: str | None,
+) -> tuple[list[int], list[bool]]:
+    """Token ids of a response in steps, and a mask that is True for the token at which each step ends: a reward model
+    reads its score of the step there. The last step ends with the turn. Raises ExampleRefused."""
+    text = "".join(steps)
+    turn = {"role": "assistant", "content": text}
+    ids, _ = encode_turns(tokenizer, messages, prompt_ids, [turn], tools)
+    shown = response_text(tokenizer, without_end(tokenizer, ids))
+    before = shown.find(text)
+    if before < 0:
+        raise ExampleRefused("the chat template changes the text of the response, so that its steps are not found")
+
+    def decode(some: list[int]) -> str:
+        return response_text(tokenizer, without_end(tokenizer, some))
+
+    ends = [before + end for end in accumulate(map(len, steps[:-1]))]
+    last = [count - 1 for count in token_counts(ends, shown, ids, decode)] + [len(ids) - 1]
+    if len(set(last)) < len(steps):
+        raise ExampleRefused("two steps end in the same token")
+    return ids, [place in set(last) for place in range(len(ids))]
 
 
 def assemble(picks: Picks, examples: pa.Table, config: ExampleConfig) -> tuple[ExampleBatchSummary, pa.Table]:
@@ -377,6 +410,7 @@ class ExampleMicroBatch:
     margin: torch.Tensor
     desirable: torch.Tensor
     ref_logprobs: torch.Tensor | None
+    step_labels: torch.Tensor
 
 
 class ExampleTable:
@@ -390,6 +424,7 @@ class ExampleTable:
             torch.tensor(table.column(name).to_pylist(), dtype=torch.float64) for name in ("score", "margin")
         )
         self._desirable = torch.tensor(table.column("desirable").to_pylist(), dtype=torch.bool)
+        self._step_labels: list[list[float] | None] = table.column("step_labels").to_pylist()
         uids = table.column("prompt_uid").to_pylist()
         number = {uid: place for place, uid in enumerate(dict.fromkeys(uids))}
         self._group = torch.tensor([number[uid] for uid in uids], dtype=torch.int64)
@@ -398,6 +433,7 @@ class ExampleTable:
         """The given rows of the plan: whole examples with their members in order. The filler batch without rows."""
         index = torch.tensor(rows, dtype=torch.int64)
         tokens = self.tokens.cut(rows, plan).to(device)
+        labels = [label for row in rows for label in self._step_labels[row] or ()]
         group = torch.unique_consecutive(self._group[index], return_inverse=True)[1]
         return ExampleMicroBatch(
             tokens=tokens,
@@ -406,6 +442,7 @@ class ExampleTable:
             margin=to_device(self._margin[index], device),
             desirable=to_device(self._desirable[index], device),
             ref_logprobs=self.tokens.floats("ref_logprobs", tokens),
+            step_labels=to_device(torch.tensor(labels, dtype=torch.float64), device),
         )
 
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -13,7 +16,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from troupe.workers.contract.config import Device, ModelConfig
+from troupe.workers.contract.config import Device, ModelConfig, ScoreLevel
 from troupe.workers.contract.model_files import check_model_files
 from troupe.workers.data.examples import encode_conversation
 from troupe.workers.data.plain_text import response_text
@@ -27,12 +30,16 @@ from troupe.workers.models.exact import ieee_float32
 from troupe.workers.models.heads import Float32Head
 from troupe.workers.models.modeling import torch_dtype
 from troupe.workers.models.token_batch import segment_table
+from troupe.workers.rewards.results import token_counts
 from troupe.workers.rewards.runner import RewardResult
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
+
+Places = Sequence[Sequence[int]] | None
+"""The places of the scores in each sequence; None: where a classifier reads its score."""
 
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 4e-2}
 """Largest difference of two ways to compute a score, as a fraction of the largest score, by the type of the weights.
@@ -85,24 +92,55 @@ class RewardModel:
         self.pad_id: int = text_config.pad_token_id
         self.max_tokens: int = text_config.max_position_embeddings
         self.vocab_size: int = text_config.vocab_size
+        self.reads_steps = hasattr(self.model, "score")
         self.packs = self._scores_packed_rows()
 
-    def score(self, rollouts: pa.Table) -> list[RewardResult]:
+    def score(self, rollouts: pa.Table, level: ScoreLevel = "response", separator: str = "") -> list[RewardResult]:
         """Score of every row of a ROLLOUTS table.
 
-        A row that is too long for the model, has a token outside its embedding, or gets a score that is not finite, has
-        a failed outcome.
+        A row that is too long for the model, has a token outside its embedding, has no steps where the level asks for
+        them, or gets a score that is not finite, has a failed outcome.
+
+        Args:
+            rollouts: The rows.
+            level: The places of the scores, and what becomes of them.
+            separator: Ends each step but the last.
         """
         sequences = self.encode(rollouts)
         outcomes = [RewardResult(None, self._unusable(ids)) for ids in sequences]
+        steps: list[Mapping[int, int]] = [{} for _ in sequences]
+        for number, row in enumerate(rollouts.select(["response"]).to_pylist() if level != "response" else ()):
+            steps[number] = self._step_ends(sequences[number], row["response"], separator)
+            if not steps[number]:
+                outcomes[number] = RewardResult(None, "error: the reward model's chat template changes the response")
         fitting = [row for row, outcome in enumerate(outcomes) if not outcome.status]
         lengths, forward = {row: len(sequences[row]) for row in fitting}, self._packed if self.packs else self._padded
         for batch in budget_batches(lengths, self.micro_batch_tokens, packed=self.packs):
-            scores = forward([sequences[row] for row in batch])
-            for row, score in zip(batch, scores, strict=True):
-                finite = math.isfinite(score)
-                outcomes[row] = RewardResult(score) if finite else RewardResult(None, f"not a finite number: {score}")
+            places = [list(steps[row].values()) for row in batch] if level != "response" else None
+            scores = iter(forward([sequences[row] for row in batch], places))
+            for row in batch:
+                own = list(islice(scores, max(1, len(steps[row]))))
+                wrong = next((score for score in own if not math.isfinite(score)), None)
+                found = RewardResult(own[0]) if level == "response" else _of_steps(level, list(steps[row]), own)
+                outcomes[row] = found if wrong is None else RewardResult(None, f"not a finite number: {wrong}")
         return outcomes
+
+    def _step_ends(self, ids: list[int], text: str, separator: str) -> Mapping[int, int]:
+        """For the position at which each step of a response ends, the place of the token that has it; empty if the
+        tokens do not have the text. White space alone is no step, and the last one ends with the sequence."""
+
+        def decode(some: list[int]) -> str:
+            return response_text(self.tokenizer, some)
+
+        shown = decode(ids)
+        before = shown.rfind(text)
+        if before < 0:
+            return {}
+        cuts = [found.end() for found in re.finditer(re.escape(separator), text) if text[found.end() :].strip()]
+        starts = [0, *cuts]
+        ends = [end for start, end in zip(starts, cuts, strict=False) if text[start:end].strip()]
+        counts = token_counts([before + end for end in ends], shown, ids, decode)
+        return dict(zip(ends, (count - 1 for count in counts), strict=True)) | {len(text): len(ids) - 1}
 
     def _unusable(self, ids: Sequence[int]) -> str:
         """Why the model cannot read a sequence; empty if it can."""
@@ -158,42 +196,54 @@ class RewardModel:
     @ieee_float32()
     def _scores_packed_rows(self) -> bool:
         """Whether the head's output at the last tokens of a packed row is the classifier's; tested by running it."""
-        if not hasattr(self.model, "score") or not takes_segments(self.model, self.device):
+        if not self.reads_steps or not takes_segments(self.model, self.device):
             return False
         sequences = ([3, 5, 7, 11], [13, 17], [19, 23, 29])
         packed, padded = (torch.tensor(run(sequences)) for run in (self._packed, self._padded))
         return bool((packed - padded).abs().max() <= _TOLERANCE[self.model.dtype] * padded.abs().max())
 
     @torch.inference_mode()
-    def _packed(self, sequences: Sequence[Sequence[int]]) -> list[float]:
-        """One score per sequence, from one row without padding."""
+    def _packed(self, sequences: Sequence[Sequence[int]], places: Places = None) -> list[float]:
+        """The scores at these places of each sequence, or one per sequence, from one row without padding."""
         ids = torch.tensor([token for sequence in sequences for token in sequence])
         lengths = torch.tensor([len(sequence) for sequence in sequences])
         starts = lengths.cumsum(0) - lengths
         within = torch.arange(len(ids)) - starts.repeat_interleave(lengths)
         # A classifier of transformers reads its score at the last token that is not the padding token.
-        read = [max((n for n, token in enumerate(ids_) if token != self.pad_id), default=0) for ids_ in sequences]
+        last = [max((n for n, token in enumerate(ids_) if token != self.pad_id), default=0) for ids_ in sequences]
+        read = [[place] for place in last] if places is None else places
+        at = [start + place for start, own in zip(starts.tolist(), read, strict=True) for place in own]
         hidden = self.model.base_model(
             input_ids=ids[None].to(self.device),
             attention_mask=segment_table(starts, lengths, torch.zeros(len(lengths), 2, dtype=torch.int64)),
             position_ids=within[None].to(self.device),
             use_cache=False,
         ).last_hidden_state
-        return self.model.score(hidden[0, (starts + torch.tensor(read)).to(self.device)])[:, 0].float().tolist()
+        return self.model.score(hidden[0, torch.tensor(at).to(self.device)])[:, 0].float().tolist()
 
     @torch.inference_mode()
-    def _padded(self, sequences: Sequence[Sequence[int]]) -> list[float]:
-        """One score per sequence, from one right-padded batch."""
+    def _padded(self, sequences: Sequence[Sequence[int]], places: Places = None) -> list[float]:
+        """The scores at these places of each sequence, or one per sequence, from one right-padded batch."""
         width = max(len(ids) for ids in sequences)
         input_ids = torch.full((len(sequences), width), self.pad_id, dtype=torch.long)
         mask = torch.zeros((len(sequences), width), dtype=torch.long)
         for row, ids in enumerate(sequences):
             input_ids[row, : len(ids)] = torch.tensor(ids, dtype=torch.long)
             mask[row, : len(ids)] = 1
-        logits = self.model(
-            input_ids=input_ids.to(self.device), attention_mask=mask.to(self.device), use_cache=False
-        ).logits
-        return logits[:, 0].float().tolist()
+        inputs = {"input_ids": input_ids.to(self.device), "attention_mask": mask.to(self.device), "use_cache": False}
+        if places is None:
+            return self.model(**inputs).logits[:, 0].float().tolist()
+        hidden = self.model.base_model(**inputs).last_hidden_state
+        at = [row * width + place for row, own in enumerate(places) for place in own]
+        return self.model.score(hidden.flatten(0, 1)[torch.tensor(at).to(self.device)])[:, 0].float().tolist()
+
+
+def _of_steps(level: ScoreLevel, ends: Sequence[int], scores: Sequence[float]) -> RewardResult:
+    """The outcome of a response whose steps end at these positions and have these scores: sigmoids, as trained."""
+    chances = [1.0 / (1.0 + math.exp(-max(score, -700.0))) for score in scores]
+    if level == "step":
+        return RewardResult(fmean(chances), steps=tuple(zip(ends, chances, strict=True)))
+    return RewardResult(chances[-1] if level == "last" else min(chances) if level == "min" else fmean(chances))
 
 
 def _score_in_float32(model: PreTrainedModel) -> None:

@@ -33,9 +33,13 @@ def reward_problems(spec: RolloutSpec) -> Iterator[Finding]:
     reward = spec.roles.reward
     if not reward.functions and reward.model is None:
         yield "roles.reward", "scores nothing: set functions, model or both"
-    for name in ("model_weight", "micro_batch_tokens"):
+    for name in ("model_weight", "model_level", "model_separator", "micro_batch_tokens"):
         if reward.model is None and changed(reward, name):
             yield f"roles.reward.{name}", "has no effect without a reward model"
+    if reward.model is not None and reward.model_level == "response" and changed(reward, "model_separator"):
+        yield "roles.reward.model_separator", "has no effect on scores of responses; set model_level"
+    if reward.model is not None and reward.model_level == "step":
+        yield from _steps_problems(spec, "roles.reward.model_level", reward.model_weight)
     weights = [function.weight for function in reward.functions]
     weights += [reward.model_weight] if reward.model is not None else []
     if weights and not any(weights):
@@ -78,7 +82,10 @@ def _functions(
         if function.process and _is_held_out(section):
             yield f"{path}.process", "only training uses the rewards of steps; remove it"
         elif function.process:
-            yield from _process(spec, f"{path}.process", function)
+            yield from _steps_problems(spec, f"{path}.process", function.weight)
+            if function.name in REWARD_FUNCTIONS and function.name not in STEP_FUNCTIONS:
+                why = f"{function.name} returns no steps; shipped functions that do: {', '.join(STEP_FUNCTIONS)}"
+                yield f"{path}.process", why
 
 
 def _is_held_out(section: str) -> bool:
@@ -171,14 +178,13 @@ def _scored_by(spec: RolloutSpec, section: str) -> dict[str, DataSource]:
     return {split: sources[split]}
 
 
-def _process(spec: RolloutSpec, path: str, function: RewardFunctionConfig) -> Iterator[Finding]:
+def _steps_problems(spec: RolloutSpec, path: str, weight: float) -> Iterator[Finding]:
+    """Rewards of steps that nothing reads."""
     row = algorithms.row_of(spec.algorithm)
     if row.advantage.estimator not in STEP_ESTIMATORS:
         others = [a.name for a in algorithms.ALGORITHMS.values() if a.advantage.estimator in STEP_ESTIMATORS]
         yield path, f"{row.name} takes one reward for a response; remove it or use one of {', '.join(others)}"
-    if function.name in REWARD_FUNCTIONS and function.name not in STEP_FUNCTIONS:
-        yield path, f"{function.name} returns no steps; shipped functions that do: {', '.join(STEP_FUNCTIONS)}"
-    if function.weight == 0:
+    if weight == 0:
         yield path, "has no effect with weight 0; remove it"
 
 

@@ -24,7 +24,7 @@ from troupe.workers.contract.offline_config import RewardLossConfig
 
 _COLUMNS = (
     *("prompt", "response", "messages", "chosen", "rejected", "margin", "answers", "scores", "ranks", "preferred"),
-    *("label", "min_margin"),
+    *("label", "min_margin", "steps", "step_labels", "separator"),
 )
 _ORDERS = ("scores", "ranks", "preferred")
 """Fields that order answers; a source has at most one."""
@@ -76,7 +76,7 @@ def check_schedule(spec: OfflineSpec) -> Iterator[Finding]:
 
 def check_lengths(spec: OfflineSpec) -> Iterator[Finding]:
     policy, reference = spec.roles.policy, spec.roles.reference
-    rows = 1 if spec.row.formats == ("demonstrations",) else 2
+    rows = 1 if spec.row.formats[0] in ("demonstrations", "steps") else 2
     need = rows * spec.data.max_length
     if policy.micro_batch_tokens < need:
         what = "one example" if rows == 1 else "the two rows of an example"
@@ -104,7 +104,7 @@ def check_data(spec: OfflineSpec) -> Iterator[Finding]:
         format_ = data_format(spec.row.formats, source)
         read = {name.partition(".")[0] for name in columns(format_, source)}
         read |= {"answers", *_ORDERS} if format_ == "ranked" or "answers" in read else set()
-        read |= {"min_margin"} if format_ == "pairs" else set()
+        read |= {"min_margin"} if format_ == "pairs" else {"separator"} if format_ == "steps" else set()
         if spec.trains != "reward_model" and not source.min_margin:
             read.discard("margin")
         if source.prompt is None:  # the prompt is in the conversations
@@ -158,7 +158,7 @@ def check_template(spec: OfflineSpec) -> Iterator[Finding]:
         for field in ("messages", "tools"):
             if spec.model.plain and dict(source)[field] is not None:
                 yield f"{name}.{field}", f"{field} need a chat template, and model.chat_template is none"
-        if spec.model.plain and source.prompt is None and source.messages is None:
+        if spec.model.plain and source.prompt is None and source.messages is None and "steps" not in spec.row.formats:
             yield f"{name}.prompt", "conversations need a chat template, and model.chat_template is none"
 
 

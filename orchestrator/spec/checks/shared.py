@@ -261,8 +261,17 @@ def _environment_rewards(spec: RolloutSpec) -> Iterator[Finding]:
             yield f"{path}.name", f"scores episodes only, but the samples of data.{single[0]} are single responses"
         if function.process and not given and len(single) < len(scored):
             yield f"{path}.process", "the steps of an episode are its turns: only `environment` rewards them"
-        if function.process and estimator != "group":
-            if advantage.reward_scale != "none":
-                yield "algorithm.reward_scale", "scales rewards of responses, not of steps; set none"
-            if advantage.reward_clip is not None:
-                yield "algorithm.reward_clip", "clips rewards of responses, not of steps; set 0, off"
+    reward = spec.roles.reward
+    of_model = reward.model is not None and reward.model_level == "step"
+    if reward.model is not None and reward.model_level != "response":
+        played = [path for path, environment in _scored(spec, "roles.reward.functions").items() if environment]
+        if played:
+            yield (
+                "roles.reward.model_level",
+                f"the samples of data.{played[0]} are episodes, whose steps are their turns",
+            )
+    if estimator != "group" and (of_model or any(f.process for own in reward_functions(spec).values() for f in own)):
+        if advantage.reward_scale != "none":
+            yield "algorithm.reward_scale", "scales rewards of responses, not of steps; set none"
+        if advantage.reward_clip is not None:
+            yield "algorithm.reward_clip", "clips rewards of responses, not of steps; set 0, off"

@@ -48,6 +48,8 @@ def reward_digest(spec: RunSpec) -> str:
     }
     if reward.model is not None:
         content["model"] = [*decisive(reward, "reward")["model"].values(), reward.model_weight]
+        if reward.model_level != "response":
+            content["steps"] = [reward.model_level, reward.model_separator]
     if judge is not None:
         content["judge"] = decisive(judge, "reward")
     return _digest(content)

@@ -422,10 +422,10 @@ def test_columns_that_contradict_each_other_are_refused(
     assert f"data.train.{problem}" in str(error.value)
 
 
-def test_step_labels_are_refused_by_their_name(tiny_model: Path, tmp_path: Path) -> None:
+def test_step_labels_name_their_algorithm(tiny_model: Path, tmp_path: Path) -> None:
     rows = [{"prompt": "Q", "completions": ["Step 1", "Step 2"], "labels": [True, False]}]
     choices = Choices(model=str(tiny_model), data=str(write(rows, tmp_path / "r.jsonl")), algorithm="reward_model")
-    with pytest.raises(UsageError, match="a label for each step; process reward models are not supported"):
+    with pytest.raises(UsageError, match="a label for each step: --algorithm process_reward_model"):
         text_of(choices, tmp_path / "run.yaml")
 
 

@@ -875,6 +875,32 @@ CPU_CASES = [
         "15: roles.reward.model_weight: has no effect without a reward model",
         ("    functions:", "    model_weight: 2.0\n    functions:"),
     ),
+    *(
+        case(
+            f"reward_model_{name}",
+            f"15: roles.reward.{name}: {why}",
+            ("    functions:", f"    {fields}\n    functions:"),
+            *more,
+        )
+        for name, why, fields, more in (
+            ("model_level", "has no effect without a reward model", "model_level: min", ()),
+            (
+                "model_separator",
+                "has no effect on scores of responses; set model_level",
+                'model_separator: ";"\n    model: {path: m}',
+                (),
+            ),
+        )
+    ),
+    case(
+        "reward_of_steps_for_responses",
+        (
+            "15: roles.reward.model_level: dcpo takes one reward for a response; remove it or use one of "
+            f"{', '.join(name for name, row in ALGORITHMS.items() if row.advantage.estimator in STEP_ESTIMATORS)}"
+        ),
+        ("    functions:", "    model_level: step\n    model: {path: m}\n    functions:"),
+        ("  name: grpo", "  name: dcpo"),
+    ),
     case(
         "slow_function",
         "17: roles.reward.functions.0.timeout_s: must be less than schedule.score_timeout_s, 600",

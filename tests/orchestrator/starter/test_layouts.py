@@ -78,6 +78,12 @@ COMPARED: dict[str, tuple[str, dict[str, Any], int]] = {
     "preferences/hh.jsonl": ("dpo", HH, 6),
     "preferences/hh_prompt.jsonl": ("dpo", {}, 6),
     "preferences/shp.jsonl": ("dpo", {"prompt": "history", **SHP}, 6),
+    "preferences/prm.jsonl": ("process_reward_model", {}, 6),
+    "math_shepherd.jsonl": (
+        "process_reward_model",
+        {"prompt": None, "steps": "input", "step_labels": "label"},
+        2,
+    ),
     "preferences/kto.csv": ("kto", {"response": "completion"}, 6),
     "preferences/kto_01s.jsonl": ("kto", {"response": "completion"}, 6),
     "preferences/kto_str.jsonl": ("kto", {"response": "completion"}, 6),

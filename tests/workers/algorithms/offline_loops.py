@@ -217,3 +217,22 @@ def rrhf(examples: Sequence[Example], lm_coef: float) -> Scalar:
         ]
         losses.append(add(worse_ahead))
     return mean(losses) + lm_coef * likelihood(examples)
+
+
+# Steps
+
+
+def step_labels(answer: Answer) -> dict[int, float]:
+    """Label of each step by the place of the token that ends it: here every second token and the last one."""
+    ends = [place for place in range(len(answer.ids)) if place % 2 or place == len(answer.ids) - 1]
+    return {place: (0.0, 1.0, 0.25, 0.5)[answer.ids[place] % 4] for place in ends}
+
+
+def process(examples: Sequence[Example]) -> Scalar:
+    """Mean over the steps of all answers of -y log p - (1 - y) log(1 - p), p = sigmoid(score at the step's end)."""
+    losses = []
+    for answer in (answer for example in examples for answer in example.answers):
+        for place, label in step_labels(answer).items():
+            p = sigmoid(answer.rewards[place])
+            losses.append(-label * torch.log(p) - (1.0 - label) * torch.log(1.0 - p))
+    return mean(losses)

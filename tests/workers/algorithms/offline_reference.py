@@ -22,6 +22,7 @@ from troupe.workers.contract.offline_config import (
     KtoLossConfig,
     OfflineLossConfig,
     OrpoLossConfig,
+    ProcessLossConfig,
     RewardLossConfig,
     RrhfLossConfig,
     SftLossConfig,
@@ -107,6 +108,7 @@ ROWS = (
         (2, 5),
         tied=True,
     ),
+    Row("process_reward_model", ProcessLossConfig(), loops.process, (1, 1)),
     Row("dpo", DpoLossConfig(beta=0.3), partial(loops.dpo, beta=0.3)),
     Row("dpo, smoothed", DpoLossConfig(beta=0.3, label_smoothing=0.1), partial(loops.dpo, beta=0.3, smoothing=0.1)),
     Row(
@@ -211,6 +213,8 @@ def by_product(row: Row, data: Data, dtype: torch.dtype, parts: int = 2) -> tupl
     """(loss, gradient) of the product's objective, summed over micro-batches, on numbers of type `dtype`."""
     leaves = {name: leaf.detach().to(dtype).requires_grad_() for name, leaf in data.leaves.items()}
     best_tokens = sum(len(answer.ids) for example in data.examples for answer in loops.best(example))
+    if isinstance(row.config, ProcessLossConfig):
+        best_tokens = sum(len(loops.step_labels(answer)) for e in data.examples for answer in e.answers)
     totals = Totals(len(data.examples), best_tokens)
     point = 0.0
     if isinstance(row.config, KtoLossConfig):
@@ -218,14 +222,19 @@ def by_product(row: Row, data: Data, dtype: torch.dtype, parts: int = 2) -> tupl
         point = kto_reference_point(float(ratios.sum()), len(ratios))
     losses = [
         OBJECTIVES[type(row.config)](scored, row.config, totals).loss
-        for scored in _micro_batches(data, leaves, dtype, point, parts)
+        for scored in _micro_batches(data, leaves, dtype, point, parts, row.config)
     ]
     loss = torch.stack(losses).sum()
     return loss.item(), _gradient(loss, list(leaves.values()))
 
 
 def _micro_batches(
-    data: Data, leaves: dict[str, torch.Tensor], dtype: torch.dtype, point: float, parts: int
+    data: Data,
+    leaves: dict[str, torch.Tensor],
+    dtype: torch.dtype,
+    point: float,
+    parts: int,
+    config: OfflineLossConfig,
 ) -> Iterator[Scored]:
     """The examples dealt out to `parts` micro-batches, in another order."""
     starts, start = [], 0
@@ -240,9 +249,8 @@ def _micro_batches(
             for number, example in zip(chosen, examples, strict=True)
         ]
         index = torch.cat(tokens)
-        yield _scored(
-            examples, leaves["logprobs"][index], data.reference.to(dtype)[index], leaves["rewards"][index], point
-        )
+        given = (leaves["logprobs"][index], data.reference.to(dtype)[index], leaves["rewards"][index])
+        yield _scored(examples, *given, point, by_step=isinstance(config, ProcessLossConfig))
 
 
 def _scored(
@@ -251,6 +259,8 @@ def _scored(
     reference: torch.Tensor,
     token_rewards: torch.Tensor,
     point: float,
+    *,
+    by_step: bool = False,
 ) -> Scored:
     answers = [answer for example in examples for answer in example.answers]
     lengths = torch.tensor([len(answer.ids) for answer in answers])
@@ -261,6 +271,9 @@ def _scored(
         "margin": [example.margin for example in examples for _ in example.answers],
         "desirable": [example.desirable for example in examples for _ in example.answers],
     }
+    labels = [label for answer in answers for label in loops.step_labels(answer).values()]
+    starts = [0, *lengths.cumsum(0).tolist()]
+    ends = [starts[n] + place for n, answer in enumerate(answers) for place in loops.step_labels(answer)]
     return Scored(
         groups=Groups(
             torch.repeat_interleave(torch.arange(len(examples)), torch.tensor(sizes)),
@@ -275,7 +288,8 @@ def _scored(
         logprobs=logprobs,
         ref_logprobs=reference,
         rewards=token_rewards[lengths.cumsum(0) - 1],
-        token_rewards=token_rewards,
+        token_rewards=token_rewards[ends] if by_step else token_rewards,
+        step_labels=torch.tensor(labels, dtype=torch.double),
         reference_point=point,
     )
 

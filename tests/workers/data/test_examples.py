@@ -72,6 +72,9 @@ def pool(loaded: OfflineSpec) -> Any:
 
 
 GOOD = {"prompt": "1+1?", "chosen": "2", "rejected": "3"}
+PROCESS = "process_reward_model"
+STEPS = {"prompt": "1+1+1?", "completions": ["1 + 1 = 2.", " 2 + 1 = 4."], "labels": [True, 0]}
+MARKED = {"prompt": None, "steps": "input", "step_labels": "label"}
 
 
 @pytest.mark.parametrize(
@@ -153,6 +156,80 @@ def test_prompt_ids_are_a_rollouts_and_the_response_ends_its_turn(tokenizer: Any
     said = [{"role": "user", "content": "What is 1 + 1?"}, {"role": "assistant", "content": "It is 2."}]
     whole = tokenizer.apply_chat_template(said, tokenize=True, return_dict=True)["input_ids"]
     assert whole[: len(row["prompt_ids"]) + len(row["response_ids"])] == row["prompt_ids"] + row["response_ids"]
+
+
+def marked(steps: str, labels: str) -> dict[str, str]:
+    """A row of Math-Shepherd."""
+    return {"input": f"Add (x). {steps}", "label": f"Add (x). {labels}", "task": "GSM8K"}
+
+
+@pytest.mark.parametrize(
+    ("row", "columns", "text", "ends", "labels"),
+    [
+        (STEPS, {}, "1 + 1 = 2.\n\n2 + 1 = 4.", ["1 + 1 = 2.\n\n", None], [1.0, 0.0]),
+        (STEPS, {"separator": "\n"}, "1 + 1 = 2.\n2 + 1 = 4.", ["1 + 1 = 2.\n", None], [1.0, 0.0]),
+        (STEPS | {"labels": ["0.25", 1.0]}, {}, "1 + 1 = 2.\n\n2 + 1 = 4.", ["1 + 1 = 2.\n\n", None], [0.25, 1.0]),
+        (STEPS | {"completions": ["é"], "labels": [0.5]}, {}, "é", [None], [0.5]),
+        (
+            marked("Step 1: a (b) ки\nStep 2: c ки", "Step 1: a (b) +\nStep 2: c -"),
+            MARKED | {"separator": "\n"},
+            "Step 1: a (b)\nStep 2: c",
+            ["Step 1: a (b)\n", None],
+            [1.0, 0.0],
+        ),
+    ],
+)
+def test_steps_are_one_response_with_a_label_where_each_ends(
+    row: dict[str, Any], columns: dict[str, Any], text: str, ends: list[Any], labels: list[float],
+    tokenizer: Any, tmp_path: Path,
+) -> None:  # fmt: skip
+    """The tokens are those of SFT on the whole response, and the last step ends where the turn does."""
+    read = texts(tmp_path, [row], PROCESS, **columns)
+    summary, table = tokenize(tokenizer, read, CONFIG.model_copy(update={"steps": True}))
+    assert (summary.usable, table.num_rows) == (1, 1)
+    (found,) = table.to_pylist()
+    question = row.get("prompt", "Add (x).")
+    whole = tokenize(tokenizer, texts(tmp_path, [{"prompt": question, "response": text}], "sft"), CONFIG)[1]
+    assert (found["prompt_ids"], found["response_ids"]) == tuple(
+        whole.to_pylist()[0][name] for name in ("prompt_ids", "response_ids")
+    )
+    places = [place for place, is_end in enumerate(found["loss_mask"]) if is_end]
+    shown = [tokenizer.decode(found["response_ids"][: place + 1]) for place in places]
+    assert shown == [end or f"{text}<|im_end|>" for end in ends]
+    assert found["step_labels"] == labels
+    batch_summary, batch = assemble([("a", 0)], table, CONFIG)
+    assert [row.loss_tokens for row in batch_summary.rows] == [len(labels)]
+    cut = ExampleTable(batch).cut([0], PADDED, "cpu")
+    assert cut.step_labels.tolist() == labels and int(cut.tokens.loss_mask.sum()) == len(labels)
+
+
+@pytest.mark.parametrize(
+    ("columns", "bad", "why"),
+    [
+        ({}, STEPS | {"completions": "a"}, "the steps are not a list of texts"),
+        ({}, STEPS | {"completions": ["a", " "]}, "the steps are not a list of texts"),
+        ({}, STEPS | {"labels": [1]}, "the labels are not a list of 2 labels"),
+        ({}, STEPS | {"labels": [1, None]}, "the label of a step is empty"),
+        ({"separator": ", "}, STEPS | {"completions": ["a", "b, c"]}, "a step has the separator, ', '"),
+        (MARKED, {"input": "Q? a ки\nb ки", "label": "Q? a +\nc -"}, "the labels are not the text of the steps"),
+        (MARKED, {"input": "Q? a ки\nb", "label": "Q? a +\nb"}, "the labels are not the text of the steps"),
+        (MARKED, {"input": "1 ки\n2 ки", "label": "1 +\n2 -"}, "the prompt is empty"),
+    ],
+)
+def test_a_row_whose_steps_cannot_be_told_apart_is_bad(
+    columns: dict[str, Any], bad: dict[str, Any], why: str, tmp_path: Path
+) -> None:
+    good = STEPS | marked("Step 1: a ки\nb ки", "Step 1: a +\nb -")
+    found = pool(spec(rows_of(tmp_path / "d.jsonl", [good, good | bad]), PROCESS, **columns))
+    assert (found.rows, found.bad_rows) == (1, 1)
+    assert f"d.jsonl:2: {why}" in found.problems[0]
+
+
+@pytest.mark.parametrize("label", [-1, 2, "good", "-1"])
+def test_a_label_of_a_step_in_another_form_refuses_the_file(label: Any, tmp_path: Path) -> None:
+    rows = [STEPS, STEPS | {"labels": [label, 1]}]
+    with pytest.raises(DataError, match=r"data.train.step_labels: does not fit 1 rows"):
+        pool(spec(rows_of(tmp_path / "r.jsonl", rows), PROCESS))
 
 
 def test_examples_that_do_not_fit_are_named(tokenizer: Any, tmp_path: Path) -> None:

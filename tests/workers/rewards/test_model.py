@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,11 +23,16 @@ from transformers import (
 )
 
 from tests.token_batches import batch_of
-from troupe.workers.contract.config import ModelConfig
+from tests.workers.test_reward import rollouts
+from troupe.workers.contract.config import ModelConfig, RewardConfig
+from troupe.workers.contract.offline_config import ExampleConfig
+from troupe.workers.contract.offline_messages import EXAMPLE_TEXTS
+from troupe.workers.data.examples import tokenize
 from troupe.workers.data.tokenizer import copy_tokenizer
 from troupe.workers.data.turn_ends import padding_besides
 from troupe.workers.models.modeling import CausalLogprobs, RewardScores, load_causal, load_value, share_backbone
 from troupe.workers.models.token_batch import TokenBatch, TokenTable
+from troupe.workers.reward import RewardWorker
 from troupe.workers.rewards.model import RewardModel, _score_in_float32
 
 
@@ -261,3 +269,91 @@ def test_the_padding_token_ends_no_turn() -> None:
     assert chosen(2, 2, 2, 9) == 9
     assert chosen(None, [2, 9], 9, None) == 0
     assert chosen(2, [0, 2], 2, None) == 99
+
+
+STEPS = (["2 + 2 = 4.", "4 + 1 = 5."], ["So: é"], ["One\nline.", "Two.", "Three is the last."])
+
+
+def in_steps(tokenizer: Any, steps: Sequence[str]) -> dict[str, Any]:
+    """An example of a process reward model, in tokens."""
+    ends = [*("\n\n" for _ in steps[1:]), ""]
+    responses = [json.dumps([{"role": "assistant", "content": a + b}]) for a, b in zip(steps, ends, strict=True)]
+    row = {"messages": json.dumps([{"role": "user", "content": "Add."}]), "responses": responses, "origin": "x:1"}
+    row |= {"scores": [1.0 for _ in steps], "margin": 0.0, "desirable": True}
+    config = ExampleConfig(max_length=96, micro_batch_tokens=96, steps=True)
+    return row | tokenize(tokenizer, pa.Table.from_pylist([row], schema=EXAMPLE_TEXTS), config)[1].to_pylist()[0]
+
+
+@pytest.mark.parametrize("packs", [False, True])
+def test_steps_are_scored_at_the_tokens_of_training(tiny_model: Path, tmp_path: Path, packs: bool) -> None:
+    """As a classifier scores a response that ends there, also if the response was sampled in other tokens."""
+    with_head(ModelConfig(path=str(tiny_model), dtype="float32")).save_pretrained(tmp_path)
+    copy_tokenizer(ModelConfig(path=str(tiny_model)), tmp_path)
+    model = RewardModel(ModelConfig(path=str(tmp_path), dtype="float32"), 96, "cpu")
+    model.packs = packs
+    examples = [in_steps(model.tokenizer, steps) for steps in STEPS]
+    sampled = [
+        {name: row[name] for name in ("messages", "prompt_ids", "response_ids")}
+        | {"conversation": "", "response": "\n\n".join(steps)}
+        for row, steps in zip(examples, STEPS, strict=True)
+    ]
+    others = [row | {"prompt_ids": [1, *row["prompt_ids"]], "response_ids": [3]} for row in sampled]
+    plain = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
+    found = model.score(pa.Table.from_pylist([*sampled, *others]), "step", "\n\n")
+    assert len(found) == 6
+    for row, outcome, other in zip(examples, found[:3], found[3:], strict=True):
+        whole, before = row["prompt_ids"] + row["response_ids"], len(row["prompt_ids"])
+        places = [before + place for place, is_end in enumerate(row["loss_mask"]) if is_end]
+        with torch.no_grad():
+            wanted = [float(plain(torch.tensor([whole[: place + 1]])).logits.sigmoid()) for place in places]
+        assert [reward for _, reward in outcome.steps] == pytest.approx(wanted, rel=1e-4)
+        assert dict(other.steps) == pytest.approx(dict(outcome.steps), rel=1e-4)
+        assert outcome.value == pytest.approx(fmean(wanted), rel=1e-4)
+        of_row = pa.Table.from_pylist([sampled[examples.index(row)]])
+        levels: tuple[tuple[Any, float], ...] = (("min", min(wanted)), ("mean", fmean(wanted)), ("last", wanted[-1]))
+        for level, value in levels:
+            (one,) = model.score(of_row, level, "\n\n")
+            assert (one.value, one.steps) == (pytest.approx(value, rel=1e-4), ())
+    assert [[end for end, _ in outcome.steps] for outcome in found[:3]] == [[12, 22], [5], [11, 17, 35]]
+
+
+@pytest.mark.parametrize(
+    ("text", "ends"),
+    [
+        ("", [0]),
+        ("one", [3]),
+        ("one\n\n", [5]),
+        ("\n\none\n\n\n\ntwo", [7, 12]),
+        ("one\n\ntwo\n\n \n", [5, 12]),
+    ],
+)
+def test_white_space_is_no_step(text: str, ends: list[int], tiny_model: Path, tmp_path: Path) -> None:
+    with_head(ModelConfig(path=str(tiny_model), dtype="float32")).save_pretrained(tmp_path)
+    copy_tokenizer(ModelConfig(path=str(tiny_model)), tmp_path)
+    model = RewardModel(ModelConfig(path=str(tmp_path), dtype="float32"), 96, "cpu")
+    ids = model.tokenizer(f"Add.{text}")["input_ids"]
+    found = model._step_ends(ids, text, "\n\n")
+    assert list(found) == ends
+    assert list(found.values()) == sorted({*found.values()}) and found[len(text)] == len(ids) - 1
+    assert model._step_ends(ids, f"{text} and more", "\n\n") == {}
+
+
+def test_the_scores_of_steps_are_process_rewards(tiny_model: Path, tmp_path: Path) -> None:
+    with_head(ModelConfig(path=str(tiny_model), dtype="float32")).save_pretrained(tmp_path)
+    config = ModelConfig(path=str(tiny_model))
+    copy_tokenizer(config, tmp_path)
+    scorer = ModelConfig(path=str(tmp_path), dtype="float32")
+    worker = RewardWorker(RewardConfig(model=scorer, model_level="step", model_weight=2.0), "reward-0", policy=config)
+    try:
+        worker.start()
+        example = in_steps(worker._loaded_model().tokenizer, STEPS[0])
+        table = rollouts(["\n\n".join(STEPS[0])], ids=[example["response_ids"]])
+        summary, rewards = worker.score(table)
+        (outcome,) = worker._loaded_model().score(table, "step", "\n\n")
+    finally:
+        worker.close()
+    assert summary.rewards == (pytest.approx(2.0 * (outcome.value or 0.0)),)
+    (spans,) = rewards["reward_spans"].to_pylist()
+    ends = [place + 1 for place, is_end in enumerate(example["loss_mask"]) if is_end]
+    assert [span["end"] for span in spans] == ends
+    assert [span["reward"] for span in spans] == pytest.approx([2.0 * reward for _, reward in outcome.steps])
