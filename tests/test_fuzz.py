@@ -251,6 +251,10 @@ def test_data(tmp_path: Path, form: str) -> None:
     assert refused > count / 10
 
 
+PROCESS = "process_reward_model"
+MARKED = "prompt: null, steps: input, step_labels: label"
+
+
 def test_data_of_another_shape(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     source = TypeAdapter(DataSource).validate_python({"kind": "jsonl", "path": str(path), "metadata": ["meta"]})
@@ -262,17 +266,23 @@ def test_data_of_another_shape(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "columns"),
+    ("algorithm", "rows", "columns"),
     [
-        (published.SHP, f"{published.OF_SHP}, margin: [score_A, score_B]"),
-        (published.KAGGLE, "answers: [response_a, response_b], scores: [winner_model_a, winner_model_b]"),
-        (published.NECTAR, "answers: answers.answer, ranks: answers.rank"),
-        ([{"chosen": published.hh("good"), "rejected": published.hh("bad")}], "prompt: null"),
+        ("reward_model", published.SHP, f"{published.OF_SHP}, margin: [score_A, score_B]"),
+        (
+            "reward_model",
+            published.KAGGLE,
+            "answers: [response_a, response_b], scores: [winner_model_a, winner_model_b]",
+        ),
+        ("reward_model", published.NECTAR, "answers: answers.answer, ranks: answers.rank"),
+        ("reward_model", [{"chosen": published.hh("good"), "rejected": published.hh("bad")}], "prompt: null"),
+        (PROCESS, [{"prompt": "1?", "completions": ["a", "b"], "labels": [True, 0.5]}], "separator: c"),
+        (PROCESS, [{"input": "1? Step 1: a ки\nb ки", "label": "1? Step 1: a +\nb -"}], MARKED),
     ],
 )
-def test_preferences_of_another_shape(rows: list[dict[str, Any]], columns: str, tmp_path: Path) -> None:
+def test_examples_of_another_shape(algorithm: str, rows: list[dict[str, Any]], columns: str, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
-    spec = published.spec(path, "reward_model", columns)
+    spec = published.spec(path, algorithm, columns)
     for value in Mutations().of_json(rows, 400):
         path.write_bytes(_json_lines(value if isinstance(value, list) else [value]))
         refuses(lambda: load_examples(spec), DataError)

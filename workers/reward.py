@@ -32,10 +32,10 @@ from troupe.workers.contract.messages import (
 )
 from troupe.workers.contract.rewards import COMPARED, ENVIRONMENT_REWARD, JUDGE_REWARD, differ, not_usable, total
 from troupe.workers.data.kept_tables import Kept, keep_groups, read_group
-from troupe.workers.data.plain_text import response_text
+from troupe.workers.data.plain_text import response_text, token_counts
 from troupe.workers.data.trajectories import write_evaluation, write_trajectories
 from troupe.workers.data.turn_ends import without_end
-from troupe.workers.rewards.results import Step, token_counts
+from troupe.workers.rewards.results import Step
 from troupe.workers.rewards.runner import EnvironmentReward, RewardProcess, RewardResult, Sample
 from troupe.workers.rewards.thoughts import VOTES, with_opened_thoughts
 from troupe.workers.telemetry.peak_memory import FamilyPeak

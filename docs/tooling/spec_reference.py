@@ -37,9 +37,9 @@ The page has three parts: specs on rollouts, which come first, [offline specs](#
 _OFFLINE = """\
 # Offline specs
 
-An algorithm that trains on offline data (`sft`, `reward_model`, `process_reward_model`, `dpo`, `ipo`, `orpo`, `kto`, `rrhf`) has its
-own kind of spec: nothing is generated, so there are no sections for rollout, reward and sampling. Sections that are not listed
-here are the same as above. See [Offline training](../guides/offline.md).
+An algorithm that trains on offline data (`sft`, `reward_model`, `process_reward_model`, `dpo`, `ipo`, `orpo`, `kto`,
+`rrhf`) has its own kind of spec: nothing is generated, so there are no sections for rollout, reward and sampling.
+Sections that are not listed here are the same as above. See [Offline training](../guides/offline.md).
 """
 
 _CHAINS = """\

@@ -402,11 +402,11 @@ class RewardConfig(Frozen):
     """A reward model (a sequence classifier with one label); its score is the component `reward_model`."""
     model_weight: Annotated[float, COUNTED, OTHER_REWARDS] = 1.0
     """Weight of the reward model's score."""
-    model_level: Annotated[ScoreLevel, EVALUATED_IF_SET, OTHER_REWARDS] = "response"
+    model_level: Annotated[ScoreLevel, EVALUATED_IF_SET, NOT_REWARDED, OTHER_REWARDS] = "response"
     """What the reward model scores. `response`: the response, at its last token. A process reward model also gives the
     chance that a step is right, where the step ends: `min`, `mean` and `last` make one reward of the steps', and `step`
     rewards each of them (process rewards)."""
-    model_separator: Annotated[str, EVALUATED_IF_SET, OTHER_REWARDS] = Field(default="\n\n", min_length=1)
+    model_separator: Annotated[str, EVALUATED_IF_SET, NOT_REWARDED, OTHER_REWARDS] = Field(default="\n\n", min_length=1)
     """Text that ends each step but the last, as `separator` of the data on which the model was trained."""
     micro_batch_tokens: Annotated[int, UNCOUNTED] = Field(default=4096, ge=8)
     """Maximum number of tokens in one forward pass of the reward model."""

@@ -22,13 +22,12 @@ from troupe.workers.contract.messages import RankPlan, TrainRow, identities
 from troupe.workers.contract.offline_config import ExampleConfig
 from troupe.workers.contract.offline_messages import EXAMPLE_BATCH, EXAMPLES, ExampleBatchSummary, ExampleSummary
 from troupe.workers.data.chat import PromptRefused, encode_prompt
-from troupe.workers.data.plain_text import MARK, as_text, response_text, restored, text_ids
+from troupe.workers.data.plain_text import MARK, as_text, response_text, restored, text_ids, token_counts
 from troupe.workers.data.template_forms import as_read
 from troupe.workers.data.tokenizer import outside_embedding, render, render_as_text, token_ids
 from troupe.workers.data.turn_ends import turn_ends, without_end
 from troupe.workers.models.ragged import ragged
 from troupe.workers.models.token_batch import TokenBatch, TokenTable, to_device
-from troupe.workers.rewards.results import token_counts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -11,8 +11,10 @@ in it. If they differ, the texts between them are tokenized apart, in parts that
 
 from __future__ import annotations
 
+import functools
 import json
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -246,6 +248,36 @@ def response_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str
     if special.tags.isdisjoint(ids):
         return str(tokenizer.decode(list(ids), skip_special_tokens=True))
     return str(tokenizer.decode([token for token in ids if token not in special.hidden], skip_special_tokens=False))
+
+
+def token_counts(ends: Sequence[int], text: str, ids: list[int], decode: Callable[[list[int]], str]) -> list[int]:
+    """Number of tokens up to and including the one at each of the increasing character positions in `ends`.
+
+    The end of the text counts all tokens: the last step includes tokens that print nothing (end of sequence).
+
+    Raises:
+        ValueError: the tokens do not decode to the text.
+    """
+    if decode(ids) != text:
+        raise ValueError("the response's tokens do not decode to its text")
+
+    @functools.cache
+    def shown(count: int) -> int:
+        """Characters of the text that its first `count` tokens decode to, without a character that is cut in its bytes:
+        the decoder's replacement for it differs from the text."""
+        part = decode(ids[:count])
+        if text.startswith(part):
+            return len(part)
+        pairs = enumerate(zip(part, text, strict=False))
+        return next((place for place, (one, other) in pairs if one != other), len(text))
+
+    # Decoding a prefix of the tokens is correct for every tokenizer, and the search needs few per step.
+    counts: list[int] = []
+    count = 0
+    for end in ends:
+        count = len(ids) if end == len(text) else bisect_left(range(len(ids)), end, lo=count, key=shown)
+        counts.append(count)
+    return counts
 
 
 def unmarked_control_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:

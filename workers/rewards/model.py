@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 from troupe.workers.contract.config import Device, ModelConfig, ScoreLevel
 from troupe.workers.contract.model_files import check_model_files
 from troupe.workers.data.examples import encode_conversation
-from troupe.workers.data.plain_text import response_text
+from troupe.workers.data.plain_text import response_text, token_counts
 from troupe.workers.data.tokenizer import load_tokenizer, render, token_ids
 from troupe.workers.data.turn_ends import padding_besides, turn_ends
 from troupe.workers.models.adapter_files import PREFIX, add_adapter, read_adapter
@@ -30,7 +30,6 @@ from troupe.workers.models.exact import ieee_float32
 from troupe.workers.models.heads import Float32Head
 from troupe.workers.models.modeling import torch_dtype
 from troupe.workers.models.token_batch import segment_table
-from troupe.workers.rewards.results import token_counts
 from troupe.workers.rewards.runner import RewardResult
 
 if TYPE_CHECKING:

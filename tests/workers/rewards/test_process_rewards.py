@@ -21,10 +21,11 @@ from troupe.orchestrator.rollouts.scoring import ScoredGroup
 from troupe.workers.algorithms.train_batch import prepare
 from troupe.workers.contract.config import AdvantageConfig, ModelConfig, RewardConfig, RewardFunctionConfig
 from troupe.workers.contract.messages import ROLLOUTS, GroupSummary, PrepareRequest, RewardSummary
+from troupe.workers.data.plain_text import token_counts
 from troupe.workers.reward import RewardWorker, reward_spans
 from troupe.workers.rewards.equations import equations, evaluate
 from troupe.workers.rewards.functions import letter_share
-from troupe.workers.rewards.results import Steps, checked_steps, token_counts
+from troupe.workers.rewards.results import Steps, checked_steps
 from troupe.workers.rewards.runner import RewardProcess, RewardResult, Sample
 
 FAR_OFF = 120.0  # seconds: no test depends on how busy the machine is
