@@ -255,6 +255,7 @@ OFFLINE = Matrix(
         "algorithm": {
             "sft": {},
             "reward_model": {"algorithm.name": "reward_model", "algorithm.level": "token", **_PAIRS},
+            "process_reward_model": {"algorithm.name": "process_reward_model", **_examples("steps")},
             "dpo": {"algorithm.name": "dpo", **_PAIRS, **_REFERENCE},
             "ranked dpo": {
                 "algorithm": {"name": "dpo", "preference": "fidelity"},
