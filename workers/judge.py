@@ -10,8 +10,7 @@ from collections.abc import Sequence
 import pyarrow as pa
 
 from troupe.workers.contract.config import MIN_TEMPERATURE, JudgeConfig, RolloutConfig, SamplingConfig
-from troupe.workers.contract.environments import Message
-from troupe.workers.contract.judges import JudgeAnswer, whole_words
+from troupe.workers.contract.judges import JudgeAnswer, Question, whole_words
 from troupe.workers.contract.messages import PROMPTS, GroupRequest, WorkerGone, WorkerHealth
 from troupe.workers.engine.errors import EngineClosed, EngineDead
 from troupe.workers.rewards.answer_text import visible
@@ -50,25 +49,26 @@ class JudgeWorker:
             self._opens_thought = await asyncio.to_thread(template_opens_thought, self._config.model)
         return health
 
-    async def answer(self, questions: Sequence[list[Message]]) -> list[JudgeAnswer]:
+    async def answer(self, questions: Sequence[Question]) -> list[JudgeAnswer]:
         """Answer questions; one that does not fit the model is a failure.
 
         Raises:
             WorkerGone: the engine does not serve.
         """
         rows = [
-            {"row": row, "messages": json.dumps(question), "answer": "", "metadata": "{}", "origin": "question"}
-            for row, question in enumerate(questions)
+            {"row": row, "messages": json.dumps(one.messages), "answer": "", "metadata": "{}", "origin": "question"}
+            for row, one in enumerate(questions)
         ]
         table = pa.Table.from_pylist(rows, schema=PROMPTS)
         try:
-            return list(await asyncio.gather(*(self._answer(row, table) for row in range(len(rows)))))
+            asked = (self._answer(row, one.number, table) for row, one in enumerate(questions))
+            return list(await asyncio.gather(*asked))
         except EngineClosed as error:
             raise WorkerGone(str(error)) from error
 
-    async def _answer(self, row: int, questions: pa.Table) -> JudgeAnswer:
-        # The seed is the same for all: an answer depends on its question alone.
-        request = GroupRequest("judge", row, 0, 1, seed=0, greedy=self._config.temperature == 0)
+    async def _answer(self, row: int, number: int, questions: pa.Table) -> JudgeAnswer:
+        # The seed is the same for all questions: an answer depends on its question and number alone.
+        request = GroupRequest("judge", row, 0, 1, seed=number, greedy=self._config.temperature == 0)
         summary, table = await self._engine.generate(request, questions)
         if summary.refused:
             return JudgeAnswer(failure=summary.refused)

@@ -296,10 +296,7 @@ class RewardWorker:
             attempt=identities[0]["attempt"],
             statuses=tuple(reward.status for reward in combined),
             rewards=tuple(reward.reward for reward in combined),
-            components={
-                label: tuple(outcome.value for outcome in outcomes)
-                for label, outcomes in zip(asked.labels, components, strict=True)
-            },
+            components=_reported(asked.labels, components),
             answers=self._answers(asked, rollouts) if vote else (),
             steps_differ=differ(reward for sample in combined for _, reward in sample.spans),
             faults=(*find_faults(asked.labels, scored), *sum_faults(combined, per_sample), *episode_faults(statuses)),
@@ -422,6 +419,18 @@ def _load_tokenizer(policy: ModelConfig | None) -> Any:
     from troupe.workers.data.tokenizer import load_tokenizer
 
     return load_tokenizer(policy)
+
+
+def _reported(
+    labels: Sequence[str], components: Sequence[Sequence[RewardResult]]
+) -> dict[str, tuple[float | None, ...]]:
+    """Values by component, and what else the components say of the samples, as `LABEL_NAME`."""
+    found: dict[str, tuple[float | None, ...]] = {}
+    for label, outcomes in zip(labels, components, strict=True):
+        found[label] = tuple(outcome.value for outcome in outcomes)
+        for name in dict.fromkeys(name for outcome in outcomes for name in outcome.also):
+            found[f"{label}_{name}"] = tuple(outcome.also.get(name) for outcome in outcomes)
+    return found
 
 
 def _rewards_table(

@@ -14,7 +14,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from troupe.orchestrator.cluster.event_loop import within
 from troupe.workers.contract.environments import EnvironmentGone, EpisodeReply, Message, Row, failed
-from troupe.workers.contract.judges import JudgeAnswer, JudgeGone
+from troupe.workers.contract.judges import JudgeAnswer, JudgeGone, Question
 from troupe.workers.contract.messages import WeightAck, WorkerGone
 from troupe.workers.contract.roles import EnvironmentServer, JudgeEngine, RolloutEngine
 from troupe.workers.contract.text import one_line
@@ -132,7 +132,7 @@ class ActorJudges:
         self._actors = dict(actors)
         self._lost = lost
 
-    def ask(self, questions: Sequence[list[Message]], timeout_s: float) -> list[JudgeAnswer]:
+    def ask(self, questions: Sequence[Question], timeout_s: float) -> list[JudgeAnswer]:
         """One answer to each question. The workers share the questions; a lost worker's go to the others.
 
         Raises:
@@ -150,7 +150,7 @@ class ActorJudges:
         return [answers[place] for place in range(len(questions))]
 
     def _ask_all(
-        self, questions: Sequence[list[Message]], places: Sequence[int], deadline: float, timeout_s: float
+        self, questions: Sequence[Question], places: Sequence[int], deadline: float, timeout_s: float
     ) -> dict[int, JudgeAnswer]:
         """Answers by place, without a lost worker's, which gets no further questions."""
         workers = list(self._actors)

@@ -21,7 +21,7 @@ from troupe.orchestrator.errors import DataLost, EvaluationLost, WorkerError
 from troupe.orchestrator.pools.engine import Engine
 from troupe.orchestrator.pools.engines import EnginePool, sample_group
 from troupe.orchestrator.rollouts.evaluation_log import EvaluationLog
-from troupe.orchestrator.rollouts.held_out import PromptResult, SetResult, summarize
+from troupe.orchestrator.rollouts.held_out import PromptResult, SetResult, comparisons, summarize
 from troupe.orchestrator.rollouts.scheduler import sampling_seed
 from troupe.orchestrator.rollouts.scoring import RewardPool
 from troupe.orchestrator.spec.derived.sampling import HeldOutSettings, held_out_sets
@@ -270,6 +270,7 @@ class Evaluator:
                     truncated=sum(sample.finish_reason == "length" for sample in summary.samples),
                     answers=rewards.answers,
                     level=held_out.levels[pick.row] if held_out.levels else "",
+                    comparisons=comparisons(rewards.components, held_out.settings.compared),
                 )
                 return _Sampled(result, (rollouts, judged) if save else ())
 

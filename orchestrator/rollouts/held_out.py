@@ -11,12 +11,13 @@ from statistics import NormalDist, fmean
 
 import numpy as np
 
+from troupe.orchestrator.spec.derived.sampling import COMPARISONS
 from troupe.orchestrator.telemetry.metrics import pass_at_k
-from troupe.workers.contract.rewards import NO_ANSWER, is_solved
+from troupe.workers.contract.rewards import CONSISTENCY, NO_ANSWER, is_solved
 
 REWARD = "reward"
 CONFIDENCE = 0.95
-_SHOWN = re.compile(r"reward|avg|pass@[0-9]+|maj@[0-9]+")
+_SHOWN = re.compile(r"reward|avg|win_rate|pass@[0-9]+|maj@[0-9]+")
 _Z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
 _T = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281)
 """Quantiles of Student's t for `CONFIDENCE` with 1 to 10 degrees of freedom."""
@@ -52,6 +53,31 @@ class PromptResult:
     """Number of each sample's answer, as in `RewardSummary.answers`."""
     level: str = ""
     """Level of the prompt, or empty if it has none."""
+    comparisons: Mapping[str, Sequence[float | None]] = field(default_factory=dict)
+    """Points of each sample against a baseline (`win_rate`), and agreement of both orders."""
+
+
+def comparisons(
+    components: Mapping[str, Sequence[float | None]], compared: Sequence[str]
+) -> dict[str, list[float | None]]:
+    """`PromptResult.comparisons`: of several components that compare with a baseline, the mean of each sample.
+
+    Args:
+        components: Values by component, for each sample.
+        compared: These components.
+    """
+    found: dict[str, list[float | None]] = {}
+    for name, suffix in zip(COMPARISONS, ("", f"_{CONSISTENCY}"), strict=True):
+        columns = [components[f"{label}{suffix}"] for label in compared if f"{label}{suffix}" in components]
+        means = [_mean_of(values) for values in zip(*columns, strict=True)]
+        if any(one is not None for one in means):
+            found[name] = means
+    return found
+
+
+def _mean_of(values: Sequence[float | None]) -> float | None:
+    known = [one for one in values if one is not None]
+    return fmean(known) if len(known) == len(values) else None
 
 
 @dataclass(frozen=True)
@@ -66,7 +92,8 @@ class SetResult:
     failed_samples: int
     """Samples without a reward: they are in no estimate."""
     estimates: dict[str, MeanEstimate] = field(default_factory=dict)
-    """`reward`; if the reward defines what is solved, also the share of solved samples, `pass@K` and `maj@K`."""
+    """`reward`; if the reward defines what is solved, also the share of solved samples, `pass@K` and `maj@K`; with a
+    baseline `win_rate` and `position_consistency`."""
     response_tokens: float | None = None
     """Mean length of the responses."""
     truncated: float | None = None
@@ -152,7 +179,7 @@ def summarize(
     if not any(scored):
         return found
     terms = _terms(results, scored, samples, solved_at, average, pass_at)
-    main = [name for name in terms if "@" not in name]
+    main = [name for name in terms if name in (REWARD, average)]
     levels = sorted({result.level for result in results if result.level}, key=_by_number)
     by_level: dict[str, dict[str, MeanEstimate]] = {}
     for level in levels:
@@ -181,6 +208,9 @@ def _terms(
     pass_at: Sequence[int],
 ) -> dict[str, _Terms]:
     terms = {REWARD: _Terms([sum(group) for group in scored], [len(group) for group in scored])}
+    for name in dict.fromkeys(name for result in results for name in result.comparisons):
+        known = [[one for one in result.comparisons.get(name, ()) if one is not None] for result in results]
+        terms[name] = _Terms([sum(group) for group in known], [len(group) for group in known])
     if solved_at is None:
         return terms
     solved = [[is_solved(reward, solved_at) for reward in group] for group in scored]

@@ -10,6 +10,7 @@ from importlib.resources import files
 import yaml
 
 from troupe.orchestrator.roles import table
+from troupe.orchestrator.spec.derived.sampling import COMPARISONS
 
 """What `TRAINER` in a pattern stands for."""
 PHASES = ("generate", "prepare", "update", "sync", "evaluate", "checkpoint")
@@ -24,6 +25,7 @@ _PLACEHOLDERS |= {"COMPONENT": ".+", "LEVEL": ".+", "K": "[0-9]+", "SET": "[a-z0
 _PLACEHOLDERS |= {"ENVIRONMENT": "[a-z0-9-]+"}
 _OF_SETS = ("prompts", "refused", "failed_samples", "reward", "reward_low", "reward_high", "solved_at")
 _OF_SETS += ("response_tokens", "truncated", "pass@[0-9]+", "maj@[0-9]+")
+_OF_SETS += tuple(f"{name}{bound}" for name in COMPARISONS for bound in ("", "_low", "_high"))
 _PLACEHOLDERS |= {"RESULT": "|".join(_OF_SETS), "COUNT": "rows|bad_rows|removed_rows|refused_rows"}
 _PLACEHOLDER = re.compile(r"[A-Z]+")
 

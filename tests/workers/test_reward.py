@@ -26,6 +26,7 @@ from transformers import (
 )
 
 from troupe.workers.contract.config import ModelConfig, RewardConfig, RewardFunctionConfig, ScoringConfig
+from troupe.workers.contract.judges import JudgeAnswer, Question
 from troupe.workers.contract.messages import REWARDS, ROLLOUTS
 from troupe.workers.contract.rewards import NO_ANSWER
 from troupe.workers.contract.samples import SAMPLES
@@ -140,6 +141,26 @@ def test_a_group_is_scored_with_the_functions_that_are_named() -> None:
     assert named.rewards == (4.0, 3.0, 0.0)
     assert [entry["name"] for entry in table["components"].to_pylist()[0]] == ["exact_match", "number"]
     assert len(set(peers)) == 3  # last_number twice, as components of one reward run at the same time
+
+
+class FirstIsBetter:
+    """A judge that prefers the response that it reads first."""
+
+    name = "first"
+
+    def ask(self, questions: Sequence[Question], timeout_s: float) -> list[JudgeAnswer]:
+        return [JudgeAnswer("Better: A")] * len(questions)
+
+
+def test_a_judge_that_compares_reports_whether_both_orders_agree() -> None:
+    args = {"rubric": "Which is kinder?", "compare": "pairs"}
+    built = RewardWorker(RewardConfig(functions=(function("judge", args=args, label="kind", weight=2.0),)), "reward-0")
+    built.start()
+    built.connect_judge(FirstIsBetter())
+    summary, _ = built.score(rollouts(["a", "b", "c"]))
+    built.close()
+    assert summary.rewards == (1.0, 1.0, 1.0), "its bias makes no difference"
+    assert summary.components == {"kind": (0.5, 0.5, 0.5), "kind_consistency": (0.0, 0.0, 0.0)}
 
 
 def test_a_vote_says_which_samples_give_the_same_answer(worker: RewardWorker) -> None:

@@ -25,6 +25,7 @@ from troupe.workers.contract.consequences import (
     Resume,
     noted,
 )
+from troupe.workers.contract.rewards import JUDGE_REWARD
 from troupe.workers.contract.weight_backends import TransferBackend
 
 CPU_THREADS = {"OMP_WAIT_POLICY": "PASSIVE"}
@@ -384,6 +385,11 @@ class RewardFunctionConfig(Frozen):
     def component(self) -> str:
         """Name of the component: the label, or the function's own name."""
         return self.label or self.name.rpartition(":")[2]
+
+    @property
+    def compares(self) -> str:
+        """What a judge compares (`compare` of its arguments), or empty."""
+        return str(self.args.get("compare", "")) if self.name == JUDGE_REWARD else ""
 
 
 _REWARD_MODEL = Consequences(of=dict.fromkeys(("path", "revision", "adapter"), REWARDED))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 import string
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from troupe.workers.contract.environments import Message
 
+STORED_ANSWERS = (".parquet", ".jsonl")
+"""What the name of a baseline ends with that is a file, not a column."""
 TEMPLATE_FIELDS = ("prompt", "response", "answer")
 """What a template contains besides columns of the data."""
 
@@ -23,6 +25,22 @@ class JudgeGone(RuntimeError):
     """No judge worker runs at the moment, and one can start again: ask later."""
 
 
+class Question(NamedTuple):
+    """A question about responses, as a conversation."""
+
+    messages: list[Message]
+    number: int = 0
+    """Of several answers to it, which one is wanted."""
+
+
+class AnswerToken(NamedTuple):
+    """A token of an answer, and the likeliest ones in its place."""
+
+    text: str
+    logprobs: Mapping[str, float]
+    """Log-probs of tokens in its place, by their text."""
+
+
 @dataclass(frozen=True)
 class JudgeAnswer:
     """Answer to one question."""
@@ -32,6 +50,8 @@ class JudgeAnswer:
     """Why there is no answer; empty if there is one."""
     said: str = ""
     """Part of what came instead of an answer."""
+    tokens: tuple[AnswerToken, ...] = ()
+    """Its tokens if their log-probs were asked for, else empty."""
 
 
 def whole_words(text: str) -> str:
@@ -47,6 +67,6 @@ class Judge(Protocol):
         """The model and its settings: answers of judges with the same name are the same."""
         ...
 
-    def ask(self, questions: Sequence[list[Message]], timeout_s: float) -> list[JudgeAnswer]:
+    def ask(self, questions: Sequence[Question], timeout_s: float) -> list[JudgeAnswer]:
         """One answer to each question, each within the timeout. Raises JudgeGone."""
         ...

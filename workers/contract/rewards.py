@@ -11,6 +11,9 @@ ENVIRONMENT_REWARD = "environment"
 JUDGE_REWARD = "judge"
 """Name of the reward component that a language model gives."""
 
+CONSISTENCY = "consistency"
+"""Name of what a judge that compares in both orders says of itself: the share in which both orders agree."""
+
 NO_ANSWER = -1.0
 """Number in a vote of a response that states no answer."""
 

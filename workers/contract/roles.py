@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 from troupe.workers.contract.config import Rendezvous
 from troupe.workers.contract.environments import EpisodeReply, Message, Row
-from troupe.workers.contract.judges import Judge, JudgeAnswer
+from troupe.workers.contract.judges import Judge, JudgeAnswer, Question
 from troupe.workers.contract.messages import (
     FinishedSamples,
     GroupRequest,
@@ -126,7 +126,7 @@ class Watched(Replica, Protocol):
 class JudgeEngine(Watched, Protocol):
     """A judge worker: one vLLM engine with a frozen model."""
 
-    def answer(self, questions: Sequence[list[Message]]) -> Reply[list[JudgeAnswer]]:
+    def answer(self, questions: Sequence[Question]) -> Reply[list[JudgeAnswer]]:
         """Answers questions, each a conversation."""
         ...
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,6 +67,8 @@ class RewardResult:
     """Process rewards, by character position in the response; only for a function with `process`."""
     cause: str = field(default="", compare=False)
     """Common text of failures of the same cause; if empty, the status is."""
+    also: Mapping[str, float] = field(default_factory=dict)
+    """Further numbers about the sample by name, which are reported beside the component."""
 
 
 class _OutOfMemory(Exception):

@@ -23,10 +23,14 @@ from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.sections import CurriculumConfig, EvaluationConfig
 from troupe.orchestrator.spec.sources import DataSource, HeldOut, MixedSource, ReasoningGymSource
 from troupe.workers.contract.config import STEP_ESTIMATORS, EvalSampling, RewardFunctionConfig
-from troupe.workers.contract.judges import TEMPLATE_FIELDS, template_fields
+from troupe.workers.contract.judges import STORED_ANSWERS, TEMPLATE_FIELDS, template_fields
 from troupe.workers.contract.rewards import COMPARED, JUDGE_REWARD, REWARD_FUNCTIONS, STEP_FUNCTIONS
 
 NEEDS_ANSWER = frozenset(COMPARED)
+
+
+_WITHIN_GROUP = ("group", "pairs")
+"""What a judge compares that are samples of one prompt."""
 
 
 def reward_problems(spec: RolloutSpec) -> Iterator[Finding]:
@@ -77,6 +81,7 @@ def _functions(
             yield from _test_cases(spec, section, path, function.args.get("tests", "answer"))
         if function.name == JUDGE_REWARD:
             yield from _judged_columns(spec, section, path, function.args)
+            yield from _compared(spec, section, f"{path}.args", function)
         if function.batched and function.name in REWARD_FUNCTIONS:
             yield f"{path}.batched", f"{function.name} takes one response at a time; remove it"
         if function.process and _is_held_out(section):
@@ -95,7 +100,7 @@ def _is_held_out(section: str) -> bool:
 
 def _judge(spec: RolloutSpec) -> Iterator[Finding]:
     """The function `judge` without a judge, or a judge without the function."""
-    lists = ((f"{path}.{n}", f) for path, one in reward_functions(spec).items() for n, f in enumerate(one))
+    lists = [(f"{path}.{n}", f) for path, one in reward_functions(spec).items() for n, f in enumerate(one)]
     asking = [path for path, f in lists if f.name == JUDGE_REWARD and not f.args.get("endpoint")]
     judge = spec.roles.judge
     if judge is None:
@@ -108,6 +113,10 @@ def _judge(spec: RolloutSpec) -> Iterator[Finding]:
     if judge.max_tokens >= judge.max_model_len:
         limit = f"roles.judge.max_model_len, {judge.max_model_len}"
         yield "roles.judge.max_tokens", f"leaves no room for a question: must be less than {limit}"
+    for path, function in lists:
+        several = function.args.get("answers", 1) != 1 and function.compares != "group"
+        if path in asking and several and judge.temperature == 0:
+            yield f"{path}.args.answers", "are all the same at roles.judge.temperature 0: set it above 0"
 
 
 def component_problems(spec: RolloutSpec, path: str, name: str, sources: Sequence[MixedSource]) -> Iterator[Finding]:
@@ -160,11 +169,33 @@ def _judged_columns(spec: RolloutSpec, section: str, path: str, args: Mapping[st
         return
     if isinstance(args.get("criteria"), str):
         named[args["criteria"]] = "criteria"
+    baseline = str(args.get("baseline", ""))
+    if baseline and not baseline.endswith(STORED_ANSWERS):
+        named[baseline] = "baseline"
     for split, source in _scored_by(spec, section).items():
         has = () if isinstance(source, ReasoningGymSource) else source.metadata
         for name, place in named.items():
-            if name not in has and (name not in TEMPLATE_FIELDS or place == "criteria"):
+            if name not in has and (name not in TEMPLATE_FIELDS or place != "template"):
                 yield f"{path}.args.{place}", f"{show(name)} is not in data.{split}.metadata; add it there"
+
+
+def _compared(spec: RolloutSpec, section: str, path: str, function: RewardFunctionConfig) -> Iterator[Finding]:
+    """A judge that compares where there is nothing to compare, or where it says nothing."""
+    compare, sources = function.compares, _scored_by(spec, section)
+    for split, source in sources.items():
+        no_answer = not isinstance(source, ReasoningGymSource) and source.answer is None
+        if compare == "baseline" and not function.args.get("baseline") and no_answer:
+            yield f"{path}.compare", f"data.{split} has no answer to compare with: set its `answer`, or args.baseline"
+        if compare in _WITHIN_GROUP and split.startswith("eval"):
+            why = "compares the samples of a prompt with each other, which says nothing about the model"
+            yield f"{path}.compare", f"{why}: give data.{split} `rewards`, such as a judge with compare: baseline"
+    if compare not in _WITHIN_GROUP:
+        return
+    groups = dict(zip(spec.data.train_sources(), group_settings(spec), strict=True))
+    if alone := [split for split, group in groups.items() if split in sources and group.samples == 1]:
+        yield f"{path}.compare", f"data.{alone[0]} has one sample for each prompt: set algorithm.group_size"
+    if algorithms.advantage(spec.algorithm).baseline == "greedy":
+        yield f"{path}.compare", "the greedy response of the algorithm's baseline is scored without its group"
 
 
 def _scored_by(spec: RolloutSpec, section: str) -> dict[str, DataSource]:

@@ -12,6 +12,9 @@ from troupe.orchestrator.spec.sources import HeldOut, MixedSource
 from troupe.workers.contract.config import EvalSampling, RewardFunctionConfig
 from troupe.workers.contract.rewards import RIGHT_OR_WRONG
 
+COMPARISONS = ("win_rate", "position_consistency")
+"""Results of a held-out set whose samples are compared with a baseline."""
+
 NO_ENVIRONMENT = "none"
 """Replaces an environment's name: samples of the source are single responses."""
 
@@ -73,6 +76,11 @@ class HeldOutSettings:
         return f"{self.section.replace('.', '/')}/"
 
     @property
+    def compared(self) -> tuple[str, ...]:
+        """Its reward components that compare the samples with a baseline."""
+        return tuple(function.component for function in self.functions if function.compares == "baseline")
+
+    @property
     def votes(self) -> bool:
         """Whether its samples vote for an answer (maj@k)."""
         return self.sampling.samples > 1 and self.solved_at is not None
@@ -96,6 +104,8 @@ class HeldOutSettings:
         if self.solved_at is not None:
             names += [self.average, f"{self.average}_low", f"{self.average}_high", "solved_at"]
             names += [f"pass@{k}" for k in self.pass_at]
+        if self.compared:
+            names += [f"{name}{bound}" for name in COMPARISONS for bound in ("", "_low", "_high")]
         if self.votes:
             names.append(f"maj@{self.sampling.samples}")
         return [f"{self.prefix}{name}" for name in names]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from troupe.orchestrator.rollouts.evaluation_log import EvaluationLog, read_evaluations
-from troupe.orchestrator.rollouts.held_out import MeanEstimate, PromptResult, SetResult, summarize, vote
+from troupe.orchestrator.rollouts.held_out import MeanEstimate, PromptResult, SetResult, comparisons, summarize, vote
 from troupe.workers.contract.rewards import NO_ANSWER
 
 NONE = int(NO_ANSWER)
@@ -170,3 +171,25 @@ def test_a_resumed_run_replaces_evaluations_after_its_checkpoint(tmp_path: Path)
     assert TypeAdapter(SetResult).validate_python(content["evaluations"][0]["sets"]["math"]) == found
     file.write_text("[]")
     assert read_evaluations(file) == read_evaluations(tmp_path / "none") == {}
+
+
+def test_a_win_rate_is_a_mean_over_prompts_with_its_interval_and_consistency() -> None:
+    """Points of two judges, their mean; a sample that one of them did not compare is in neither value."""
+    components = {
+        "one": (1.0, 0.5, None),
+        "one_consistency": (1.0, 0.0, None),
+        "other": (0.5, 0.5, 1.0),
+        "other_consistency": (0.0, 0.0, 1.0),
+        "length": (9.0, 9.0, 9.0),
+    }
+    found = comparisons(components, ("one", "other"))
+    assert found == {"win_rate": [0.75, 0.5, None], "position_consistency": [0.5, 0.0, None]}
+    assert comparisons(components, ()) == {} == comparisons({"one": (None, None)}, ("one",))
+    results = [replace(result(1.0, 1.0, 1.0), comparisons=found), replace(result(1.0), comparisons={"win_rate": [1.0]})]
+    made = summarize(results, refused=0, samples=3, solved_at=None, average="avg", pass_at=[]).metrics("eval/")
+    assert made["eval/win_rate"] == pytest.approx((0.75 + 0.5 + 1.0) / 3)
+    assert 0.0 <= made["eval/win_rate_low"] < made["eval/win_rate"] < made["eval/win_rate_high"] <= 1.0
+    assert made["eval/position_consistency"] == 0.25
+    assert "eval/win_rate" not in summarize(
+        [result(1.0)], refused=0, samples=1, solved_at=None, average="avg", pass_at=[]
+    ).metrics("eval/")

@@ -76,6 +76,12 @@ eval/accuracy_low
 eval/level/3/accuracy
 eval/level/3/reward
 eval/maj@4
+eval/position_consistency
+eval/position_consistency_high
+eval/position_consistency_low
+eval/win_rate
+eval/win_rate_high
+eval/win_rate_low
 eval/math-500/avg
 eval/math-500/avg_high
 eval/math-500/avg_low

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
 
 from pydantic import AliasChoices, ConfigDict, Field, TypeAdapter, ValidationError, field_validator, model_validator
 
+from troupe.workers.agents.judges.baseline import Baseline, is_file
 from troupe.workers.agents.judges.endpoint import HttpJudgeConfig
-from troupe.workers.agents.judges.scores import JudgeError, read_score
+from troupe.workers.agents.judges.forms import BASELINE, FORMS, Order, shown
+from troupe.workers.agents.judges.scores import JudgeError, expected_score
 from troupe.workers.agents.judges.transcript import played, said
 from troupe.workers.contract.config import Frozen, first_problem
 from troupe.workers.contract.environments import Message
 from troupe.workers.contract.imports import PackageMissing, require_package
-from troupe.workers.contract.judges import TEMPLATE_FIELDS, template_fields
+from troupe.workers.contract.judges import TEMPLATE_FIELDS, JudgeAnswer, Question, template_fields
 from troupe.workers.rewards.runner import Sample
 
-_TEMPLATE = "<task>\n{prompt}\n</task>\n\n<response>\n{response}\n</response>"
-_TEMPLATE_WITH_ANSWER = _TEMPLATE + "\n\n<reference_answer>\n{answer}\n</reference_answer>"
+_TASK = "<task>\n{prompt}\n</task>\n\n"
+_RESPONSE = "<response>\n{response}\n</response>"
+_ANSWER = "\n\n<reference_answer>\n{answer}\n</reference_answer>"
+_ONLY_IN = {"scale": ("", "group"), "expected": ("",), "opponents": ("pairs",), "baseline": ("baseline",)}
+"""The values of `compare` with which a field has an effect."""
 
 
 class Criterion(Frozen):
@@ -39,16 +46,46 @@ class RowCriterion(Criterion):
 _CRITERIA: TypeAdapter[list[RowCriterion]] = TypeAdapter(list[RowCriterion])
 
 
+@dataclass(frozen=True)
+class Asked:
+    """A question about samples of a group, or why it cannot be asked."""
+
+    order: Order
+    """The samples that it shows."""
+    question: Question | None = None
+    weight: float = 1.0
+    """Its part of their rewards."""
+    part: tuple[int, int] = (0, 0)
+    """Turn among several answers, and criterion."""
+    problem: str = ""
+
+
 class JudgeArgs(Frozen):
     """Arguments of the reward function `judge`."""
 
     rubric: str
-    """What to judge by. How to write the score is added to it."""
+    """What to judge by. How to write the answer is added to it."""
+    compare: Literal["", "group", "pairs", "baseline"] = ""
+    """What the judge compares: `group`, all samples of a prompt in one question, each of which gets a score; `pairs`,
+    each two of them, in both orders; `baseline`, each with another answer, in both orders. A win earns 1, a tie a half.
+    If empty, each response gets a score by itself."""
+    baseline: str = ""
+    """The other answer: a column of `metadata`, or a `.parquet` or `.jsonl` file with the stored responses of a model,
+    such as `evaluation/step-000000.parquet` of a run; if empty, the answer of the data."""
+    opponents: int = Field(default=0, ge=0)
+    """Other samples of the group that each one is compared with in pairs (an odd number counts as the next even one);
+    0: all of them."""
+    answers: int = Field(default=1, ge=1)
+    """Answers to each question, whose mean counts. In a `group` each shows the responses in another order."""
+    expected: bool = False
+    """The score is the mean of those that the answer could have, by the log-probs of the score's token. For endpoints
+    that return log-probs, and scales of digits."""
     scale: tuple[float, float] = (0.0, 10.0)
     """Lowest and highest score; the reward is the score's position between them, from 0 to 1."""
     template: str = ""
     """What the judge reads, with `{prompt}`, `{response}`, `{answer}` and the columns of the data's `metadata`. If
-    empty, the task, the response, and the data's reference answer, if any."""
+    empty, the task, the response, and the data's reference answer, if any. Responses that are compared stand in
+    elements with their names."""
     criteria: tuple[Criterion, ...] | str = ()
     """Criteria that the judge scores one by one, or the column of `metadata` with those of each row. The reward is
     their weighted mean: the sum of weight times score, by the sum of the weights above 0, from 0 to 1."""
@@ -56,10 +93,9 @@ class JudgeArgs(Frozen):
     """The model to ask, or None for the role `judge`."""
     cache: str = ""
     """SQLite file with scored answers, which are used again for the same question, and with the number of questions;
-    if empty, each worker keeps both in memory."""
+    if empty, each worker keeps its answers in memory."""
     max_requests: int | None = Field(default=None, ge=1)
-    """Most questions that all workers and runs with the same `cache` ask, or each worker without one, or None for no
-    bound."""
+    """Most questions that all workers and runs with the same `cache` ask, or None for no bound."""
 
     @field_validator("rubric")
     @classmethod
@@ -91,13 +127,45 @@ class JudgeArgs(Frozen):
             raise ValueError("criteria: no weight is above 0")
         return self
 
-    def questions(self, sample: Sample) -> list[tuple[float, list[Message]]]:
-        """Weight and question of each criterion; one question without criteria.
+    @model_validator(mode="after")
+    def _works(self) -> JudgeArgs:
+        given, endpoint = self.model_fields_set, self.endpoint
+        if idle := [name for name, forms in _ONLY_IN.items() if name in given and self.compare not in forms]:
+            raise ValueError(f"{idle[0]}: has no effect with compare: {self.compare or 'none'}; remove it")
+        if self.answers > 1 and self.compare != "group" and endpoint is not None and endpoint.temperature == 0:
+            raise ValueError("answers: are all the same at endpoint.temperature 0: set it above 0")
+        if self.expected and (endpoint is None or not {*self.scale} <= {float(digit) for digit in range(10)}):
+            raise ValueError("expected: needs an endpoint, and a scale between two digits such as [1, 5]")
+        limits = () if endpoint is None else (endpoint.requests_per_minute, endpoint.tokens_per_minute)
+        if not self.cache and any(limit is not None for limit in (self.max_requests, *limits)):
+            raise ValueError("cache: name a file, in which all workers count (max_requests, limits by the minute)")
+        return self
+
+    def questions(self, samples: Sequence[Sample], baseline: Baseline) -> Iterator[Asked]:
+        """The questions about the samples of a group, one for each criterion, if there are some."""
+        form = FORMS[self.compare]
+        for turn in range(self.answers):
+            for order in form.orders(len(samples), turn * len(samples) // self.answers, self.opponents):
+                try:
+                    yield from self._asked(samples, order, turn, baseline)
+                except JudgeError as error:
+                    yield Asked(order, problem=str(error))
+
+    def _asked(self, samples: Sequence[Sample], order: Order, turn: int, baseline: Baseline) -> Iterator[Asked]:
+        """The questions that show these samples in this order. Raises JudgeError."""
+        row = samples[max(order)]
+        texts = [baseline.answer(row) if one == BASELINE else _response(samples[one]) for one in order]
+        columns = json.loads(row.metadata)
+        for number, (weight, criterion) in enumerate(self._criteria(columns)):
+            question = Question(self._question(row, columns, criterion, texts), turn)
+            yield Asked(order, question, weight, (turn, number))
+
+    def _criteria(self, columns: Mapping[str, Any]) -> list[tuple[float, str]]:
+        """Weight and text of each criterion; one without a text if there are none.
 
         Raises:
-            JudgeError: the row lacks a column of the template, or has no criteria.
+            JudgeError: the row has no criteria.
         """
-        columns = json.loads(sample.metadata)
         criteria: Sequence[Criterion] = self.criteria if isinstance(self.criteria, tuple) else ()
         if isinstance(self.criteria, str):
             given = columns.get(self.criteria)
@@ -108,30 +176,40 @@ class JudgeArgs(Frozen):
                 raise JudgeError(f"the row's column {self.criteria} has no criteria: {why}") from error
             if not any(one.weight > 0 for one in criteria):
                 raise JudgeError(f"the row's column {self.criteria} has no criterion with a weight above 0")
-        asked = [(one.weight, one.criterion) for one in criteria] or [(1.0, "")]
-        return [(weight, self._question(sample, columns, criterion)) for weight, criterion in asked]
+        return [(one.weight, one.criterion) for one in criteria] or [(1.0, "")]
 
-    def _question(self, sample: Sample, columns: Mapping[str, Any], criterion: str) -> list[Message]:
-        """The question about a response, or all turns of an episode, as a conversation."""
-        low, high = self.scale
-        how = f"End your answer with a line `Score: N`, where N is a number from {low:g} to {high:g}."
-        template = self.template or (_TEMPLATE_WITH_ANSWER if sample.answer else _TEMPLATE)
-        shown = {name: text if isinstance(text, str) else json.dumps(text) for name, text in columns.items()}
-        fields = shown | {
-            "prompt": said(sample.messages),
-            "response": played(sample.messages, sample.conversation) if sample.conversation else sample.response,
-            "answer": sample.answer,
-        }
+    def _question(self, row: Sample, columns: Mapping[str, Any], criterion: str, texts: Sequence[str]) -> list[Message]:
+        """The question about responses as a conversation. Raises JudgeError if the row lacks a column."""
+        (low, high), form = self.scale, FORMS[self.compare]
+        is_shown = self.compare == "baseline" and not self.baseline  # the data's answer, as one of the responses
+        answer = _ANSWER if row.answer and not is_shown else ""
+        template = self.template or _TASK + ("{response}" if form.labels else _RESPONSE) + answer
+        fields = {name: text if isinstance(text, str) else json.dumps(text) for name, text in columns.items()}
+        fields |= {"prompt": said(row.messages), "response": shown(texts, form), "answer": row.answer}
         if missing := [name for name in template_fields(template) if name not in fields]:
             raise JudgeError(f"the row has no column {missing[0]} for the template")
+        how = form.how.format(low=low, high=high)
         parts = [self.rubric.strip(), *([f"Criterion: {criterion}"] if criterion else []), how]
         system = {"role": "system", "content": "\n\n".join(parts)}
         return [system, {"role": "user", "content": template.format_map(fields)}]
 
-    def reward(self, answer: str) -> float:
-        """The reward in a judge's answer, from 0 to 1. Raises JudgeError if it has no score on the scale."""
-        low, high = self.scale
-        return (read_score(answer, low, high) - low) / (high - low)
+    def points(self, answer: str, responses: int = 1) -> Sequence[float]:
+        """The points of each response in a judge's answer, from 0 to 1. Raises JudgeError if it has none."""
+        return FORMS[self.compare].points(answer, responses, *self.scale)
+
+    def settled(self, answer: JudgeAnswer) -> JudgeAnswer:
+        """The answer as it counts: the expected score instead of the answer's own if that is wanted."""
+        if not self.expected or answer.failure:
+            return answer
+        try:
+            return JudgeAnswer(f"Score: {expected_score(answer, *self.scale):.6f}")
+        except JudgeError as error:
+            return JudgeAnswer(failure=str(error), said=answer.text)
+
+
+def _response(sample: Sample) -> str:
+    """A response, or all turns of an episode."""
+    return played(sample.messages, sample.conversation) if sample.conversation else sample.response
 
 
 def read_args(args: Mapping[str, Any]) -> JudgeArgs:
@@ -145,8 +223,11 @@ def read_args(args: Mapping[str, Any]) -> JudgeArgs:
 def judge_problem(args: Mapping[str, Any]) -> str:
     """What is wrong with the arguments of the function in a spec; empty if they are valid."""
     try:
-        if read_args(args).endpoint is not None:
+        read = read_args(args)
+        if read.endpoint is not None:
             require_package("openai", "an endpoint")
+        if is_file(read.baseline) and not Path(read.baseline).is_file():
+            return f"baseline: no such file: {read.baseline}"
     except (JudgeError, PackageMissing) as error:
         return str(error)
     return ""

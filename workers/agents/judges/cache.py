@@ -6,11 +6,14 @@ import hashlib
 import json
 import os
 import sqlite3
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Iterable, Mapping
 
-from troupe.workers.contract.environments import Message
+from troupe.workers.contract.judges import Question
 
 _BUSY_S = 30.0
+_MINUTE_S = 60.0
+_LEAST_WAIT_S = 0.05
 
 
 class AnswerCache:
@@ -26,6 +29,8 @@ class AnswerCache:
             with self._database:
                 self._database.execute("CREATE TABLE IF NOT EXISTS answers (question TEXT PRIMARY KEY, answer TEXT)")
                 self._database.execute("CREATE TABLE IF NOT EXISTS asked (budget TEXT PRIMARY KEY, number INTEGER)")
+                columns = "id INTEGER PRIMARY KEY AUTOINCREMENT, budget TEXT, at REAL, tokens INTEGER"
+                self._database.execute(f"CREATE TABLE IF NOT EXISTS minute ({columns})")
         except (sqlite3.Error, OSError) as error:
             raise OSError(f"the cache of judges' answers {path} cannot be opened: {error}") from error
 
@@ -52,11 +57,35 @@ class AnswerCache:
             self._database.execute("UPDATE asked SET number = number + ? WHERE budget = ?", (taken, budget))
         return taken
 
+    def begin(self, budget: str, tokens: int, most: tuple[int | None, int | None]) -> tuple[int, float]:
+        """Counts a request if the last minute has room for it: for `most` requests and tokens, or any number if None.
+
+        Returns:
+            (number of the request, 0), or (0, seconds after which to try again).
+        """
+        with self._database:
+            now = time.time()
+            old = "DELETE FROM minute WHERE at NOT BETWEEN ? AND ?"  # the clock may have been set back
+            self._database.execute(old, (now - _MINUTE_S, now + _MINUTE_S))  # locks the file
+            counts = "SELECT count(*), coalesce(sum(tokens), 0), min(at) FROM minute WHERE budget = ?"
+            requests, used, first = self._database.execute(counts, (budget,)).fetchone()
+            room = (most[0] is None or requests < most[0]) and (most[1] is None or used + tokens <= most[1])
+            if not requests or room:
+                row = "INSERT INTO minute (budget, at, tokens) VALUES (?, ?, ?)"
+                return self._database.execute(row, (budget, now, tokens)).lastrowid or 0, 0.0
+        return 0, max(_LEAST_WAIT_S, first + _MINUTE_S - now)
+
+    def end(self, request: int, tokens: int) -> None:
+        """Notes how many tokens a request has used."""
+        with self._database:
+            self._database.execute("UPDATE minute SET tokens = ? WHERE id = ?", (tokens, request))
+
     def close(self) -> None:
         """Close the file."""
         self._database.close()
 
 
-def question_key(judge: str, question: Sequence[Message]) -> str:
-    """Name of a question to a judge: equal for equal questions."""
-    return hashlib.sha256(json.dumps([judge, *question], sort_keys=True).encode()).hexdigest()
+def question_key(judge: str, question: Question) -> str:
+    """Name of a question to a judge: equal for equal questions with the same number."""
+    number = [question.number] if question.number else []
+    return hashlib.sha256(json.dumps([judge, *question.messages, *number], sort_keys=True).encode()).hexdigest()

@@ -1,9 +1,12 @@
-"""The score in a judge's answer."""
+"""The scores in a judge's answer, or which response it calls the better one."""
 
 from __future__ import annotations
 
+import math
 import re
+from collections import defaultdict
 
+from troupe.workers.contract.judges import JudgeAnswer
 from troupe.workers.rewards.answer_text import plain, visible
 
 _NUMBER = (
@@ -32,6 +35,14 @@ _CONTINUED = re.compile(
 may follow in brackets, behind the end of a sentence and behind words."""
 
 
+_OF_RESPONSE = re.compile(r"score[\W_]{0,5}(?P<number>[0-9]+)(?=\W{0,5}[:=])", re.IGNORECASE)
+_BETTER = re.compile(
+    r"\bbetter\W{0,5}[:=]\W{0,5}(?:response[ _]?)?(?P<named>A|B|tie|both)\b|\[\[(?P<boxed>A|B|C|tie)\]\]", re.IGNORECASE
+)
+"""Forms of a comparison. A third letter is a tie in the form of MT-Bench."""
+_SHARES = {"a": (1.0, 0.0), "b": (0.0, 1.0)}
+
+
 class JudgeError(ValueError):
     """The arguments of a judge cannot be used, or it gave no score."""
 
@@ -53,6 +64,56 @@ def read_score(answer: str, low: float, high: float) -> float:
         written = text[last.start("number") : continued.end() if continued else last.end("number")]
         raise JudgeError(f"a score of {written} is not on the scale from {low:g} to {high:g}")
     return score
+
+
+def read_scores(answer: str, responses: int, low: float, high: float) -> list[float]:
+    """The last score of each of several responses, `Score 1: N` and so on. Raises JudgeError."""
+    text = plain(visible(answer))
+    found = list(_OF_RESPONSE.finditer(text))
+    ends = [*(match.start() for match in found[1:]), len(text)]
+    parts = {int(match["number"]): text[match.end() : end] for match, end in zip(found, ends, strict=False)}
+    if missing := [number for number in range(1, responses + 1) if number not in parts]:
+        raise JudgeError(f"no score of response {missing[0]} in its answer")
+    if len(parts) > responses:
+        raise JudgeError(f"a score of response {max(parts)}, of {responses}")
+    return [read_score(f"Score{parts[number]}", low, high) for number in range(1, responses + 1)]
+
+
+def read_better(answer: str) -> tuple[float, float]:
+    """The points of responses A and B: 1 for the better one, half for both in a tie. Raises JudgeError."""
+    found = list(_BETTER.finditer(plain(visible(answer))))
+    if not found:
+        raise JudgeError("it does not say which response is better")
+    return _SHARES.get((found[-1]["named"] or found[-1]["boxed"]).lower(), (0.5, 0.5))
+
+
+def expected_score(answer: JudgeAnswer, low: float, high: float) -> float:
+    """The mean of the scores that the answer could have in place of its own, by the log-probs of that token.
+
+    G-Eval, arXiv 2303.16634, sec. 2. Scores are digits, each of which is one token.
+
+    Raises:
+        JudgeError: the answer has no score, or the log-probs of its token are missing.
+    """
+    texts = [token.text for token in answer.tokens]
+
+    def score(place: int, text: str) -> float | None:
+        try:
+            return read_score("".join([*texts[:place], text, *texts[place + 1 :]]), low, high)
+        except JudgeError:
+            return None
+
+    for place, token in reversed(list(enumerate(answer.tokens))):
+        # The token decides the score if another digit in its place is another score.
+        if not token.text.strip().isdigit() or score(place, f"{low:g}") == score(place, f"{high:g}"):
+            continue
+        shares = defaultdict[float, float](float)
+        for text, logprob in token.logprobs.items():
+            if (value := score(place, text)) is not None:
+                shares[value] += math.exp(min(0.0, logprob))
+        if total := sum(shares.values()):
+            return sum(value * share for value, share in shares.items()) / total
+    raise JudgeError("no log-probs of a score in its answer")
 
 
 def _number(text: str) -> float:

@@ -16,13 +16,14 @@ from hypothesis import strategies as st
 
 from tests.workers.agents.judges.judge_endpoint import endpoint, error
 from troupe.workers.agents.judges.arguments import JudgeArgs, read_args
+from troupe.workers.agents.judges.baseline import Baseline
 from troupe.workers.agents.judges.cache import AnswerCache
 from troupe.workers.agents.judges.endpoint import HttpJudge, HttpJudgeConfig, read_completion
 from troupe.workers.agents.judges.reward import JudgeReward
 from troupe.workers.agents.judges.scores import JudgeError
 from troupe.workers.contract.config import RewardFunctionConfig
 from troupe.workers.contract.environments import Message
-from troupe.workers.contract.judges import JudgeAnswer
+from troupe.workers.contract.judges import JudgeAnswer, Question
 from troupe.workers.judge import _read
 from troupe.workers.rewards.loading import find_problems
 from troupe.workers.rewards.runner import RewardResult, Sample
@@ -36,9 +37,9 @@ def sample(response: str, answer: str = "") -> Sample:
 
 
 def asked(args: JudgeArgs, sample: Sample) -> list[Message]:
-    ((weight, question),) = args.questions(sample)
-    assert weight == 1.0
-    return question
+    (one,) = args.questions([sample], Baseline(""))
+    assert one.weight == 1.0 and one.question is not None
+    return one.question.messages
 
 
 def judge(timeout_s: float = 10.0, **args: Any) -> JudgeReward:
@@ -60,8 +61,8 @@ class Scripted:
         self._answers = answers
         self.asked: list[str] = []
 
-    def ask(self, questions: Sequence[list[Message]], timeout_s: float) -> list[JudgeAnswer]:
-        texts = [question[-1]["content"].split("<response>\n")[1].split("\n")[0] for question in questions]
+    def ask(self, questions: Sequence[Question], timeout_s: float) -> list[JudgeAnswer]:
+        texts = [question.messages[-1]["content"].split("<response>\n")[1].split("\n")[0] for question in questions]
         self.asked += texts
         return [JudgeAnswer(self._answers[t]) if t in self._answers else JudgeAnswer(failure="lost") for t in texts]
 
@@ -184,7 +185,7 @@ def test_calls_of_tools_are_shown() -> None:
     ],
 )
 def test_the_last_score_counts(answer: str, reward: float) -> None:
-    assert JudgeArgs(rubric=RUBRIC).reward(answer) == pytest.approx(reward)
+    assert JudgeArgs(rubric=RUBRIC).points(answer)[0] == pytest.approx(reward)
 
 
 @pytest.mark.parametrize(
@@ -214,7 +215,7 @@ def test_the_last_score_counts(answer: str, reward: float) -> None:
 )
 def test_an_answer_without_a_score_on_the_scale_is_none(answer: str, problem: str) -> None:
     with pytest.raises(JudgeError, match=problem):
-        JudgeArgs(rubric=RUBRIC).reward(answer)
+        JudgeArgs(rubric=RUBRIC).points(answer)
 
 
 RANGES = ("7–8", "7 – 8", "7 — 8", "7 - 8", "7~8", "7 ~ 8", "7...8", "7 … 8", "7->8", "7, 8", "7; 8", "7/10 - 8/10")
@@ -235,7 +236,7 @@ CALCULATIONS = ("0.5*4 + 0.5*6 = 5", "3 + 4 = 7", "9½", "8 ½", "8 1/2", "2²",
 def test_a_number_that_is_not_the_whole_score_is_none(written: str) -> None:
     """Its first number would be a wrong score that nobody sees."""
     with pytest.raises(JudgeError, match=rf"a score of {re.escape(written[0])}.+ is not on the scale from 0 to 10"):
-        JudgeArgs(rubric=RUBRIC).reward(f"Score: {written}")
+        JudgeArgs(rubric=RUBRIC).points(f"Score: {written}")
 
 
 @pytest.mark.parametrize(
@@ -244,8 +245,8 @@ def test_a_number_that_is_not_the_whole_score_is_none(written: str) -> None:
 def test_the_last_word_of_an_answer_that_was_cut_is_left_out(text: str, left: str) -> None:
     """Of `Score: 10` the cut may have left `Score: 1`."""
     choice = {"message": {"content": text}, "finish_reason": "length"}
-    assert read_completion(json.dumps({"choices": [choice]}).encode()).text == left
-    assert read_completion(json.dumps({"choices": [choice | {"finish_reason": "stop"}]}).encode()).text == text
+    assert read_completion(json.dumps({"choices": [choice]}).encode())[0].text == left
+    assert read_completion(json.dumps({"choices": [choice | {"finish_reason": "stop"}]}).encode())[0].text == text
     assert _read(text, "length", opens_thought=False).text == left
     assert _read(text, "stop", opens_thought=False).text == text
 
@@ -260,7 +261,7 @@ def test_a_thought_of_a_judge_is_no_answer() -> None:
 def test_a_reward_is_the_position_on_the_scale(low: int, width: int, place: float) -> None:
     score = round(low + place * width, 6)
     args = JudgeArgs(rubric=RUBRIC, scale=(low, low + width))
-    assert args.reward(f"Score: {score:.6f}") == pytest.approx((score - low) / width)
+    assert args.points(f"Score: {score:.6f}")[0] == pytest.approx((score - low) / width)
 
 
 @pytest.mark.parametrize(
@@ -329,8 +330,9 @@ def test_equal_questions_are_asked_once_and_answers_are_kept(tmp_path: Path) -> 
     assert statuses(other.score([sample("b")])) == ["judge: lost"], "another rubric is another question"
 
 
-def test_a_spent_budget_is_a_status() -> None:
-    reward, asked = judge(max_requests=3), Scripted(a="Score: 1", b="Score: 2", c="no", d="Score: 4")
+def test_a_spent_budget_is_a_status(tmp_path: Path) -> None:
+    reward = judge(max_requests=3, cache=str(tmp_path / "answers"))
+    asked = Scripted(a="Score: 1", b="Score: 2", c="no", d="Score: 4")
     reward.connect(asked)
     assert statuses(reward.score([sample("a"), sample("b")])) == ["ok", "ok"]
     third, fourth = statuses(reward.score([sample("c"), sample("d")]))
@@ -382,8 +384,8 @@ def test_a_template_has_the_columns_of_the_row() -> None:
 class Criteria(Scripted):
     """Scores each criterion by its text."""
 
-    def ask(self, questions: Sequence[list[Message]], timeout_s: float) -> list[JudgeAnswer]:
-        texts = [question[0]["content"].split("Criterion: ")[1].split("\n")[0] for question in questions]
+    def ask(self, questions: Sequence[Question], timeout_s: float) -> list[JudgeAnswer]:
+        texts = [question.messages[0]["content"].split("Criterion: ")[1].split("\n")[0] for question in questions]
         self.asked += texts
         return [JudgeAnswer(self._answers[text]) for text in texts]
 
@@ -513,7 +515,7 @@ def test_an_answer_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
         read.append(answer)
         return 5.0
 
-    monkeypatch.setattr("troupe.workers.agents.judges.arguments.read_score", read_score)
+    monkeypatch.setattr("troupe.workers.agents.judges.forms.read_score", read_score)
     with endpoint(lambda number, body: "Score: 5") as served:
         asked = judge(endpoint={"url": served.url, "model": "m"})
         assert asked.score([sample("a")]) == [RewardResult(0.5)] and read == ["Score: 5"]
@@ -610,13 +612,13 @@ def test_whatever_an_endpoint_answers_is_a_status(media_type: str) -> None:
 def test_a_question_that_cannot_be_sent_is_a_status() -> None:
     with endpoint(lambda number, body: web.Response(body=completion({"content": "Score: 5"}))) as served:
         client = HttpJudge(HttpJudgeConfig(url=served.url, model="m", retries=0))
-        half, whole = client.ask([[{"role": "user", "content": text}] for text in ("\ud83d", "a")], 10.0)
+        half, whole = client.ask([Question([{"role": "user", "content": text}]) for text in ("\ud83d", "a")], 10.0)
     assert half.failure.startswith("UnicodeEncodeError") and whole == JudgeAnswer("Score: 5")
 
 
 def test_parts_of_a_content_are_read() -> None:
     parts = [{"type": "thinking", "thinking": "Hm."}, *({"type": "text", "text": text} for text in ("Sco", "re: 5"))]
-    assert read_completion(completion({"content": parts})) == JudgeAnswer("Score: 5")
+    assert read_completion(completion({"content": parts}))[0] == JudgeAnswer("Score: 5")
 
 
 def test_the_error_of_an_endpoint_is_one_line_of_a_status() -> None:
