@@ -68,7 +68,7 @@ class JudgeArgs(Frozen):
     compare: Literal["", "group", "pairs", "baseline"] = ""
     """What the judge compares: `group`, all samples of a prompt in one question, each of which gets a score; `pairs`,
     each two of them, in both orders; `baseline`, each with another answer, in both orders. A win earns 1, a tie a half.
-    If empty, each response gets a score by itself."""
+    If empty, each response gets a separate score."""
     baseline: str = ""
     """The other answer: a column of `metadata`, or a `.parquet` or `.jsonl` file with the stored responses of a model,
     such as `evaluation/step-000000.parquet` of a run; if empty, the answer of the data."""

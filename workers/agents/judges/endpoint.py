@@ -27,7 +27,7 @@ _LONGEST_REFUSAL = 2**16
 """Bytes of the body of an error that are read. Compressed ones become up to a thousand times as many."""
 _BYTES_PER_TOKEN = 4
 _TOP = 20
-"""Likeliest tokens in the place of each one of an answer: the most that OpenAI returns."""
+"""Likeliest alternatives of each token of an answer: the most that OpenAI returns."""
 PACE = {"concurrency", "retries", "requests_per_minute", "tokens_per_minute"}
 """Fields that no answer depends on."""
 

@@ -88,7 +88,7 @@ def read_better(answer: str) -> tuple[float, float]:
 
 
 def expected_score(answer: JudgeAnswer, low: float, high: float) -> float:
-    """The mean of the scores that the answer could have in place of its own, by the log-probs of that token.
+    """The mean of the scores that the answer could have, by the log-probs of the token of its score.
 
     G-Eval, arXiv 2303.16634, sec. 2. Scores are digits, each of which is one token.
 
