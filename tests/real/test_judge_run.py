@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import psutil
@@ -9,7 +10,7 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.processes import descendants
-from tests.real.commands import Run, ledger_balances, running, trajectories
+from tests.real.commands import Run, ledger_balances, run_troupe, running, trajectories
 
 TINY = ROOT / "deploy" / "specs" / "tiny-judge.yaml"
 
@@ -61,3 +62,45 @@ def engine_of(run: Run, worker: str) -> psutil.Process:
     (process,) = run.processes(worker)
     (engine,) = descendants(process.pid, "EngineCore")
     return engine
+
+
+LINES = r"\n".join(f"Score {number}: (10|[0-9])" for number in range(1, 5))
+COMPARING = (
+    "roles.judge.model.path=.cache/models/tiny-llama",
+    "roles.judge.max_tokens=64",
+    f"roles.judge.structured.regex='({LINES}|Better: (A|B|tie))'",
+    "roles.reward.functions.0.args.compare=group",
+    "roles.reward.functions.0.args.answers=2",
+    "data.eval.held={kind: reasoning_gym, recipes: [{name: gcd}], size: 6, seed: 3, rewards: [{name: judge, timeout_s: "
+    "120, args: {rubric: Which is friendlier?, compare: baseline}}]}",
+    "evaluation={every_steps: 2}",
+)
+
+
+@pytest.mark.long
+def test_a_group_is_compared_and_a_model_wins_half_of_the_comparisons_with_itself(tmp_path: Path) -> None:
+    """A run scores each group in one question and reports a win rate against the data's answers.
+
+    Then the model of its start is compared with the answers that the run stored of it: whatever a random judge says of
+    two equal responses, one wins what the other loses.
+    """
+    with running(Run(tmp_path, TINY, *COMPARING, name="compared")) as run:
+        assert run.wait() == 0, run.output
+    for line in run.metrics:
+        assert ledger_balances(line) and line["ledger/trained"] == 16 * line["step"]
+    table = trajectories(run.out, 1).to_pylist()
+    assert {row["status"] for row in table} == {"ok"} and len({row["reward"] for row in table}) > 1
+    last = run.metrics[-1]
+    assert 0.0 <= last["eval/held/win_rate_low"] <= last["eval/held/win_rate"] <= last["eval/held/win_rate_high"] <= 1.0
+    assert 0.0 <= last["eval/held/position_consistency"] <= 1.0
+    stored = run.out / "evaluation" / "step-000000.parquet"
+    sets = [*COMPARING, f"data.eval.held.rewards.0.args.baseline={stored}", f"name={run.name}-itself"]
+    results = tmp_path / "itself.json"
+    run_troupe(
+        tmp_path,
+        *("eval", str(TINY), "--model", ".cache/models/tiny-llama", "--output", str(results)),
+        *(part for one in sets for part in ("--set", one)),
+    )
+    (found,) = json.loads(results.read_text())["evaluations"]
+    assert found["sets"]["held"]["failed_samples"] == 0
+    assert found["sets"]["held"]["estimates"]["win_rate"]["value"] == 0.5

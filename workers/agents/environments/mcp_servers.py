@@ -1,4 +1,4 @@
-"""Tools of MCP servers: programs that talk over their standard input and output.
+"""Tools of MCP servers: programs that talk over their standard input and output, or servers behind a URL.
 
 Protocol: https://modelcontextprotocol.io/specification, by its own Python SDK (`mcp`).
 """
@@ -11,15 +11,15 @@ import os
 import shutil
 import sys
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from troupe.workers.agents.environments.functions import Tool, ToolCallError
 from troupe.workers.contract.config import Frozen, first_problem
 from troupe.workers.contract.imports import require_package
-from troupe.workers.contract.text import is_secret, valid_json
+from troupe.workers.contract.text import has_credentials, is_secret, valid_json
 from troupe.workers.isolation.child import BoundedOutput
 from troupe.workers.rewards.results import ProgramFailed
 
@@ -31,6 +31,7 @@ _LAUNCH = (
     "import ctypes, os, signal, sys; ctypes.CDLL(None).prctl(1, signal.SIGKILL); os.execvp(sys.argv[1], sys.argv[1:])"
 )
 """Runs a program that ends with the process of its episode (`PR_SET_PDEATHSIG`), also if that is killed."""
+_CONNECT_S = 30.0
 _DRAIN_S = 0.5
 """Longest wait for the output of a server that has failed."""
 _kept: dict[str, McpServer] = {}
@@ -38,16 +39,28 @@ _kept: dict[str, McpServer] = {}
 
 
 class McpServerConfig(Frozen):
-    """How a server is started."""
+    """How a server is started or reached."""
 
-    command: list[str] = Field(min_length=1)
+    command: list[str] | None = Field(default=None, min_length=1)
     """Program and arguments."""
+    url: str | None = None
+    """Address of a server that runs elsewhere (streamable HTTP), instead of `command`."""
+    key_variable: str = ""
+    """Environment variable with the key that a URL's server asks for (`Authorization: Bearer`)."""
     tools: list[str] | None = None
     """Names of the tools to offer, or None for all of the server's."""
     environment_variables: list[str] = Field(default_factory=list)
     """Names of variables that the server inherits, besides HOME, LOGNAME, PATH, SHELL, TERM and USER."""
     reuse: bool = False
     """Keep the server for later episodes of the same process, which saves its start. Only for servers without state."""
+
+    @model_validator(mode="after")
+    def _is_one_of_both(self) -> McpServerConfig:
+        if (self.command is None) == (self.url is None):
+            raise ValueError("set command or url")
+        if has_credentials(self.url or ""):
+            raise ValueError("url: holds credentials, and a spec holds none: set key_variable")
+        return self
 
 
 def read_config(server: Mapping[str, Any]) -> McpServerConfig:
@@ -61,12 +74,13 @@ def read_config(server: Mapping[str, Any]) -> McpServerConfig:
         config = McpServerConfig.model_validate(server)
     except ValidationError as error:
         raise ValueError(f"servers: {first_problem(error)}") from error
-    if shutil.which(config.command[0]) is None:
+    if config.command is not None and shutil.which(config.command[0]) is None:
         raise ValueError(f"servers: command: no program {config.command[0]} is on the PATH")
-    for name in config.environment_variables:
-        if is_secret(name) and name not in os.environ:
+    named = {name: "environment_variables" for name in config.environment_variables if is_secret(name)}
+    for name, field in (named | ({config.key_variable: "key_variable"} if config.key_variable else {})).items():
+        if name not in os.environ:
             problem = f"{name} is not set, or the environment may not read it: name it in its `env` too"
-            raise ValueError(f"servers: environment_variables: {problem}")
+            raise ValueError(f"servers: {field}: {problem}")
     return config
 
 
@@ -75,7 +89,7 @@ class McpServer:
 
     def __init__(self, config: McpServerConfig) -> None:
         self._config = config
-        self._name = " ".join(config.command)[:100]
+        self._name = (config.url or " ".join(config.command or ()))[:100]
         self._closing = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._client: Client | None = None
@@ -114,25 +128,43 @@ class McpServer:
                 await self._task
 
     async def _hold(self, opened: asyncio.Future[Client], closing: asyncio.Event) -> None:
-        from mcp import Client, StdioServerParameters
-        from mcp.client.stdio import stdio_client
+        from mcp import Client
 
-        inherited = {name: os.environ[name] for name in self._config.environment_variables if name in os.environ}
-        launch = ["-S", "-c", _LAUNCH, *self._config.command]
-        self._errors = errors = BoundedOutput(self._name)
-        errlog = open(os.dup(errors.descriptor), "w")  # noqa: SIM115 - closed when the server has its own
-        errors.started()
         try:
-            parameters = StdioServerParameters(command=sys.executable, args=launch, env=inherited)
-            async with Client(stdio_client(parameters, errlog=errlog)) as client:
-                errlog.close()
+            async with AsyncExitStack() as stack:
+                transport = self._program(stack) if self._config.url is None else await self._remote(stack)
+                client = await stack.enter_async_context(Client(transport))
                 opened.set_result(client)
                 await closing.wait()
         except Exception as error:
             if opened.done():
                 raise
-            errlog.close()
-            opened.set_exception(await self._failed(f"the MCP server {self._name} does not answer: {error}"))
+            opened.set_exception(await self._failed(f"the MCP server {self._name} does not answer: {_cause(error)}"))
+
+    def _program(self, stack: AsyncExitStack) -> Any:
+        """The transport of a server that is started; its errors are read until it has ended."""
+        from mcp import StdioServerParameters
+        from mcp.client.stdio import stdio_client
+
+        inherited = {name: os.environ[name] for name in self._config.environment_variables if name in os.environ}
+        self._errors = errors = BoundedOutput(self._name)
+        errlog = stack.enter_context(os.fdopen(os.dup(errors.descriptor), "w"))
+        errors.started()
+        launch = ["-S", "-c", _LAUNCH, *(self._config.command or ())]
+        parameters = StdioServerParameters(command=sys.executable, args=launch, env=inherited)
+        return stdio_client(parameters, errlog=errlog)
+
+    async def _remote(self, stack: AsyncExitStack) -> Any:
+        """The transport of a server behind a URL."""
+        import httpx2
+        from mcp.client.streamable_http import streamable_http_client
+
+        key = os.environ[self._config.key_variable] if self._config.key_variable else ""
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        # A call is bounded by the turn; a stream of the server may be silent for as long as the episode takes.
+        client = httpx2.AsyncClient(headers=headers, timeout=httpx2.Timeout(_CONNECT_S, read=None))
+        await stack.enter_async_context(client)
+        return streamable_http_client(self._config.url or "", http_client=client)
 
     async def _tools(self) -> list[Tool]:
         client, wanted = self._connected(), self._config.tools
@@ -194,6 +226,13 @@ def server_of(config: McpServerConfig) -> McpServer:
         return McpServer(config)
     key = config.model_dump_json()
     return _kept.setdefault(key, McpServer(config))
+
+
+def _cause(error: BaseException) -> str:
+    """What went wrong, without the groups of the tasks that it went through."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return f"{error}" or type(error).__name__
 
 
 def _text(result: CallToolResult) -> str:

@@ -54,9 +54,10 @@ class Tools(Environment):
 
         Args:
             tools: Built-in tools (calculator, python) or `package.module:function`.
-            servers: MCP servers, which run while the episode does: `command` (program and arguments), `tools` (names of
-                those to offer; all if left out), `environment_variables` (names of those to inherit), and `reuse` (keep
-                the server for later episodes of the same process).
+            servers: MCP servers, which run while the episode does: `command` (program and arguments), or `url` and
+                `key_variable` of one that runs elsewhere, `tools` (names of those to offer; all if left out),
+                `environment_variables` (names of those to inherit), and `reuse` (keep the server for later episodes of
+                the same process).
             function: Reward function of the last turn, as in `roles.reward`, or None if the environment gives no end
                 reward.
             args: Its keyword arguments.

@@ -58,4 +58,6 @@ def hang() -> str:
 if __name__ == "__main__":
     if "--broken" in sys.argv:
         raise SystemExit("this server does not start")
+    if "--http" in sys.argv:
+        server.run("streamable-http", port=int(sys.argv[-1]))
     server.run()

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
+import subprocess
 import sys
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import psutil
@@ -167,10 +171,11 @@ def test_a_server_that_is_lost_fails_its_episode_alone(tool: str, status: str) -
     [
         ([{"command": [*SERVER, "--broken"]}], ": this server does not start"),
         ([{"command": ["true"]}], "the MCP server true does not answer"),
+        ([{"url": "http://127.0.0.1:9/mcp"}], "the MCP server http://127.0.0.1:9/mcp does not answer: "),
         ([{"command": SERVER, "tools": ["whisper"]}], "has no tool whisper; it has: shout, remember"),
         ([{"command": SERVER, "tools": ["shout"]}, {"command": SERVER}], "two tools have the name shout"),
     ],
-    ids=["broken", "no server", "no tool", "twice"],
+    ids=["broken", "no server", "nobody listens", "no tool", "twice"],
 )
 def test_a_server_that_cannot_be_used_is_a_status(servers: list[dict[str, Any]], status: str) -> None:
     async def test(worker: EnvironmentWorker) -> None:
@@ -185,10 +190,62 @@ def test_a_server_that_cannot_be_used_is_a_status(servers: list[dict[str, Any]],
     [
         ([{"command": []}], "servers: command: List should have at least 1 item"),
         ([{"command": ["no-such-program"]}], "servers: command: no program no-such-program is on the PATH"),
-        ([{"comand": ["true"]}], "servers: command: Field required"),
+        ([{"comand": ["true"]}], "servers: comand: Extra inputs are not permitted"),
+        ([{}], "servers: set command or url"),
+        ([{"command": ["true"], "url": "http://127.0.0.1:1/mcp"}], "servers: set command or url"),
+        ([{"url": "http://me:secret@127.0.0.1:1/mcp"}], "servers: url: holds credentials, and a spec holds none"),
+        ([{"url": "http://127.0.0.1:1/mcp", "key_variable": "NO_KEY"}], "servers: key_variable: NO_KEY is not set"),
         ([], "no tools are given: set tools or servers"),
     ],
 )
 def test_wrong_settings_are_refused_at_start(servers: list[dict[str, Any]], message: str) -> None:
     with pytest.raises(EnvironmentArgumentsError, match=message):
         load("tools", {"servers": servers})
+
+
+@pytest.fixture
+def remote() -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """A server behind a URL, and its process."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    process = subprocess.Popen([*SERVER, "--http", str(port)])
+    try:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            with suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+                break
+            time.sleep(0.1)
+        yield f"http://127.0.0.1:{port}/mcp", process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_server_behind_a_url_is_called_by_several_episodes(remote: tuple[str, subprocess.Popen[bytes]]) -> None:
+    async def test(worker: EnvironmentWorker) -> None:
+        first = await worker.begin("a", ROW)
+        assert [tool["function"]["name"] for tool in first.observation.tools or ()] == ["shout", "remember", "fail"]
+        assert results(await worker.step("a", call(("shout", {"text": "hi"})))) == ["HI"]
+        assert results(await worker.step("a", call(("fail", {"why": "no"})))) == [
+            "error: Error executing tool fail: no"
+        ]
+        assert results(await worker.step("a", call(("shout", {"text": "\ud83d"})))) == [r"\UD83D"]
+        await worker.end("a")
+        assert (await worker.begin("b", ROW)).status == "ok"
+        assert results(await worker.step("b", call(("remember", {"word": "b"})))) == ["b"]
+
+    play(test, servers=[{"url": remote[0], "tools": ["remember", "fail", "shout"]}])
+
+
+def test_a_server_behind_a_url_that_ends_fails_the_episode(remote: tuple[str, subprocess.Popen[bytes]]) -> None:
+    url, process = remote
+
+    async def test(worker: EnvironmentWorker) -> None:
+        assert (await worker.begin("a", ROW)).status == "ok"
+        process.kill()
+        process.wait()
+        lost = await worker.step("a", call(("shout", {"text": "hi"})))
+        assert lost.observation.done and url in lost.status, lost
+
+    play(test, servers=[{"url": url, "tools": ["shout"]}])
