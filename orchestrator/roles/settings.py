@@ -150,6 +150,7 @@ def policy_config(spec: RolloutSpec) -> PolicyConfig:
         reference_model=_colocated_reference(spec),
         total_updates=spec.updates_of("policy"),
         seed=spec.seed,
+        deterministic=spec.deterministic,
         device=spec.device,
         transfer_backend=resolved_backend(spec),
         weight_store=spec.weight_sync.url,
@@ -168,6 +169,7 @@ def critic_config(spec: RolloutSpec) -> CriticConfig | None:
         loss=loss,
         total_updates=spec.updates_of("critic"),
         seed=spec.seed,
+        deterministic=spec.deterministic,
         device=role.device,
         lora=role.lora,
     )
@@ -190,6 +192,7 @@ def offline_config(spec: OfflineSpec) -> OfflineConfig:
         reference_model=_colocated_reference(spec),
         total_updates=spec.updates_of("policy"),
         seed=spec.seed,
+        deterministic=spec.deterministic,
         device=spec.device,
         lora=role.lora,
     )

@@ -83,6 +83,9 @@ class RunSpec(Frozen, frozen=True):  # pyright: ignore[reportGeneralTypeIssues]
     """Name of the run and of its folder: lowercase letters, digits and `-`."""
     seed: Annotated[int, NONE, _ORDER] = Field(default=0, ge=0, lt=2**31)
     """Seed of everything random: order of the data, sampling, initial value or score head."""
+    deterministic: Annotated[bool, NONE] = False
+    """Train with algorithms that add in a fixed order, so that updates that are repeated on the same GPUs are equal bit
+    for bit; slower, above all in attention. On the CPU they are equal without."""
     model: Annotated[ModelConfig, NONE, _TRAINED_MODEL]
     """The model that is trained."""
 

@@ -72,6 +72,7 @@ _END: dict[str, Fields] = {"whole": {}, RESUMED: {"checkpoint.every_steps": 1}}
 LEFT_OUT = {
     **dict.fromkeys(("*.offload_optimizer", "*.kernels", "roles.rollout.sleep"), "needs a GPU"),
     **dict.fromkeys(("roles.*.strategy", "roles.*.colocate_with"), "where workers are placed"),
+    "deterministic": "changes nothing on the CPU",
     "roles.*.enforce_eager": "compilation takes minutes on the CPU",
     "roles.critic.lora.rslora": "as the policy's",
     "*.lora.targets": "other layers of the same kind",

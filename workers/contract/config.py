@@ -716,6 +716,8 @@ class RankConfig(Frozen):
     """Optimizer updates the learning-rate schedule spans."""
     seed: int
     device: Device
+    deterministic: bool = False
+    """Whether repeated updates are equal bit for bit."""
     lora: LoraConfig | None = None
     """Train adapters (and a critic's or reward model's head), or all weights if None."""
 

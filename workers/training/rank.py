@@ -156,7 +156,7 @@ class TrainingRank(ABC, Generic[ConfigT]):
         """Become a rank of the training group."""
         if self._engine is not None:
             raise RuntimeError(f"{self._name} has already been started")
-        prepare_torch(self._config.trainer.threads)
+        prepare_torch(self._config.trainer.threads, deterministic=self._config.deterministic)
         torch.manual_seed(self._config.seed)
         announce(Activity.GROUP)
         join_group(rendezvous, self._device, self._store)
@@ -366,15 +366,21 @@ def own_peak(device: Device) -> Peak:
     return Peak(resident_peak(), torch.cuda.max_memory_allocated() if device == "cuda" else 0)
 
 
-def prepare_torch(threads: int) -> None:
-    """Set torch's compute threads on the CPU and flush denormal numbers to 0.
+def prepare_torch(threads: int, *, deterministic: bool = False) -> None:
+    """Set torch's compute threads on the CPU, flush denormal numbers to 0, and choose algorithms.
 
     Call it before torch computes: existing threads keep their settings. The gradients of a confident policy have many
     numbers below 1e-38, and a CPU takes fifty times as long for each.
 
     Args:
         threads: Number of threads; 0 keeps the setting of the process.
+        deterministic: Whether sums have a fixed order. torch raises where an operation has no such algorithm. What
+            adds in the network's switches (NVLS) promises none.
     """
+    if deterministic:  # read when cuBLAS and NCCL start
+        os.environ |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_NVLS_ENABLE": "0"}
+        torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
+    torch.use_deterministic_algorithms(deterministic)
     torch.set_flush_denormal(True)
     if threads:
         torch.set_num_threads(threads)

@@ -92,7 +92,7 @@ def check_devices(spec: OfflineSpec) -> Iterator[Finding]:
         if name != "reference" and role.gpus > 1:
             yield f"roles.{name}.gpus", f"a {name} worker uses one GPU; raise workers instead"
     yield from shard_problems(spec.roles.reference)
-    yield from trainer_problems(spec.roles.trainers())
+    yield from trainer_problems(spec)
     yield from adapter_problems(spec)
 
 

@@ -340,6 +340,6 @@ def check_alarm(spec: RolloutSpec) -> Iterator[Finding]:
 
 
 def check_optimizers(spec: RolloutSpec) -> Iterator[Finding]:
-    yield from trainer_problems(spec.roles.trainers())
+    yield from trainer_problems(spec)
     if spec.roles.critic is not None and spec.roles.critic.ema_decay > 0:
         yield "roles.critic.ema_decay", "only the policy's average is exported; remove it"

@@ -46,15 +46,18 @@ def changed(section: Frozen, field: str) -> bool:
     return dict(section)[field] != type(section).model_fields[field].get_default(call_default_factory=True)
 
 
-def trainer_problems(trainers: Mapping[str, TrainerRole]) -> Iterator[Finding]:
+def trainer_problems(spec: RunSpec) -> Iterator[Finding]:
     """Settings of training roles that cannot work, whatever they train on."""
-    for name, role in trainers.items():
+    for name, role in spec.roles.trainers().items():
         if role.offload_optimizer and role.gpus == 0:
             yield f"roles.{name}.offload_optimizer", "has no effect on the CPU; remove it"
         elif role.offload_optimizer and role.zero_stage == 0:
             yield f"roles.{name}.offload_optimizer", "needs zero_stage 1, 2 or 3: without ZeRO nothing is offloaded"
         if role.kernels == "liger" and role.gpus == 0:
             yield f"roles.{name}.kernels", "liger needs GPUs; use torch on the CPU"
+        elif role.kernels == "liger" and spec.deterministic:
+            why = "liger adds in an order that torch does not know: use torch, or remove deterministic"
+            yield f"roles.{name}.kernels", why
         if role.schedule == "constant" and changed(role, "min_lr_ratio"):
             why = "has no effect on a constant learning rate: set schedule to linear or cosine, or this to 0"
             yield f"roles.{name}.min_lr_ratio", why

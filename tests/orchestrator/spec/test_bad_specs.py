@@ -1427,6 +1427,12 @@ GPU_CASES = [
         ),
     ),
     case(
+        "deterministic_liger",
+        "11: roles.policy.kernels: liger adds in an order that torch does not know: use torch, or remove deterministic",
+        ("name: gpu\n", "name: gpu\ndeterministic: true\n"),
+        ("  policy:\n    workers: 2\n", "  policy:\n    workers: 2\n    kernels: liger\n"),
+    ),
+    case(
         "shared_parts_of_several",
         "11: roles.policy.gpus: must be 1: an engine of 2 GPUs shares whole ones; remove it",
         (
