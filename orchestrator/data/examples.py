@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import chain, islice
+from itertools import chain, groupby, islice
 from typing import Any
 
 import pyarrow as pa
@@ -89,7 +89,7 @@ def load_pool(spec: OfflineSpec, source: ExampleSource, label: str, without: Poo
     format_ = data_format(spec.row.formats, source)
     fields = columns(format_, source)
     found = collect(
-        read_table(source, fields, label),
+        as_examples(source, read_table(source, fields, label)),
         example_reader(source, format_, plain=spec.model.plain),
         label,
         spec.failures.on_bad_row,
@@ -128,6 +128,26 @@ def example_reader(source: ExampleSource, format_: DataFormat, *, plain: bool) -
         return {"messages": messages, "responses": responses, **labels, **own}
 
     return read
+
+
+def as_examples(source: ExampleSource, rows: Iterable[RawValues]) -> Iterator[RawValues]:
+    """The rows of a source, those with one answer each (`one_in_a_row`) joined to lists."""
+    if not source.one_in_a_row:
+        yield from rows
+        return
+    shared = {source.prompt, source.system_column, source.tools}
+
+    def asked(row: RawValues) -> str:
+        own = row.values.items()
+        return (row.error and row.origin) or json.dumps([one for name, one in own if name in shared], default=str)
+
+    for _, same in groupby(rows, asked):
+        first, *others = same
+        joined = {
+            name: value if name in shared else [row.values[name] for row in (first, *others)]
+            for name, value in first.values.items()
+        }
+        yield replace(first, values=joined)
 
 
 def _demonstration(values: Mapping[str, Any], form: _Form) -> _Example:
@@ -189,6 +209,8 @@ def _ranked(values: Mapping[str, Any], form: _Form) -> _Example:
 def _in_order(values: Mapping[str, Any], form: _Form) -> tuple[Any, list[list[Message]], list[float], Sequence[int]]:
     """Prompt and answers, their scores (empty if the order in the data is theirs), and their places, best first."""
     answers = values["answers"]
+    if form.source.one_in_a_row and len(answers) == 1:
+        raise SkippedRow("prompts with one answer")
     if not isinstance(answers, list) or len(answers) < 2:
         raise BadRow("the answers are not a list of two or more texts")
     prompt, turns = _answers(values, answers, [f"answer {number}" for number in range(len(answers))], form)

@@ -47,8 +47,8 @@ def column_names(fields: Mapping[str, Any]) -> list[str]:
     """The columns that fields of a source name."""
     names: list[str] = []
     for value in fields.values():
-        many = [value["column"]] if isinstance(value, Mapping) else [value] if isinstance(value, str) else value or ()
-        names += many
+        many = [value["column"]] if isinstance(value, Mapping) else [value] if isinstance(value, str) else value
+        names += many if isinstance(many, list | tuple) else ()
     return names
 
 

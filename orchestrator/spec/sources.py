@@ -333,6 +333,9 @@ class Examples(PromptText, Columns):
     answers with equal scores are tied."""
     ranks: Annotated[str | tuple[str, ...] | None, EVALUATED_IF_SET] = None
     """As `scores`, except that the answer with the lowest rank is the best."""
+    one_in_a_row: Annotated[bool, EVALUATED_IF_SET] = False
+    """Each row has one answer, in `answers`, and its number, in `scores` or `ranks`: rows that follow each other with
+    the same prompt are one example (HelpSteer2)."""
     preferred: Annotated[Preferred | None, EVALUATED_IF_SET] = None
     """Which of two `answers` is better, by the value of a column."""
     label: str = "label"

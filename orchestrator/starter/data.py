@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 from troupe.orchestrator.algorithms.offline import OFFLINE_ALGORITHMS, DataFormat
@@ -40,6 +41,8 @@ _COLUMNS: Mapping[str, tuple[str, ...]] = {
 LiveCodeBench and MBPP."""
 _COMPARED_PROMPTS = (*_COLUMNS["prompt"][:-1], "history", "question.full_text", "info.post", "context")
 """Further names of prompts in preferences: SHP, WebGPT, summaries of OpenAI, HelpSteer3."""
+_RATINGS = ("helpfulness", "overall_score", "score", "rating", "reward", "grade")
+"""Names of the number of a row's answer, in HelpSteer2 and others."""
 _SYSTEM = ("system", "system_prompt")
 _CONVERSATIONS = ("messages", "conversations", "conversation")
 """Names of a column with whole conversations."""
@@ -152,11 +155,27 @@ def _compared(needed: Sequence[str], table: Table, data: str) -> dict[str, Any]:
         found = answer_columns(row)
         if found is None and all(isinstance(row.get(name), list) for name in ("completions", "labels")):
             raise UsageError(f"--data: {data} has a label for each step: --algorithm process_reward_model")
+        if found is None and (in_rows := _one_in_a_row(table)):
+            return in_rows
         if found is None and _is_text(row.get(_found("response", table) or "")):
             put = "put the answers of a prompt in one row, as a list `answers` beside a list of numbers `scores`"
             raise UsageError(f"--data: {data} has one answer in a row, and nothing to compare it with: {put}")
         columns = found if found is not None else {**_named(needed[1:], table, data)}
     prompt = next((name for name in _COMPARED_PROMPTS if name in row and name not in column_names(columns)), None)
+    return columns if prompt == "prompt" else {"prompt": prompt, **columns}
+
+
+def _one_in_a_row(table: Table) -> dict[str, Any]:
+    """The columns of answers to one prompt in rows that follow each other; empty if these have none."""
+    answer, prompt = _found("response", table), _found("prompt", table)
+    score = next((name for name in _RATINGS if isinstance(table.rows[0].get(name), int | float)), None)
+    if not answer or not prompt or score is None:
+        return {}
+    prompts = [row.get(prompt) for row in table.rows]
+    follows = sum(one == other for one, other in pairwise(prompts))
+    if follows < len(prompts) / 4:
+        return {}
+    columns = {"answers": answer, "scores": score, "one_in_a_row": True}
     return columns if prompt == "prompt" else {"prompt": prompt, **columns}
 
 

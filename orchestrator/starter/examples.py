@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -11,7 +12,7 @@ from pydantic import TypeAdapter
 from troupe.orchestrator.algorithms.offline import OFFLINE_ALGORITHMS
 from troupe.orchestrator.data.bad_rows import BadRow, SkippedRow
 from troupe.orchestrator.data.calls import CALLED
-from troupe.orchestrator.data.examples import example_reader
+from troupe.orchestrator.data.examples import as_examples, example_reader
 from troupe.orchestrator.data.pools import Collected, collect
 from troupe.orchestrator.data.preferences import doubts
 from troupe.orchestrator.data.prompts import read_prompt
@@ -79,9 +80,10 @@ def _collected(
         examples: ExampleSource = TypeAdapter[Examples](ExampleSource).validate_python(section)
         format_ = data_format(OFFLINE_ALGORITHMS[algorithm].formats, examples)
         fields, read = columns(format_, examples), example_reader(examples, format_, plain=False)
+        join = partial(as_examples, examples)
     else:
         prompts: Any = TypeAdapter[DataSource](DataSource).validate_python(section)
-        fields = prompt_fields(prompts)
+        fields, join = prompt_fields(prompts), iter
         read = lambda raw: {"prompt": read_prompt(prompt_row(prompts, raw), prompts, plain=False)}  # noqa: E731
     raw = (named_values(fields, f"row {number}", row) for number, row in enumerate(rows, start=1))
-    return fields, collect(raw, read, "data.train", "skip")
+    return fields, collect(join(raw), read, "data.train", "skip")

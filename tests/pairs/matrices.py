@@ -77,7 +77,10 @@ LEFT_OUT = {
     "roles.critic.lora.rslora": "as the policy's",
     "*.lora.targets": "other layers of the same kind",
     **dict.fromkeys(("*.allow_special", "*.trust_remote_code"), "how a file is read"),
-    **dict.fromkeys(("*.kind", "*.dedupe", "*.loss_on", "data.held_out", "*.on_bad_row"), "what is read before a run"),
+    **dict.fromkeys(
+        ("*.kind", "*.dedupe", "*.loss_on", "*.one_in_a_row", "data.held_out", "*.on_bad_row"),
+        "what is read before a run",
+    ),
     **dict.fromkeys(("*.preferred", "*.preferred.*"), "what is read before a run"),
     "roles.*.model*": "another model of a kind that is tried",
     "roles.judge.enable_prefix_caching": "as in a rollout engine",

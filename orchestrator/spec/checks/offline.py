@@ -24,7 +24,7 @@ from troupe.workers.contract.offline_config import RewardLossConfig
 
 _COLUMNS = (
     *("prompt", "response", "messages", "chosen", "rejected", "margin", "answers", "scores", "ranks", "preferred"),
-    *("label", "min_margin", "steps", "step_labels", "separator"),
+    *("one_in_a_row", "label", "min_margin", "steps", "step_labels", "separator"),
 )
 _ORDERS = ("scores", "ranks", "preferred")
 """Fields that order answers; a source has at most one."""
@@ -103,7 +103,7 @@ def check_data(spec: OfflineSpec) -> Iterator[Finding]:
             yield f"data.{split}.template", "must contain {prompt}, which stands for the row's text"
         format_ = data_format(spec.row.formats, source)
         read = {name.partition(".")[0] for name in columns(format_, source)}
-        read |= {"answers", *_ORDERS} if format_ == "ranked" or "answers" in read else set()
+        read |= {"answers", "one_in_a_row", *_ORDERS} if format_ == "ranked" or "answers" in read else set()
         read |= {"min_margin"} if format_ == "pairs" else {"separator"} if format_ == "steps" else set()
         if spec.trains != "reward_model" and not source.min_margin:
             read.discard("margin")
@@ -144,6 +144,8 @@ def _order_problems(source: ExampleSource, given: Sequence[str]) -> Iterator[Fin
             yield "preferred", f"{NEGATIVE} and {POSITIVE} belong together: one is first, the other second"
         elif len(set(values)) < len(values):
             yield "preferred", "has a value twice; each value of first, second and ties has one meaning"
+    if source.one_in_a_row and not (source.prompt and isinstance(answers, str) and given in (["scores"], ["ranks"])):
+        yield "one_in_a_row", "needs prompt, answers, the column with a row's answer, and scores or ranks, its number"
     strength = (
         source.margin is not None or {"scores", "ranks"} & {*given} or (preferred is not None and preferred.signed)
     )

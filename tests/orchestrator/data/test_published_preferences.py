@@ -429,9 +429,42 @@ def test_step_labels_name_their_algorithm(tiny_model: Path, tmp_path: Path) -> N
         text_of(choices, tmp_path / "run.yaml")
 
 
+def one_in_a_row(*scores: int) -> list[Row]:
+    """HelpSteer2 as it is published: two answers to a prompt follow each other."""
+    return [
+        {"prompt": f"{number // 2}?", "response": f"{'good' if score > 1 else 'bad'} {number}", "helpfulness": score}
+        for number, score in enumerate(scores)
+    ]
+
+
+@pytest.mark.parametrize("algorithm", ["dpo", "orpo", "reward_model", "rrhf"])
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_answers_in_rows_of_their_own_are_joined_by_their_prompt(
+    algorithm: str, suffix: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    """A tie, and a prompt with one answer, are left out and counted."""
+    rows = one_in_a_row(0, 4, 3, 1, 2, 2, 4)
+    data = write(rows, tmp_path / f"r{suffix}")
+    choices = Choices(model=str(tiny_model), data=str(data), algorithm=algorithm, cpus=2)
+    said: list[str] = []
+    (tmp_path / "run.yaml").write_text(text_of(choices, tmp_path / "run.yaml", said.append))
+    document = yaml.safe_load((tmp_path / "run.yaml").read_text())
+    assert document["data"]["train"]["one_in_a_row"] is True
+    assert "Of the first 7 rows are left out: 1 ties, 1 prompts with one answer." in said
+    table = load_data(plan_runs(read_document(tmp_path / "run.yaml"))[0].spec).pools["train"].table.to_pylist()
+    assert [[json.loads(one)[-1]["content"] for one in row["responses"]] for row in table] == [
+        ["good 1", "bad 0"],
+        ["good 2", "bad 3"],
+    ]
+
+
+def test_rows_with_one_answer_each_need_their_number(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=r"data\.train\.one_in_a_row: needs prompt, answers"):
+        spec(tmp_path / "rows.jsonl", "dpo", "answers: response, one_in_a_row: true")
+
+
 def test_one_answer_in_a_row_is_refused_with_what_to_do(tiny_model: Path, tmp_path: Path) -> None:
-    """HelpSteer2 as it is published."""
-    rows = [{"prompt": "Q", "response": text, "helpfulness": n} for n, text in enumerate(("A", "B"))]
+    rows = [{"prompt": f"Q {n}", "response": text, "helpfulness": n} for n, text in enumerate(("A", "B"))]
     choices = Choices(model=str(tiny_model), data=str(write(rows, tmp_path / "r.jsonl")), algorithm="dpo")
     with pytest.raises(UsageError, match=r"one answer in a row, .* in one row, as a list `answers` beside"):
         text_of(choices, tmp_path / "run.yaml")

@@ -78,6 +78,10 @@ COMPARED: dict[str, tuple[str, dict[str, Any], int]] = {
     "preferences/hh.jsonl": ("dpo", HH, 6),
     "preferences/hh_prompt.jsonl": ("dpo", {}, 6),
     "preferences/shp.jsonl": ("dpo", {"prompt": "history", **SHP}, 6),
+    **{
+        name: ("dpo", {"answers": "response", "scores": "helpfulness", "one_in_a_row": True}, 3)
+        for name in ("helpsteer2.jsonl", "preferences/helpsteer2.jsonl")
+    },
     "preferences/prm.jsonl": ("process_reward_model", {}, 6),
     "math_shepherd.jsonl": (
         "process_reward_model",
