@@ -303,7 +303,7 @@ class RewardWorker:
             seconds=time.perf_counter() - started,
             peak=self._peak(),
         )
-        return summary, _rewards_table(identities, asked.labels, combined, per_sample)
+        return summary, _rewards_table(identities, asked, combined, per_sample)
 
     def write_trajectories(self, path: str, step: int, *tables: pa.Table) -> int:
         """Join the tables of a step into one Parquet file (`troupe.workers.data.trajectories`); returns its rows."""
@@ -435,7 +435,7 @@ def _reported(
 
 def _rewards_table(
     identities: Sequence[dict[str, Any]],
-    labels: Sequence[str],
+    asked: _Rewards,
     rewards: Sequence[SampleReward],
     per_sample: Sequence[tuple[RewardResult, ...]],
 ) -> pa.Table:
@@ -444,7 +444,10 @@ def _rewards_table(
             **identity,
             "status": reward.status,
             "reward": reward.reward,
-            "components": [{"name": label, "value": o.value} for label, o in zip(labels, outcomes, strict=True)],
+            "components": [
+                {"name": label, "value": outcome.value, "weight": weight}
+                for label, weight, outcome in zip(asked.labels, asked.weights, outcomes, strict=True)
+            ],
             "reward_spans": [{"end": end, "reward": value} for end, value in reward.spans],
         }
         for identity, reward, outcomes in zip(identities, rewards, per_sample, strict=True)

@@ -20,6 +20,7 @@ from troupe.orchestrator.algorithms.table import (
     COMPARES,
     CRITIC_OPTIONS,
     KL_FIELDS,
+    RENAMED,
     ROW_ONLY,
     TRUST_REGION_OPTIONS,
     Algorithm,
@@ -44,8 +45,8 @@ _REPLACED = 3  # groups that a custom filter may replace, for each group of a st
 
 def unknown_algorithm(name: str) -> str:
     """Error message for a name that no algorithm of either kind has."""
-    if name == "trpo":
-        return "no algorithm 'trpo': AdamW's steps within a limit on KL(old || new) are ppo_kl_limit"
+    if (renamed := RENAMED.get(name)) is not None:
+        return f"no algorithm '{name}', but {renamed}: {ALGORITHMS[renamed].summary}"
     lists = "`troupe algorithms` lists those on rollouts, such as grpo, and on offline data, such as dpo"
     return f"no algorithm '{name[:60]}' ({nearest(name, [*ALGORITHMS, *OFFLINE_ALGORITHMS]) or lists})"
 

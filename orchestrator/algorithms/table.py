@@ -67,6 +67,7 @@ _TOKEN_REWARDS = frozenset({"gamma", "whiten", "reward_clip", "reward_scale", "a
 ESTIMATOR_OPTIONS: dict[str, frozenset[str]] = {
     "group": frozenset({"normalize_by_std"}),
     "smooth_group": frozenset(),
+    "decoupled_group": frozenset(),
     "max_likelihood": frozenset(),
     "best_of_subsets": frozenset({"pass_k"}),
     "best_of_group": frozenset(),
@@ -311,6 +312,17 @@ ALGORITHMS: dict[str, Algorithm] = {
             loss=PolicyLossConfig(kl_estimator="k2", kl_coef=0.01),
         ),
         Algorithm(
+            name="gdpo",
+            summary="GRPO that normalises every component of the reward apart, so that none drowns the others.",
+            formula="A = sum over components of weight (value - group mean) / (group std + 1e-4), over its std in the "
+            f"batch; loss {_CLIP}, {_R_TOKEN}, mean per sequence",
+            source="GDPO, arXiv 2601.05242; aggregation as in grpo",
+            group_size=8,
+            min_group_size=2,
+            advantage=AdvantageConfig(estimator="decoupled_group"),
+            loss=PolicyLossConfig(aggregation="sequence_mean"),
+        ),
+        Algorithm(
             name="dapo",
             summary="GRPO with a higher upper clip, token-level loss, and replacement of groups without signal.",
             formula=f"A as grpo; loss {_CLIP}, {_R_TOKEN}, mean over tokens; groups of equal rewards are resampled; "
@@ -339,7 +351,7 @@ ALGORITHMS: dict[str, Algorithm] = {
             formula=f"A as grpo; loss -A r + p |log pi - log pi_old|, {_R_TOKEN}, p = cov_penalty at the cov_share of "
             "tokens with the highest (log pi_old - mean) (A - mean), 0 at the others, means over the batch; mean over "
             "tokens",
-            source="KL-Cov, arXiv 2505.22617; there in each micro-batch, by log pi",
+            source="KL-Cov, arXiv 2505.22617, with its coefficient; there in each micro-batch, by log pi",
             group_size=8,
             min_group_size=2,
             advantage=_GRPO.model_copy(update={"covariance": "penalize"}),
@@ -428,7 +440,8 @@ ALGORITHMS: dict[str, Algorithm] = {
             summary="Trains for the best of k samples: a sample is judged by the subsets of its group that it is in.",
             formula="R(S) = best reward of a subset of pass_k samples; A = (mean R of the subsets with the sample - "
             f"mean R of all subsets) / (their std + 1e-4); loss {_CLIP}, {_R_TOKEN}, mean over tokens",
-            source="Pass@k training, arXiv 2508.10751 (analytical derivation, there for rewards of 0 and 1)",
+            source="Pass@k training, arXiv 2508.10751 (analytical derivation, there for rewards of 0 and 1); pass_k: "
+            "Troupe's default",
             group_size=8,
             min_group_size=3,
             advantage=AdvantageConfig(estimator="best_of_subsets", pass_k=4),
@@ -487,6 +500,9 @@ ALGORITHMS: dict[str, Algorithm] = {
         ),
     )
 }
+
+RENAMED = {"trpo": "ppo_kl_limit"}
+"""Names that rows had in earlier versions."""
 
 
 def unread_options(row: Algorithm) -> frozenset[str]:

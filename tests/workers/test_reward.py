@@ -115,7 +115,10 @@ def test_reward_is_the_weighted_sum_and_components_are_unweighted(worker: Reward
     assert (summary.prompt_uid, summary.attempt) == ("p0", 0)
     assert table.schema.equals(REWARDS, check_metadata=True)
     assert table["reward"].to_pylist() == [1.75, 0.0, 1.75]
-    assert table["components"].to_pylist()[0] == [{"name": "last_number", "value": 1.0}, {"name": "x", "value": 0.5}]
+    assert table["components"].to_pylist()[0] == [
+        {"name": "last_number", "value": 1.0, "weight": 2.0},
+        {"name": "x", "value": 0.5, "weight": -0.5},
+    ]
     assert table["reward_spans"].to_pylist() == [[], [], []]
 
 
@@ -541,7 +544,10 @@ def test_the_samples_of_an_evaluation_are_written_for_reading(worker: RewardWork
         "conversation": "",
         "status": "ok",
         "reward": 1.75,
-        "components": [{"name": "last_number", "value": 1.0}, {"name": "x", "value": 0.5}],
+        "components": [
+            {"name": "last_number", "value": 1.0, "weight": 2.0},
+            {"name": "x", "value": 0.5, "weight": -0.5},
+        ],
         "source": None,
     }
     assert (second["sample_index"], second["reward"]) == (1, 0.0)

@@ -6,8 +6,8 @@ They compute in float64 on the CPU, vectorized over samples.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 import torch
 
@@ -40,6 +40,9 @@ class SampledTokens:
     masked: torch.Tensor | None = None
     """bool [N]: samples without loss. Other samples are compared with them, but whitening leaves their tokens out."""
 
+    components: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """float64 [2, N] by name: the values of a component of the reward, and its weights, 0 if a sample has no such
+    component."""
     sources: tuple[str, ...] = ()
     """[N] name of the source of each sample's prompt, within which batch-wide statistics are computed; if empty, they
     are computed over all samples."""

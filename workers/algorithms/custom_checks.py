@@ -120,8 +120,10 @@ def random_batch(seed: int, sizes: _Sizes = _Sizes()) -> SampledTokens:
     generator = torch.Generator().manual_seed(seed)
     total = sum(sizes.lengths)
     old = -torch.rand(total, generator=generator, dtype=torch.double) * 4
+    rewards = torch.randn(len(sizes.lengths), generator=generator, dtype=torch.double)
     return SampledTokens(
-        rewards=torch.randn(len(sizes.lengths), generator=generator, dtype=torch.double),
+        rewards=rewards,
+        components={"first": torch.stack([0.5 * rewards, torch.full_like(rewards, 2.0)])},
         groups=torch.tensor(sizes.groups),
         lengths=torch.tensor(sizes.lengths),
         rollout_logprobs=old + 0.01 * torch.randn(total, generator=generator, dtype=torch.double),
@@ -196,7 +198,11 @@ def _any_order(case: _TestedAlgorithm, batch: SampledTokens, seed: int) -> str:
     by_index = {"rewards": order, "groups": order, "lengths": order, "masked": order}
     by_index |= dict.fromkeys(("rollout_logprobs", "old_logprobs", "ref_logprobs", "values"), index)
     given = {name: vars(batch)[name] for name in by_index}
-    moved = replace(batch, **{name: value[by_index[name]] for name, value in given.items() if value is not None})
+    moved = replace(
+        batch,
+        components={name: pairs[:, order] for name, pairs in batch.components.items()},
+        **{name: value[by_index[name]] for name, value in given.items() if value is not None},
+    )
     expected = case.advantages(batch)[index]
     return "depends on the order of the samples" if _far(case.advantages(moved), expected) else ""
 

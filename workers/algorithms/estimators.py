@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from troupe.workers.algorithms.advantages import (
+    STD_EPS,
     SampledTokens,
     best_of_group,
     best_of_subsets_advantages,
@@ -118,6 +119,19 @@ def _smooth_group(config: AdvantageConfig, batch: SampledTokens, state: Advantag
     return Estimate(advantages[batch.sequence], state.model_copy(update={"prompts": after}))
 
 
+def _decoupled_group(config: AdvantageConfig, batch: SampledTokens, state: AdvantageState) -> Estimate:
+    """GDPO (arXiv 2601.05242): the components of the reward are normalised in the group one by one, weighted, summed,
+    and the sums scaled to variance 1 over the batch."""
+    if not batch.components:
+        raise ValueError("the decoupled_group estimator needs the components of the rewards, but the batch lacks them")
+    apart = [weights * group_advantages(values, batch.groups, True) for values, weights in batch.components.values()]
+    advantages = torch.stack(apart).sum(0)
+    for _, members in batch.parts():
+        # Their mean is 0 up to rounding, as in every group. Subtracted, it would be an error where there is no signal.
+        advantages[members] /= advantages[members].std(correction=0) + STD_EPS
+    return Estimate(advantages[batch.sequence], state)
+
+
 def _max_likelihood(config: AdvantageConfig, batch: SampledTokens, state: AdvantageState) -> Estimate:
     return Estimate(max_likelihood_advantages(batch.rewards, batch.groups)[batch.sequence], state)
 
@@ -185,6 +199,7 @@ def _custom(config: AdvantageConfig, batch: SampledTokens, state: AdvantageState
 ESTIMATORS: dict[str, Estimator] = {
     "group": _group,
     "smooth_group": _smooth_group,
+    "decoupled_group": _decoupled_group,
     "max_likelihood": _max_likelihood,
     "best_of_subsets": _best_of_subsets,
     "best_of_group": _best_of_group,

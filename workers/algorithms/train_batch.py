@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import compress
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -170,6 +171,7 @@ class _Batch:
         self.scores = {name: self._column(name, table).values for name, table in scores.items()}
         self.reward = torch.tensor(rewards.column("reward").to_pylist(), dtype=torch.double)
         _require_finite(keep, "reward", self.reward, torch.ones(len(keep), dtype=torch.int64))
+        self.components: list[list[dict[str, Any]]] = rewards.column("components").to_pylist()
         self.reward_spans: list[list[dict[str, float]]] = rewards.column("reward_spans").to_pylist()
         self.uids = [uid for uid, _ in keep]
         number = {uid: position for position, uid in enumerate(dict.fromkeys(self.uids))}
@@ -191,6 +193,7 @@ class _Batch:
             greedy_rewards=torch.tensor([greedy[uid] for uid in self.uids]).double() if greedy else None,
             steps=self._steps(),
             masked=self.masked,
+            components=self._by_component(),
             sources=tuple(self.request.sources[uid] for uid in self.uids) if self.request.sources else (),
         )
 
@@ -199,6 +202,16 @@ class _Batch:
         result = torch.zeros(len(self.loss_mask), dtype=torch.double)
         result[self.loss_mask] = values
         return result
+
+    def _by_component(self) -> dict[str, torch.Tensor]:
+        """`SampledTokens.components`. Samples that were scored by an earlier version have no weights: none of them."""
+        found: dict[str, list[tuple[float, float]]] = {}
+        for number, own in enumerate(self.components):
+            for one in own:
+                if one["weight"] is None:
+                    return {}
+                found.setdefault(one["name"], [(0.0, 0.0)] * len(self.keep))[number] = one["value"], one["weight"]
+        return {name: torch.tensor(pairs, dtype=torch.double).T for name, pairs in found.items()}
 
     def _steps(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
         """Process rewards, with the ends of steps counted in tokens that the policy sampled."""

@@ -625,6 +625,7 @@ class AdvantageConfig(Frozen):
     estimator: Literal[
         "group",
         "smooth_group",
+        "decoupled_group",
         "max_likelihood",
         "best_of_subsets",
         "best_of_group",
@@ -635,7 +636,8 @@ class AdvantageConfig(Frozen):
         "custom",
     ]
     """`group`: reward relative to the other samples of the group (GRPO); `smooth_group`: also relative to earlier
-    visits of the prompt (DCPO); `max_likelihood`: divided by the group's mean reward (MaxRL); `best_of_subsets`: the
+    visits of the prompt (DCPO); `decoupled_group`: each component of the reward relative to the group, then summed
+    (GDPO); `max_likelihood`: divided by the group's mean reward (MaxRL); `best_of_subsets`: the
     best reward of `pass_k` samples, relative to all choices of that many (pass@k training); `best_of_group`: samples
     per group for the best sample, 0 for the others (RAFT);
     `returns`: sums of token rewards minus a baseline (REINFORCE family); `gae`, `n_step`: temporal differences of the

@@ -43,7 +43,7 @@ Identity = tuple[str, int, int]
 _SPAN = pa.struct([("name", pa.string()), ("start", pa.int32()), ("end", pa.int32())])
 _VERSION_SPAN = pa.struct([("version", pa.int32()), ("start", pa.int32()), ("end", pa.int32())])
 _REWARD_SPAN = pa.struct([("end", pa.int32()), ("reward", pa.float64())])  # end: in the sample's response tokens
-_COMPONENT = pa.struct([("name", pa.string()), ("value", pa.float64())])
+_COMPONENT = pa.struct([("name", pa.string()), ("value", pa.float64()), ("weight", pa.float64())])
 
 PROMPTS = pa.schema(
     [
@@ -92,7 +92,7 @@ REWARDS = pa.schema(
         *IDENTITY,
         pa.field("status", pa.string(), nullable=False),  # "ok" or why there is no reward
         pa.field("reward", pa.float64()),  # null unless status is ok
-        pa.field("components", pa.list_(_COMPONENT), nullable=False),  # unweighted, by label
+        pa.field("components", pa.list_(_COMPONENT), nullable=False),  # by label
         pa.field("reward_spans", pa.list_(_REWARD_SPAN), nullable=False),  # process rewards; empty if outcome only
     ],
     metadata=SCHEMA_METADATA,

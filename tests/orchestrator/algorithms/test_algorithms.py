@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +26,13 @@ from troupe.orchestrator.algorithms.section import (
     policy_loss,
     unused_options,
 )
-from troupe.orchestrator.algorithms.table import ALGORITHMS, CRITIC_OPTIONS, ESTIMATOR_OPTIONS, OBJECTIVE_OPTIONS
+from troupe.orchestrator.algorithms.table import (
+    ALGORITHMS,
+    CRITIC_OPTIONS,
+    ESTIMATOR_OPTIONS,
+    OBJECTIVE_OPTIONS,
+    RENAMED,
+)
 from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.workers.algorithms.advantages import SampledTokens
 from troupe.workers.algorithms.estimators import estimate
@@ -160,9 +167,13 @@ def test_an_unknown_algorithm_is_refused(name: str) -> None:
         AlgorithmConfig(name=name)
 
 
-def test_the_textbooks_name_is_refused_with_the_name_of_what_there_is() -> None:
-    with pytest.raises(ValidationError, match="ppo_kl_limit"):
-        AlgorithmConfig(name="trpo")
+@pytest.mark.parametrize(("former", "name"), RENAMED.items())
+def test_a_former_name_is_refused_with_the_name_of_today(former: str, name: str) -> None:
+    assert former not in ALGORITHMS
+    with pytest.raises(
+        ValidationError, match=re.escape(f"no algorithm '{former}', but {name}: {ALGORITHMS[name].summary}")
+    ):
+        AlgorithmConfig(name=former)
 
 
 @pytest.mark.parametrize(

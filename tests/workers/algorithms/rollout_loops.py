@@ -32,6 +32,8 @@ class Sample:
     ref: Sequence[float]
     rollout: Sequence[float]
     values: Sequence[float]
+    parts: Sequence[tuple[float, float]] = ()
+    """(value, weight) of each component of the reward."""
 
     def __len__(self) -> int:
         return len(self.old)
@@ -134,6 +136,19 @@ def grpo(batch: Batch) -> Advantages:
 def dr_grpo(batch: Batch) -> Advantages:
     """Dr. GRPO, arXiv 2503.20783: the reward minus the group's mean."""
     return [[s.reward - mean([other.reward for other in batch.mates(s)])] * len(s) for s in batch.samples]
+
+
+def gdpo(batch: Batch) -> Advantages:
+    """GDPO, arXiv 2601.05242: each component in its group, weighted and summed; over the batch's deviation."""
+    sums = []
+    for s in batch.samples:
+        total = 0.0
+        for number, (value, weight) in enumerate(s.parts):
+            values = [other.parts[number][0] for other in batch.mates(s)]
+            total += weight * (value - mean(values)) / (deviation(values) + 1e-4)
+        sums.append(total)
+    spread = math.sqrt(mean([(one - mean(sums)) ** 2 for one in sums]))
+    return [[one / (spread + 1e-4)] * len(s) for one, s in zip(sums, batch.samples, strict=True)]
 
 
 def maxrl(batch: Batch) -> Advantages:
@@ -402,6 +417,7 @@ LOOPS = {
     "remax": Loop(remax, gradient, token_mean),
     "reinforce_pp": Loop(reinforce_pp, PPO_CLIP, token_mean),
     "reinforce_pp_baseline": Loop(reinforce_pp_baseline, with_k2, token_mean),
+    "gdpo": Loop(gdpo, PPO_CLIP, sequence_mean),
     "dapo": Loop(grpo, clipped(0.2, 0.28), token_mean),
     "gspo": Loop(grpo, gspo, sequence_mean),
     "gspo_token": Loop(grpo, gspo_token, sequence_mean),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -33,9 +34,11 @@ def make_batch(seed: int) -> Batch:
     def sample(prompt: int, length: int) -> Sample:
         old = [-abs(x) - 0.05 for x in noise(length, 1.5)]
         moved = near(old, 0.3)
+        reward = abs(noise(1, 1.0)[0])
         return Sample(
             prompt=prompt,
-            reward=abs(noise(1, 1.0)[0]),
+            reward=reward,
+            parts=[(reward**2, 2.0), (math.sin(7 * reward), 0.5)],
             greedy=(0.3, -0.4)[prompt],
             new=[torch.tensor(x, dtype=torch.double, requires_grad=True) for x in moved],
             old=old,
@@ -64,6 +67,9 @@ def sampled_tokens(samples: Sequence[Sample]) -> SampledTokens:
         values=flat("values"),
         prompt_rows=(0, 1),
         greedy_rewards=torch.tensor([s.greedy for s in samples], dtype=torch.double),
+        components={
+            str(number): torch.tensor([s.parts[number] for s in samples], dtype=torch.double).T for number in range(2)
+        },
     )
 
 

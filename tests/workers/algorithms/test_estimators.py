@@ -110,7 +110,7 @@ def tables_of(samples: Sequence[Sample]) -> list[pa.Table]:
         **{name: values for name, values in identity.items() if name != "segment"},
         "status": ["ok"] * len(samples),
         "reward": [sample.reward for sample in samples],
-        "components": empty,
+        "components": [[{"name": "only", "value": sample.reward, "weight": 2.0}] for sample in samples],
         "reward_spans": [[{"end": end, "reward": value} for end, value in sample.spans] for sample in samples],
     }
     return [
@@ -163,6 +163,7 @@ def run(
             values=flat("values"),
             prompt_rows=tuple(rows[uid] for uid in uids) if rows else (),
             greedy_rewards=torch.tensor([greedy[sample.uid] for sample in samples]).double() if greedy else None,
+            components={"only": torch.tensor([(sample.reward, 2.0) for sample in samples], dtype=torch.double).T},
         ),
         state,
     )

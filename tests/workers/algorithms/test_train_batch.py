@@ -61,6 +61,13 @@ KEYS: list[Key] = [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
 LENGTHS = [2, 1, 0, 3]
 
 
+def with_components(rewards: pa.Table, components: list[list[tuple[str, float, float | None]]]) -> pa.Table:
+    """A rewards table with (name, value, weight) of each sample's components."""
+    index = rewards.schema.get_field_index("components")
+    given = [[dict(zip(("name", "value", "weight"), one, strict=True)) for one in own] for own in components]
+    return rewards.set_column(index, REWARDS.field(index), pa.array(given, REWARDS.field(index).type))
+
+
 def group_tables() -> list[pa.Table]:
     return [rollout_table(KEYS, LENGTHS), reward_table(KEYS, [1.0, 0.0, 2.0, 2.0])]
 
@@ -202,3 +209,54 @@ def test_process_rewards_are_refused_not_ignored() -> None:
     rewards = rewards.set_column(REWARDS.get_field_index("reward_spans"), REWARDS.field("reward_spans"), spans)
     with pytest.raises(ValueError, match="process rewards"):
         prepare(AdvantageConfig(estimator="best_of_group"), PrepareRequest(tuple(KEYS)), [group_tables()[0], rewards])
+
+
+GDPO = AdvantageConfig(estimator="decoupled_group")
+
+
+def test_components_of_a_reward_are_normalised_apart_in_each_group() -> None:
+    """Group a: `right` and `short` have the same weight in the result, although one varies a hundred times as much.
+
+    Group b belongs to a source with other components, whose equal sums have a signal.
+    """
+    tables = [
+        rollout_table(KEYS, [1, 1, 1, 1]),
+        with_components(
+            reward_table(KEYS, [100.0, 1.0, 3.0, 3.0]),
+            [
+                [("right", 100.0, 1.0), ("short", 0.0, 1.0)],
+                [("right", 0.0, 1.0), ("short", 1.0, 1.0)],
+                [("short", 1.0, 2.0), ("polite", 1.0, 1.0)],
+                [("short", 0.0, 2.0), ("polite", 3.0, 1.0)],
+            ],
+        ),
+    ]
+    _, table = prepare(GDPO, PrepareRequest(tuple(KEYS)), tables)
+    found = [row[0] for row in table["advantages"].to_pylist()]
+    deviation = 0.5**0.5  # of two numbers 1 apart
+    half = 0.5 / (deviation + 1e-4)
+    apart = [50.0 / (100 * deviation + 1e-4) - half, half - 50.0 / (100 * deviation + 1e-4)]
+    apart += [2 * half - 1.0 / (2 * deviation + 1e-4), 1.0 / (2 * deviation + 1e-4) - 2 * half]
+    spread = (sum(one**2 for one in apart) / 4) ** 0.5
+    assert found == pytest.approx([one / (spread + 1e-4) for one in apart], rel=1e-6)
+    assert abs(found[0]) < 1e-3 and found[2] == pytest.approx(2**0.5, rel=1e-3)
+
+
+def test_equal_components_have_no_signal_and_no_rounding_error() -> None:
+    same = [[("a", 0.1, 0.3), ("b", 0.7, 1.0)]] * 3
+    keys: list[Key] = [("a", 0), ("a", 1), ("a", 2), ("b", 0), ("b", 1)]
+    tables = [
+        rollout_table(keys, [2] * 5),
+        with_components(reward_table(keys, [0.73] * 3 + [0.0, 1.0]), [*same, [("a", 0.0, 0.3)], [("a", 1.0, 0.3)]]),
+    ]
+    summary, table = prepare(GDPO, PrepareRequest(tuple(keys)), tables)
+    assert table["advantages"].to_pylist()[:3] == [[0.0, 0.0]] * 3
+    assert [row.has_signal for row in summary.rows] == [False] * 3 + [True] * 2
+
+
+def test_rewards_without_components_or_weights_are_not_decoupled() -> None:
+    """Those of an earlier version have no weights."""
+    rows = [[("a", 1.0, None)], [("a", 0.0, None)], [("a", 0.0, 1.0)], [("a", 0.0, 1.0)]]
+    for rewards in (group_tables()[1], with_components(group_tables()[1], rows)):
+        with pytest.raises(ValueError, match="needs the components of the rewards"):
+            prepare(GDPO, PrepareRequest(tuple(KEYS)), [group_tables()[0], rewards])
