@@ -74,6 +74,7 @@ def check_prompts(spec: RunSpec, pools: Pools, most: int = PROMPTS) -> PromptChe
     request = {"model": spec.model.model_dump(mode="json"), "longest": _LONGEST, "seconds": _COUNT_S}
     texts = {"messages": [*chain(*messages.values())], "answers": [*_answers(pools, most)]}
     texts |= {"tools": [*chain.from_iterable(tools for _, tools in seen.values())]}
+    texts |= {"responses": [*chain.from_iterable(_responses(spec, parts[name], most) for name in sections)]}
     try:
         replies = iter(ask(_ENTRY, request | texts, _TIMEOUT_S))
     except ProbeFailed as error:
@@ -150,6 +151,19 @@ def _as_seen(spec: RunSpec, pool: Pool, environment: str | None, most: int) -> t
             system, tools = ask(_OFFERED, role.args, _TIMEOUT_S)
     before = [{"role": "system", "content": system}] if system else []
     return [json.dumps([*before, *json.loads(prompt)]) for prompt in prompts], [tools for _ in prompts]
+
+
+def _responses(spec: RunSpec, pool: Pool, most: int) -> list[str | None]:
+    """The text of the longest response of each example, without what a template writes between turns; None without
+    examples."""
+    if spec.offline is None:
+        return [None for _ in _first(pool, "messages", most)]
+    whole = "steps" in spec.offline.row.formats  # the responses are the steps of one
+    texts = (
+        ["".join(turn["content"] for turn in json.loads(turns)) for turns in responses]
+        for responses in _first(pool, "responses", most)
+    )
+    return ["".join(own) if whole else max(own, key=len) for own in texts]
 
 
 def _answers(pools: Pools, most: int) -> Iterator[str]:

@@ -17,7 +17,7 @@ from troupe.workers.contract.imports import without_collections
 from troupe.workers.data.chat import PromptRefused, encode_prompt
 from troupe.workers.data.plain_text import as_text, special_tokens
 from troupe.workers.data.template_forms import template_forms
-from troupe.workers.data.tokenizer import load_chat_tokenizer, load_tokenizer
+from troupe.workers.data.tokenizer import load_chat_tokenizer, load_tokenizer, token_ids
 from troupe.workers.data.turn_ends import turn_ends
 
 if TYPE_CHECKING:
@@ -37,9 +37,10 @@ def measure(request: Mapping[str, Any]) -> Iterator[int | str]:
     answers with special tokens that are read as text, then the length of each prompt in tokens, or why it has none.
 
     Args:
-        request: `model`, a ModelConfig as a dictionary, `messages` and `tools` (null without tools) of every prompt and
-            `answers` of the data (JSON), `longest`, which no prompt's length reaches, and `seconds`, after which the
-            remaining prompts are left out.
+        request: `model`, a ModelConfig as a dictionary, `messages` and `tools` (null without tools) of every prompt,
+            the text of the response after it in `responses` (null without one), whose tokens and end are then
+            counted, `answers` of the data (JSON), `longest`, which no prompt's length reaches, and `seconds`, after
+            which the remaining prompts are left out.
 
     Raises:
         ValueError: the tokenizer cannot be loaded or has no chat template.
@@ -54,11 +55,13 @@ def measure(request: Mapping[str, Any]) -> Iterator[int | str]:
     for texts in (request["messages"], request["answers"]):
         yield 0 if model.allow_special else sum(map(_has_special, repeat(tokenizer), texts))
     end = time.monotonic() + request["seconds"]
-    for messages, tools in zip(request["messages"], request["tools"], strict=True):
+    for messages, tools, response in zip(request["messages"], request["tools"], request["responses"], strict=True):
         if time.monotonic() > end:
             return
+        offered = None if TOOLS in dropped else tools
         try:
-            yield len(encode_prompt(tokenizer, messages, request["longest"], None if TOOLS in dropped else tools))
+            prompt = len(encode_prompt(tokenizer, messages, request["longest"], offered))
+            yield prompt + (0 if response is None else len(token_ids(tokenizer, response)) + 1)
         except PromptRefused as error:
             yield str(error)
 

@@ -37,8 +37,8 @@ def prompt_room(spec: RunSpec, section: str) -> PromptRoom:
         section: The section; of a mixture `train.0`, or `train.0 (math)` with the source.
     """
     if (offline := spec.offline) is not None:
-        words = f"data.max_length {offline.data.max_length} leaves beside a response of one token"
-        return PromptRoom(offline.data.max_length - 1, "data.max_length", words)
+        words = f"data.max_length {offline.data.max_length} allows for prompt and response"
+        return PromptRoom(offline.data.max_length, "data.max_length", words)
     rollouts: RolloutSpec = spec.rollouts
     sources = zip(rollouts.data.train_sources(), group_settings(rollouts), strict=True)
     lengths = {name: (own.environment, own.max_tokens, f"data.{name}") for name, own in sources}

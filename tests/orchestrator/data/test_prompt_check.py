@@ -15,8 +15,12 @@ from tests.probes import ask_here
 from tests.workers.agents.episodes.templates import CHATML
 from troupe.orchestrator.data.prompt_check import PROMPTS, PromptCheck, check_prompts, classify
 from troupe.orchestrator.data.summary import load_data
+from troupe.orchestrator.roles.settings import offline_config
 from troupe.orchestrator.spec.derived.sizes import PromptRoom
 from troupe.orchestrator.spec.load import plan_runs, read_document
+from troupe.orchestrator.spec.offline import OfflineSpec
+from troupe.workers.data.examples import tokenize
+from troupe.workers.data.tokenizer import load_chat_tokenizer
 from troupe.workers.data.tokenizer_probe import measure
 
 
@@ -53,6 +57,35 @@ def check(model: Path, name: str, prompts: list[str], *overrides: str, response:
 
 
 LENGTHS = ("roles.rollout.max_model_len=128", "sampling.max_tokens=64")
+
+
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [
+        ("tiny-sft", lambda text: {"prompt": "Say a.", "response": text}),
+        ("tiny-dpo", lambda text: {"prompt": "Say a.", "chosen": "b", "rejected": text}),
+        (
+            "tiny-process-reward-model",
+            lambda text: {"prompt": "Say a.", "completions": [text, "b"], "labels": [1, 0]},
+        ),
+    ],
+)
+def test_responses_that_do_not_fit_are_counted(name: str, row: Any, model: Path) -> None:
+    """As a run refuses them: the longest example that fits has `data.max_length` tokens."""
+    texts = [" ".join(["word"] * count) for count in range(20, 60)]
+    data = model.parent / "rows.jsonl"
+    data.write_text("".join(json.dumps(row(text)) + "\n" for text in texts))
+    sets = [f"model.path={model}", f"data={{max_length: 72, train: {{kind: jsonl, path: {data}}}}}", "evaluation=null"]
+    spec = plan_runs(read_document(ROOT / "deploy" / "specs" / f"{name}.yaml", sets))[0].spec
+    assert isinstance(spec, OfflineSpec)
+    pools = load_data(spec).pools
+    examples = offline_config(spec).examples.model_copy(update={"micro_batch_tokens": 4096})
+    summary, _ = tokenize(load_chat_tokenizer(spec.model), pools["train"].table, examples)
+    found = check_prompts(spec, pools)
+    assert 0 < summary.refused < len(texts)
+    assert found.refused == {"train": summary.refused}
+    (line,) = found.lines
+    assert "have more than the 72 tokens that data.max_length 72 allows for prompt and response" in line
 
 
 @pytest.mark.usefixtures("own_process")
@@ -217,7 +250,7 @@ def test_the_first_prompt_of_an_episode_needs_room_for_one_token(held_out: str, 
 
 def test_rendering_ends_with_its_time(tiny_model: Path) -> None:
     request = {"model": {"path": str(tiny_model), "trust_remote_code": True}, "longest": 100, "answers": []}
-    request |= {"tools": [None] * 3}
+    request |= {"tools": [None] * 3, "responses": [None] * 3}
     messages = [json.dumps([{"role": "user", "content": "Say a."}])] * 3
     assert len(list(measure(request | {"messages": messages, "seconds": 60.0}))) == 5 + 3
     assert list(measure(request | {"messages": messages, "seconds": -1.0})) == [
