@@ -22,7 +22,7 @@ SPREAD := -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
 RUN := PATH="$(BIN):$$PATH" PYTHONUNBUFFERED=1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock models demo cluster-demo test test-long test-faults mutants pairs lint docs bench gpu-check clean distclean
+.PHONY: help setup lock models demo cluster-demo test test-long test-faults mutants pairs lint docs release bench gpu-check clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -70,6 +70,9 @@ lint: $(STAMP) ## check style and types
 docs: $(STAMP) ## build the documentation into site/, with its generated pages brought up to date
 	$(RUN) "$(BIN)/python" -m docs.tooling.write_reference
 	$(RUN) NO_MKDOCS_2_WARNING=1 "$(BIN)/mkdocs" build --strict
+
+release: $(STAMP) ## build wheel, sdist, bills of materials and checksums into dist/, and check them; TRIAL=1 without a section in the changelog
+	$(RUN) "$(BIN)/python" -m deploy.install.release dist
 
 bench: models ## run the benchmarks that are not recorded for this code, and write their table in the docs (hours); ARGS="--minutes 30" runs a piece
 	$(RUN) "$(BIN)/python" -m benchmarks.suite $(ARGS)

@@ -127,8 +127,11 @@ _START = {
     "algorithms": Entry(
         "check:algorithms", "List the algorithms, or describe one with its formula, source and defaults."
     ),
+    "skill": Entry(
+        "skills:skill", "Print, list or copy the skills: how an agent starts, reads, repairs and tunes a run."
+    ),
     "env": Entry("check:env_app", "Check environments."),
-    "schema": Entry("check:schema", "Print the JSON Schema of a spec."),
+    "schema": Entry("check:schema", "Print the JSON Schema of a spec, of errors or of verdicts."),
 }
 _TRAIN = {
     "run": Entry("train:run", "Train: start or join Ray, place the workers and run every step."),
@@ -204,6 +207,15 @@ _REMEDIES = {
 """What helps, by the number of an operating system's error."""
 
 
+class _Plain(logging.Formatter):
+    """`WARNING text`; lines of other libraries have the name of their logger too."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """A record as text."""
+        name = "" if record.name.startswith("troupe.") else f"{record.name}: "
+        return f"{record.levelname} {name}{super().format(record)}"
+
+
 def main() -> NoReturn:
     """Run the command and exit.
 
@@ -211,7 +223,8 @@ def main() -> NoReturn:
     SIGINT or SIGTERM after saving.
     """
     atexit.register(gc.freeze)  # nothing that ends with the process is collected: it takes up to a second
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
+    logging.getLogger().handlers[0].setFormatter(_Plain())
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may lack a character
     if sys.argv[1:2] == ["help"]:
@@ -234,7 +247,7 @@ def main() -> NoReturn:
         from troupe.orchestrator.spec.errors import SpecError  # imports pydantic
 
         if isinstance(error, SpecError):
-            fail(str(error), USER_ERROR, [problem.as_json() for problem in error.problems])
+            fail(str(error), USER_ERROR, [problem.found() for problem in error.problems])
         said = os_error(error) if isinstance(error, OSError) else str(error)
         fail("\n".join([f"error: {said}", *getattr(error, "__notes__", ())]), FAILURE)
     except MemoryError:
@@ -246,13 +259,13 @@ def main() -> NoReturn:
     sys.exit(code)
 
 
-def fail(text: str, code: int, problems: Sequence[Mapping[str, object]] = ()) -> NoReturn:
+def fail(text: str, code: int, problems: Sequence[object] = ()) -> NoReturn:
     """Exit with an error, which with `--json` is an object on standard output as well.
 
     Args:
         text: The error; empty if everything is said.
         code: The exit code.
-        problems: Each problem of a spec: `file`, `line`, `field` and `message`.
+        problems: Each problem of a spec, as `FoundProblem`.
     """
     if text and "--json" in sys.argv:
         echo_json({"error": text.removeprefix("error: "), "exit_code": code, "problems": problems})

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 from troupe.orchestrator.errors import StopRequested, UsageError
-from troupe.orchestrator.runs.prepare import checked, create_models, single
+from troupe.orchestrator.runs.prepare import checked, create_models, single, with_configs
 from troupe.orchestrator.spec import yaml_reader
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.chain import PlannedRun
@@ -260,8 +260,7 @@ def plan(
         UsageError: `set` or `cluster` is not valid, there is no such example, the file has stages, or the folder has
             no results of a benchmark.
     """
-    planned = _planned(spec, set)
-    create_models([planned], lambda line: None)
+    planned = with_configs(_planned(spec, set))
     from troupe.orchestrator.plan.measured import Recorded
     from troupe.orchestrator.plan.placement import CPUS_PER_NODE
     from troupe.orchestrator.plan.plan import described_nodes, plan_stages

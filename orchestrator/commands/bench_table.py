@@ -173,10 +173,22 @@ def advice(results: Sequence[Result], cores: int | None) -> Iterator[str]:
         if bound.note:
             yield f"    {bound.note}"
     best = best_of(results)
-    if best is not None and best.measures is not None and best.point.settings:
-        yield f"fastest: {best.measures.tokens_per_s:.0f} tokens/s with"
-        for line in best.point.lines:
-            yield f"    {line}"
+    if best is None or best.measures is None or not any(map(_is_free, best.point.settings)):
+        return
+    yield f"fastest: {best.measures.tokens_per_s:.0f} tokens/s with"
+    for line in best.point.lines:
+        yield f"    {line}"
+    slowest = best.measures.slowest_batch
+    alike = [
+        one.point.label for one in results if one is not best and one.measures and one.measures.fastest_batch >= slowest
+    ]
+    if alike:
+        yield f"    no slower, as far as its batches show: {'; '.join(alike)}"
+
+
+def _is_free(field: str) -> bool:
+    """Whether a swept field changes how samples are made, and not which ones."""
+    return not field.startswith(("sampling.", "data.", "model."))
 
 
 def _spread(measures: Measures) -> str:

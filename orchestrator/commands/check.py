@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 import yaml
@@ -23,10 +23,10 @@ from troupe.orchestrator.commands.options import (
     echo_json,
     exit_with,
 )
-from troupe.orchestrator.commands.runs import create_models, read_data
+from troupe.orchestrator.commands.runs import read_data
 from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.plan.placement import CPUS_PER_NODE
-from troupe.orchestrator.runs.prepare import check_models_to_create, checked, models_to_create
+from troupe.orchestrator.runs.prepare import check_models_to_create, checked, models_to_create, with_configs
 from troupe.orchestrator.spec.chain import PlannedRun
 from troupe.orchestrator.spec.derived.paths import uses_hub
 from troupe.orchestrator.spec.derived.sizes import batch_description
@@ -98,7 +98,7 @@ def plan(
         typer.Option(
             "--measured",
             metavar="FOLDER",
-            help="Folder (or JSON file) of a `troupe bench` of this spec: what it measured replaces estimates.",
+            help="Folder (or page) of a `troupe bench` of this spec: what it measured replaces estimates.",
         ),
     ] = None,
     as_json: Annotated[
@@ -113,8 +113,7 @@ def plan(
     The exit code is 1 if something does not fit, or the size of a model is not known.
     """
     runs = plan_runs(read_document(spec, set_))
-    create_models(runs)
-    runs = _with_model_configs(runs)
+    runs = _with_model_configs(tuple(map(with_configs, runs)))
     from troupe.orchestrator.commands.plan_table import show, unknown_sizes
     from troupe.orchestrator.plan.measured import Recorded
     from troupe.orchestrator.plan.plan import as_json as plan_json
@@ -157,9 +156,20 @@ def doctor(
         sys.exit(FAILURE)
 
 
-def schema() -> None:
-    """Print the JSON Schema of a spec."""
-    typer.echo(json.dumps(spec_schema(), indent=2))
+def schema(
+    of: Annotated[
+        Literal["spec", "error", "report"],
+        typer.Argument(help="spec: a spec; error, report: what --json prints of an error, or of verdicts."),
+    ] = "spec",
+) -> None:
+    """Print the JSON Schema of a spec, of errors or of verdicts."""
+    from pydantic import TypeAdapter
+
+    from troupe.orchestrator.insight.verdicts.verdict import Verdict
+    from troupe.orchestrator.spec.errors import Failure
+
+    printed = {"error": Failure, "report": dict[str, list[Verdict]]}
+    typer.echo(json.dumps(TypeAdapter(printed[of]).json_schema() if of in printed else spec_schema(), indent=2))
 
 
 def _with_model_configs(runs: tuple[PlannedRun, ...]) -> tuple[PlannedRun, ...]:

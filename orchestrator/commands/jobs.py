@@ -91,6 +91,8 @@ def status(job: JobArgument, address: JobServerOption, as_json: JsonOption = Fal
 
     server = JobServer(address)
     state, progress = server.state(job), run_progress(server.logs(job))
+    if state.has_ended:
+        progress = progress.ended()
     if as_json:
         echo_json(asdict(state) | asdict(progress))
         return

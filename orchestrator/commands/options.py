@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from troupe.orchestrator.errors import UsageError
 from troupe.workers.contract.text import printable
 
 if TYPE_CHECKING:
@@ -29,8 +30,6 @@ JobServerOption = Annotated[
         help="URL of the cluster's job server, http://HOST:8265 (default: RAY_API_SERVER_ADDRESS or RAY_ADDRESS).",
     ),
 ]
-RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder, as in runs/NAME.")]
-RunsArgument = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders, as in runs/NAME.")]
 AnswerOption = Annotated[float, typer.Option("--timeout-s", min=0, help="Timeout for the run's response, in seconds.")]
 JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="Job id, as printed by `troupe submit`.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -59,6 +58,25 @@ def disk_folder(value: Path | None) -> Path | None:
     return value
 
 
+def run_folder(value: Path) -> Path:
+    """Refuse a folder that is no run, but has some in it."""
+    from troupe.orchestrator.spec.base import RESOLVED_SPEC  # `troupe --help` imports this module, and no spec
+
+    inside = [] if (value / RESOLVED_SPEC).exists() else sorted(value.glob(f"*/{RESOLVED_SPEC}"))
+    if inside:
+        raise UsageError(f"{value} is no run; the runs in it: {', '.join(str(one.parent) for one in inside[:8])}")
+    return value
+
+
+RunArgument = Annotated[Path, typer.Argument(metavar="RUN", callback=run_folder, help="Run folder, as in runs/NAME.")]
+RunsArgument = Annotated[
+    list[Path],
+    typer.Argument(
+        metavar="RUN",
+        callback=lambda values: [run_folder(value) for value in values],
+        help="Run folders, as in runs/NAME.",
+    ),
+]
 OutOption = Annotated[Path | None, typer.Option("--out", callback=disk_folder, help="Run folder (default: runs/NAME).")]
 AddressOption = Annotated[
     str | None,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Sequence
@@ -61,8 +60,7 @@ def report(
     runs = [RunFolder(folder) for folder in run_folders]
     verdicts = {str(run.path): verdicts_of(run) for run in runs}
     if as_json:
-        plain = {folder: [asdict(verdict) for verdict in found] for folder, found in verdicts.items()}
-        typer.echo(json.dumps(plain, indent=2, ensure_ascii=False))
+        echo_json(verdicts)
         return
     if output == Path("-"):
         typer.echo(report_text(run_folders, samples_mib * MIB), nl=False)

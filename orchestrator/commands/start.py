@@ -12,7 +12,7 @@ import typer
 from troupe.orchestrator.commands.options import USER_ERROR, SetOption, disk_folder, echo_json, exit_with
 from troupe.orchestrator.commands.runs import create_models, ready
 from troupe.orchestrator.commands.train import train
-from troupe.orchestrator.spec.examples import MODELS_VARIABLE, examples, models_folder
+from troupe.orchestrator.spec.examples import MODELS_VARIABLE, RECIPES, examples, models_folder
 from troupe.orchestrator.starter.demo import (
     DEFAULT,
     demo_folder,
@@ -82,6 +82,10 @@ def init(
     from_: Annotated[
         str | None, typer.Option("--from", metavar="EXAMPLE", help="Write this example (`troupe demo --list`) instead.")
     ] = None,
+    recipe: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Write the spec of a known result, as in --recipe gsm8k, instead."),
+    ] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="File to write.")] = Path("run.yaml"),
     force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
     no_trial: Annotated[
@@ -105,8 +109,11 @@ def init(
         return str(typer.prompt(question, default=default or None))
 
     flags = InitFlags(model, data, algorithm, gpus, gpu_type, name, steps, max_tokens, environment)
-    if from_ is not None:
-        text = copy_of(from_, flags, output)
+    if from_ is not None and recipe is not None:
+        exit_with("error: --from and --recipe name different specs; give one of them", USER_ERROR)
+    copied = from_ if recipe is None else f"{RECIPES}{recipe}"
+    if copied is not None:
+        text = copy_of(copied, flags, output)
     else:
         choices = complete(flags, ask if sys.stdin.isatty() else None)
         text = text_of(choices if no_trial else with_difficulty(choices, typer.echo), output, typer.echo)

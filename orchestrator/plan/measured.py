@@ -86,7 +86,7 @@ class Recorded:
     @classmethod
     def read(cls, path: Path) -> Recorded:
         """The results in this folder or file. Raises UsageError."""
-        file = path / BENCH if path.is_dir() else path
+        file = path / BENCH if path.is_dir() else path.with_suffix(".json") if path.suffix == ".html" else path
         try:
             return cls(str(file), json.loads(file.read_text()))
         except FileNotFoundError:

@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +74,11 @@ class JobState:
     seconds: float
     """Duration so far, or in total once the job has ended."""
     message: str
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the job runs no more."""
+        return self.status in ("STOPPED", "SUCCEEDED", "FAILED")
 
     def line(self) -> str:
         """Format the state as one line."""
@@ -282,6 +287,10 @@ class RunProgress:
     """Workers by role."""
     line: str = ""
     """The line of the last step."""
+
+    def ended(self) -> RunProgress:
+        """The facts without the time left, which a job that has ended does not take."""
+        return replace(self, left=None, line=self.line.removesuffix(f"  {self.left} left"))
 
     def lines(self) -> list[str]:
         """What a terminal shows."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from troupe.orchestrator.errors import TroupeError, UsageError
 from troupe.orchestrator.spec.chain import PlannedRun
-from troupe.orchestrator.spec.derived.paths import uses_hub
+from troupe.orchestrator.spec.derived.paths import uses_hub, with_sections
 from troupe.orchestrator.spec.errors import SpecError
-from troupe.orchestrator.spec.examples import models_folder
+from troupe.orchestrator.spec.examples import MODEL_CONFIGS, models_folder
 from troupe.orchestrator.spec.load import plan_runs
 from troupe.orchestrator.spec.yaml_reader import Document
 from troupe.orchestrator.starter.demo import named_models
@@ -80,6 +81,17 @@ def models_to_create(planned: PlannedRun) -> dict[str, Path]:
     known = {models_folder() / name for name in MODELS}
     named = {f"{section}.path": Path(model.path) for section, model in planned.spec.models().items()}
     return {field: folder for field, folder in named.items() if folder in known and not folder.exists()}
+
+
+def with_configs(planned: PlannedRun) -> PlannedRun:
+    """The run with shipped configurations instead of models of the examples that do not exist yet, to plan with."""
+    models, missing = planned.spec.models(), models_to_create(planned)
+    shipped = {
+        section: model.model_copy(update={"path": str(MODEL_CONFIGS / Path(model.path).name)})
+        for section, model in models.items()
+        if f"{section}.path" in missing
+    }
+    return replace(planned, spec=with_sections(planned.spec, shipped))
 
 
 def create_models(runs: Sequence[PlannedRun] | None, say: Say) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -52,8 +52,8 @@ class PlannedRun:
         return [self.problem(path, message) for path, message in missing(self.spec) if path not in self.borrowed]
 
     def problem(self, path: str, message: str) -> Problem:
-        """A problem with a field, by its dotted path in the run's spec, at its place in the file."""
-        return _prefixed(self.source.problem(path, message), self.stage)
+        """A problem with what a field names, by its dotted path in the run's spec, at its place in the file."""
+        return _prefixed(self.source.problem(path, message, "unusable"), self.stage)
 
 
 @dataclass(frozen=True)
@@ -286,4 +286,4 @@ def _prefixed(problem: Problem, stage: str) -> Problem:
     if not stage:
         return problem
     path = f"{_STAGES}.{stage}.{problem.path}" if problem.path else f"{_STAGES}.{stage}"
-    return Problem(problem.place, path, problem.message)
+    return replace(problem, path=path)

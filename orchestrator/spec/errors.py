@@ -31,6 +31,23 @@ class Place:
         return self.file if self.line is None else f"{self.file}:{self.line}"
 
 
+Code = Literal[
+    "unreadable",
+    "unknown-field",
+    "missing-field",
+    "wrong-type",
+    "unknown-value",
+    "out-of-range",
+    "conflict",
+    "unusable",
+]
+"""Kinds of problems, which stay the same from version to version.
+
+`unreadable`: no YAML; `conflict`: fields that exclude each other; `unusable`: a file, model, package or row of data
+that the spec names.
+"""
+
+
 @dataclass(frozen=True)
 class Problem:
     """One thing that is wrong; its text is one line."""
@@ -38,14 +55,43 @@ class Problem:
     place: Place
     path: str
     message: str
+    code: Code = "conflict"
+    suggestion: str = ""
+    """What to write instead, where one word does it; if empty, what `did you mean` names."""
 
     def __str__(self) -> str:
         parts = (str(self.place), self.path, self.message)
         return ": ".join(_one_line(part) for part in parts if part)
 
-    def as_json(self) -> dict[str, str | int | None]:
-        """`file`, `line`, `field` and `message`, ready for JSON."""
-        return {"file": self.place.file, "line": self.place.line, "field": self.path, "message": self.message}
+    def found(self) -> FoundProblem:
+        """The problem, for programs."""
+        meant = _MEANT.search(self.message)
+        suggestion = self.suggestion or (meant[1] if meant else None)
+        return FoundProblem(self.place.file, self.place.line, self.path, self.code, self.message, suggestion)
+
+
+_MEANT = re.compile(r"(?:did you mean |it belongs at )'?([^'?\s)]+)")
+
+
+@dataclass(frozen=True)
+class FoundProblem:
+    """A problem in what `--json` prints."""
+
+    file: str
+    line: int | None
+    field: str
+    code: Code
+    message: str
+    suggestion: str | None
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What a command that fails prints with `--json`."""
+
+    error: str
+    exit_code: int
+    problems: tuple[FoundProblem, ...]
 
 
 class SpecError(TroupeError):
@@ -72,9 +118,13 @@ class Source:
                 return self.places[path[:end]]
         return self.top or Place(self.file, 1)
 
-    def problem(self, dotted: str, message: str) -> Problem:
+    def problem(self, dotted: str, message: str, code: Code = "conflict") -> Problem:
         """A problem at a field given as text (`roles.reward.functions.0`)."""
-        return Problem(self.find(parse_path(dotted)), dotted, message)
+        if message.startswith("is required"):
+            code = "missing-field"
+        elif code == "conflict" and _MEANT.search(message):
+            code = "unknown-value"
+        return Problem(self.find(parse_path(dotted)), dotted, message, code)
 
 
 def parse_path(dotted: str) -> Path:
@@ -115,7 +165,9 @@ def from_validation(error: ValidationError, root: type[BaseModel], data: Any, so
             message = f"unknown field{hint}"
         else:
             message = _message(kind, item["msg"], item.get("input"), context)
-        problems.append(Problem(source.find(path), format_path(path), message))
+        bound = f"{context[_BOUNDS[kind][1]]:.12g}" if kind.endswith("_equal") else ""
+        code = _code(kind, context, message)
+        problems.append(Problem(source.find(path), format_path(path), message, code, bound))
     return problems
 
 
@@ -141,6 +193,24 @@ _BOUNDS = {
     "greater_than_equal": ("at least", "ge"),
     "less_than": ("less than", "lt"),
     "less_than_equal": ("at most", "le"),
+}
+
+
+def _code(kind: str, context: Mapping[str, Any], message: str) -> Code:
+    """The code of an error of pydantic's."""
+    if kind in ("missing", "union_tag_not_found"):
+        return "missing-field"
+    if kind in _EXPECTED or context.get("tag") in _FORM_WORDS:
+        return "wrong-type"
+    if kind in _BOUNDS or kind.startswith(("too_", "string_")) or kind == "finite_number":
+        return "out-of-range"
+    return _CODES.get(kind, "unknown-value" if _MEANT.search(message) else "conflict")
+
+
+_CODES: Mapping[str, Code] = {
+    "extra_forbidden": "unknown-field",
+    "literal_error": "unknown-value",
+    "union_tag_invalid": "unknown-value",
 }
 
 

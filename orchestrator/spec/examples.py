@@ -19,7 +19,12 @@ PREFIX = "examples:"
 MODELS_VARIABLE = "TROUPE_MODELS"
 """Environment variable with the folder of the example models."""
 FOLDER = Path(__file__).resolve().parents[2] / "deploy" / "specs"
+RECIPES = "recipes/"
+"""Beginning of the names of known results. Each has a folder in `deploy/recipes/`, with rows of its data."""
+MODEL_CONFIGS = FOLDER / "models"
+"""Folders of the example models with nothing but `config.json`, by name."""
 
+_RECIPE_FOLDER = FOLDER.parent / "recipes"
 _PATH = re.compile(r"(?<=path: )(?P<root>\.cache/models|deploy/specs)/(?P<rest>[\w./-]+)")
 _PLAIN = re.compile(r"[\w./~+@-]+")
 """A path that YAML reads as text without quotes."""
@@ -32,9 +37,17 @@ def example_name(spec: str | os.PathLike[str]) -> str | None:
 
 
 def examples() -> Mapping[str, str]:
-    """Name and first comment of every example, the whole specs before the single algorithms'."""
+    """Name and first comment of every example: whole specs, those of single algorithms, then recipes."""
     files = sorted(FOLDER.rglob("*.yaml"), key=lambda file: (len(file.relative_to(FOLDER).parts), file))
-    return {str(file.relative_to(FOLDER).with_suffix("")): _summary(file.read_text("utf-8")) for file in files}
+    named = {str(file.relative_to(FOLDER).with_suffix("")): file for file in files}
+    named |= {f"{RECIPES}{file.parent.name}": file for file in sorted(_RECIPE_FOLDER.glob("*/spec.yaml"))}
+    return {name: _summary(file.read_text("utf-8")) for name, file in named.items()}
+
+
+def example_file(name: str) -> Path:
+    """The file of an example."""
+    recipe = name.removeprefix(RECIPES)
+    return FOLDER / f"{name}.yaml" if recipe == name else _RECIPE_FOLDER / recipe / "spec.yaml"
 
 
 def example_text(name: str, models: Path | None = None) -> str:
@@ -51,7 +64,7 @@ def example_text(name: str, models: Path | None = None) -> str:
     if name not in known:
         raise UsageError(f"{PREFIX}{name[:60]}: no such example ({nearest(name, known) or 'see `troupe demo --list`'})")
     roots = {".cache/models": models or models_folder(), "deploy/specs": FOLDER}
-    text = (FOLDER / f"{name}.yaml").read_text("utf-8").replace(f"deploy/specs/{name}.yaml", f"{PREFIX}{name}")
+    text = example_file(name).read_text("utf-8").replace(f"deploy/specs/{name}.yaml", f"{PREFIX}{name}")
     return _PATH.sub(lambda match: _scalar(str(roots[match["root"]] / match["rest"])), text)
 
 

@@ -72,7 +72,7 @@ def parse_spec(document: yaml_reader.Document) -> RunSpec:
     hint = nearest(name, [*ALGORITHMS, *OFFLINE_ALGORITHMS])
     if name and not is_custom(name) and not any(f"'{known}'" in hint for known in ALGORITHMS):
         # Read as a spec of the wrong kind, every section would be wrong, and the mistake is one name.
-        raise SpecError([document.source.problem("algorithm.name", unknown_algorithm(name))])
+        raise SpecError([document.source.problem("algorithm.name", unknown_algorithm(name), "unknown-value")])
     return parse_rollout_spec(document)
 
 

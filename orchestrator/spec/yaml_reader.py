@@ -120,7 +120,7 @@ class _Builder:
         """Record a problem."""
         line = 1 if event is None or event.start_mark is None else event.start_mark.line + 1
         place = Place(self._name) if self._name == OVERRIDE else Place(self._name, line)
-        self.problems.append(Problem(place, format_path(path), message))
+        self.problems.append(Problem(place, format_path(path), message, "unreadable"))
 
     def _take(self, kind: type[yaml.Event]) -> None:
         if not isinstance(next(self._events), kind):
@@ -227,7 +227,7 @@ def _assign(data: Any, path: Path, value: Any) -> None:
 
 
 def _override_error(dotted: str, message: str) -> SpecError:
-    return SpecError([Problem(Place(OVERRIDE), dotted, message)])
+    return SpecError([Problem(Place(OVERRIDE), dotted, message, "unreadable")])
 
 
 def _syntax(error: yaml.YAMLError, text: str, name: str) -> Problem:
@@ -241,13 +241,13 @@ def _syntax(error: yaml.YAMLError, text: str, name: str) -> Problem:
         line, what = 1, str(error)
     if name == OVERRIDE:
         quoted = "text with special characters is in quotes, inside of the shell's: --set 'FIELD=\"*.jsonl\"'"
-        return Problem(Place(name), "", f"not valid YAML: {what} ({quoted})")
-    return Problem(Place(name, line), "", f"not valid YAML: {what}")
+        return Problem(Place(name), "", f"not valid YAML: {what} ({quoted})", "unreadable")
+    return Problem(Place(name, line), "", f"not valid YAML: {what}", "unreadable")
 
 
 def _read_text(name: str) -> str:
     def failed(message: str, line: int | None = None) -> SpecError:
-        return SpecError([Problem(Place(name, line), "", message)])
+        return SpecError([Problem(Place(name, line), "", message, "unreadable")])
 
     try:
         path = FilePath(name)

@@ -23,7 +23,7 @@ from troupe.orchestrator.spec.offline import OfflineSpec
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.starter.choices import GYM, Choices, check_algorithm, check_environment
 from troupe.orchestrator.starter.data import read_data
-from troupe.orchestrator.starter.difficulty import PROMPTS, find_difficulty, has_levels, why_not_tried
+from troupe.orchestrator.starter.difficulty import BUDGET_S, PROMPTS, find_difficulty, has_levels, why_not_tried
 from troupe.orchestrator.starter.sizing import cluster, fitting_document
 from troupe.workers.contract.imports import missing_package
 
@@ -112,8 +112,12 @@ def with_difficulty(choices: Choices, say: Callable[[str], None]) -> Choices:
     if why := why_not_tried(choices.model, shown[0].memory if shown else 0):
         say(f"difficulty: not tried: {why}")
         return replace(choices, not_tried=why)
-    say(f"sampling {PROMPTS} prompts to choose a difficulty that the model can learn from (--no-trial skips this)")
+    what = f"sampling {PROMPTS} prompts of each level to choose a difficulty that the model can learn from"
+    say(f"{what} (at most {BUDGET_S / 60:.0f} minutes; --no-trial skips this)")
     found = find_difficulty(choices)
+    if isinstance(found, str):
+        say(f"difficulty: not tried: {found}")
+        return replace(choices, not_tried=found)
     say(f"difficulty: {found.note}")
     return replace(choices, difficulty=found)
 

@@ -15,7 +15,7 @@ from troupe.orchestrator.model_facts.model_size import SizeUnknown, read_size
 from troupe.orchestrator.starter.choices import GYM, TASKS, Choices, Difficulty
 from troupe.orchestrator.starter.sizing import response_tokens
 from troupe.workers.contract.units import GIB
-from troupe.workers.isolation.probe import ProbeFailed, ask
+from troupe.workers.isolation.probe import ProbeFailed, ProbeTimeout, ask
 
 PROMPTS, SAMPLES = 8, 8
 
@@ -25,7 +25,8 @@ _MOST_PARAMETERS = 2_000_000_000
 """Most parameters of a model that is tried without a GPU."""
 _ROOM = 1.5
 """Memory of a GPU that a trial takes, in sizes of the weights: these, the cache of 64 short sequences, activations."""
-_TIMEOUT_S = 600.0
+BUDGET_S = 240.0
+"""Time for the trial. What was sampled until then decides."""
 
 
 def has_levels(choices: Choices) -> bool:
@@ -54,8 +55,11 @@ def why_not_tried(model: str, gpu_bytes: int) -> str:
     return ""
 
 
-def find_difficulty(choices: Choices) -> Difficulty:
+def find_difficulty(choices: Choices) -> Difficulty | str:
     """Samples a few prompts of each level, the easiest first, and chooses the level with the most to learn from.
+
+    Returns:
+        The level, or why none was tried in time.
 
     Raises:
         UsageError: The model cannot be sampled from.
@@ -72,7 +76,11 @@ def find_difficulty(choices: Choices) -> Difficulty:
         "enough": PROMPTS // 2,
     }
     try:
-        found = ask(_TRIAL, request, _TIMEOUT_S)
+        found = ask(_TRIAL, request, BUDGET_S)
+    except ProbeTimeout as error:
+        found = error.replies
+        if not found:
+            return f"the model did not sample {PROMPTS * SAMPLES} responses within {BUDGET_S:.0f} s"
     except ProbeFailed as error:
         advice = "--no-trial leaves the trial out"
         raise UsageError(f"--data: {task} cannot be tried on {choices.model} ({advice}): {error}") from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shutil
@@ -20,7 +21,7 @@ from typer.testing import CliRunner
 
 from tests.conftest import NO_WEIGHTS, ROOT
 from tests.forked_commands import run_command
-from troupe.orchestrator.cli import app
+from troupe.orchestrator.cli import _Plain, app
 from troupe.orchestrator.roles.settings import offline_config
 from troupe.orchestrator.runs.session import RunRequest
 from troupe.orchestrator.spec.load import load_rollout_spec
@@ -384,9 +385,12 @@ def test_with_json_an_error_is_an_object_as_well(spec: Path) -> None:
     assert answer.code == found["exit_code"] == 2 and found["error"].splitlines() == answer.errors
     unknown = "no algorithm 'gpro' (did you mean 'grpo'?)"
     assert sorted(found["problems"], key=lambda one: one["file"]) == [
-        {"file": "--set", "line": None, "field": "algorithm.name", "message": unknown},
-        {"file": str(spec), "line": number, "field": "seed", "message": "expected a whole number, got 'x'"},
-    ]
+        {"file": "--set", "line": None, "field": "algorithm.name", "code": "unknown-value", "message": unknown,
+         "suggestion": "grpo"},
+        {"file": str(spec), "line": number, "field": "seed", "code": "wrong-type",
+         "message": "expected a whole number, got 'x'", "suggestion": None},
+    ]  # fmt: skip
+    jsonschema.validate(found, json.loads(troupe("schema", "error").stdout))
     answer = troupe("samples", "none", "--json")
     told = "none is not the folder of a run: there is no such folder"
     assert json.loads(answer.stdout) == {"error": told, "exit_code": 2, "problems": []}
@@ -403,3 +407,21 @@ def test_commands_that_ask_a_job_server_read_rays_variables(monkeypatch: pytest.
     assert "--address http://127.0.0.1:1: " in troupe("jobs").errors[0]
     monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "http://127.0.0.1:2")
     assert "--address http://127.0.0.1:2: " in troupe("jobs").errors[0]
+
+
+def test_a_folder_of_runs_names_them(tmp_path: Path) -> None:
+    for stage in ("ppo", "sft"):
+        (tmp_path / "job" / stage).mkdir(parents=True)
+        (tmp_path / "job" / stage / "spec.yaml").touch()
+    runs = f"{tmp_path}/job is no run; the runs in it: {tmp_path}/job/ppo, {tmp_path}/job/sft"
+    for command in (["scale"], ["report"], ["why"], ["samples"], ["replay"], ["trace", "-o", "x"]):
+        answer = troupe(*command, str(tmp_path / "job"))
+        assert answer.code == 2 and answer.errors == [f"error: {runs}"], command
+
+
+def test_log_lines_name_other_libraries_only() -> None:
+    shown = _Plain().format
+    record = logging.LogRecord("troupe.orchestrator.run", logging.WARNING, "", 1, "stopping: %s", ("saving",), None)
+    assert shown(record) == "WARNING stopping: saving"
+    record.name = "ray.worker"
+    assert shown(record) == "WARNING ray.worker: stopping: saving"

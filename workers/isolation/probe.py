@@ -27,6 +27,10 @@ class ProbeFailed(Exception):
         self.raised = raised
 
 
+class ProbeTimeout(ProbeFailed):
+    """The process did not end in time."""
+
+
 def ask(entry: str, request: Any, timeout_s: float) -> list[Any]:
     """Every reply of a function in another process.
 
@@ -48,7 +52,7 @@ def ask(entry: str, request: Any, timeout_s: float) -> list[Any]:
         )
     except subprocess.TimeoutExpired as error:
         output = error.stdout.decode() if isinstance(error.stdout, bytes) else ""
-        raise ProbeFailed(f"did not end within {timeout_s:g} s", _replies(output)) from None
+        raise ProbeTimeout(f"did not end within {timeout_s:g} s", _replies(output)) from None
     if done.returncode:
         last = done.stderr.strip().rpartition("\n")[2][:_LONGEST]
         reason = f"its process ended with exit code {done.returncode}"

@@ -65,7 +65,7 @@ def parse_sweep(text: str) -> Sweep:
     try:
         found = yaml_reader.parse(f"[{values}]", SWEEP).data
     except SpecError as error:
-        raise SpecError([Problem(Place(SWEEP), field, problem.message) for problem in error.problems]) from None
+        raise SpecError([replace(problem, place=Place(SWEEP), path=field) for problem in error.problems]) from None
     return Sweep(field, tuple(found))
 
 

@@ -40,8 +40,8 @@ _OTHER = "Other"
 _STATE = "state.json"
 """What a checkpoint holds of the controller."""
 _CHECKPOINT = re.compile(r"step-\d+")
-MOST_POINTS = 2000
-"""Points of a curve that the page keeps."""
+MOST_POINTS, MOST_SHARED, LEAST_POINTS = 2000, 1500, 250
+"""Points of a curve that the page keeps: of one run; of all runs together; and of each of many."""
 _HELD_OUT = ("eval/accuracy", "eval/reward", "eval/loss")
 _SET_REWARD = re.compile(r"eval/[a-z0-9-]+/reward")
 _SPEEDS = ("response_tokens_per_s", "tokens_per_s")
@@ -50,8 +50,9 @@ _USED = {"tokens": "tokens", "seconds": "seconds/step"}
 """Other x axes than the step, and the metrics that add up to them."""
 
 
-def overview(run: RunFolder) -> Json:
-    """The page's data of one run."""
+def overview(run: RunFolder, runs: int = 1) -> Json:
+    """The page's data of one of several runs."""
+    most = MOST_POINTS if runs == 1 else max(LEAST_POINTS, MOST_SHARED // runs)
     lines, events = run.metrics(), run.events()
     history = History.of(lines, run.spec, events)
     compared = comparable_history(run, history)
@@ -68,7 +69,7 @@ def overview(run: RunFolder) -> Json:
         "used": used(lines),
         "evaluations": evaluations(run),
         "verdicts": [asdict(verdict) for verdict in apply_rules(compared)],
-        "metrics": {name: _points(series) for name, series in history.metrics.items()},
+        "metrics": {name: _points(series, most) for name, series in history.metrics.items()},
         "resumes": resumes(lines, events),
         "ledger": _ledger(run, history),
         "weights": [_weights(event) for event in events if event.get("event") == "weights"][-_MOST_EVENTS:],
@@ -117,11 +118,11 @@ def _flat(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, node
 
 
-def _points(series: Series) -> Json:
+def _points(series: Series, most: int) -> Json:
     """Steps and values; of a long series the least and the largest value of every bucket, so that spikes stay."""
     pairs = [(step, _short(value)) for step, value in series]
-    if len(pairs) > MOST_POINTS:
-        size = math.ceil(len(pairs) / (MOST_POINTS // 2))
+    if len(pairs) > most:
+        size = math.ceil(len(pairs) / (most // 2))
         buckets = [pairs[start : start + size] for start in range(0, len(pairs), size)]
         ends = [{min(b, key=lambda p: p[1]), max(b, key=lambda p: p[1])} for b in buckets]
         pairs = sorted(point for pair in ends for point in pair)

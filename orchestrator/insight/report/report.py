@@ -80,13 +80,15 @@ def report_text(folders: Sequence[Path], budget: int = SAMPLE_BYTES) -> str:
 
 def page_data(runs: Sequence[RunFolder], budget: int = SAMPLE_BYTES) -> Json:
     """Everything that a page shows, as JSON-ready data."""
-    return summary(runs) | {"samples": [samples_data(run, budget // max(len(runs), 1)) for run in runs]}
+    each, texts = budget // max(len(runs), 1), [TokenTexts(run.spec.get("model") or {}) for run in runs]
+    same = [texts[next(i for i, other in enumerate(texts) if other.model == own.model)] for own in texts]
+    return summary(runs) | {"samples": [samples_data(run, each, own) for run, own in zip(runs, same, strict=True)]}
 
 
 def summary(runs: Sequence[RunFolder]) -> Json:
     """The data without samples."""
     names = labels([run.name for run in runs], [run.path for run in runs])
-    overviews = [overview(run) | {"label": label} for run, label in zip(runs, names, strict=True)]
+    overviews = [overview(run, len(runs)) | {"label": label} for run, label in zip(runs, names, strict=True)]
     metrics = list(dict.fromkeys(name for one in overviews for name in one["metrics"]))
     return {
         "generated": round(time.time(), 3),
@@ -96,11 +98,11 @@ def summary(runs: Sequence[RunFolder]) -> Json:
     }
 
 
-def samples_data(run: RunFolder, budget: int) -> Json:
-    """The samples of as many steps as fit into the budget, evenly spread."""
+def samples_data(run: RunFolder, budget: int, texts: TokenTexts | None = None) -> Json:
+    """The samples of as many steps as fit into the budget, evenly spread; `texts` are those of several runs."""
+    texts = texts or TokenTexts(run.spec.get("model") or {})
     files = run.sample_files()
     steps = list(files)
-    texts = TokenTexts(run.spec.get("model") or {})
     found = _fitting_blocks(steps, {step: _bytes(file) for step, file in files.items()}, budget, run, texts)
     if len(found) == 1:
         found = [first_groups(found[-1], budget)]

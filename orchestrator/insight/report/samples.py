@@ -49,7 +49,7 @@ class TokenTexts:
             model: The section of the spec.
             retry_s: How long, in seconds; never again by default.
         """
-        self._model = dict(model)
+        self.model = dict(model)
         self._retry_s = retry_s
         self._ask_at = 0.0 if model else math.inf
         """No question before this, by the monotonic clock."""
@@ -64,7 +64,7 @@ class TokenTexts:
             return
         try:
             texts = ask(
-                "troupe.workers.data.tokenizer_probe:decode", {"model": self._model, "ids": wanted}, _TIMEOUT_S
+                "troupe.workers.data.tokenizer_probe:decode", {"model": self.model, "ids": wanted}, _TIMEOUT_S
             )[0]
         except (ProbeFailed, IndexError, OSError) as error:
             self.problem = getattr(error, "raised", "") or str(error)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Final
 
 from troupe.orchestrator.insight.verdicts.history import History
 from troupe.orchestrator.insight.verdicts.verdict import Level, Remedy, Verdict
 
-FAILED = "failed-run"
+FAILED: Final = "failed-run"
 
 
 def failed(run: History) -> Iterator[Verdict]:

@@ -177,13 +177,14 @@ def reward_falls(run: History) -> Iterator[Verdict]:
     spread = run["reward/std"].first
     if not trend.falls or not spread or -trend.change < 0.5 * spread:
         return
-    best = max(range(len(reward)), key=lambda i: reward.smooth.values[i])
+    smooth = reward.smooth.values
+    best = smooth.index(max(smooth))
     harder = run.get("data.curriculum") is not None
     yield Verdict(
         "reward-falls",
         Level.NOTE if harder else Level.PROBLEM,
         "The reward falls",
-        f"The reward fell from {reward.smooth.values[best]:.3g} at step {reward.steps[best]} to {reward.last:.3g}."
+        f"The reward fell from {smooth[best]:.3g} at step {reward.steps[best]} to {reward.last:.3g}."
         + (" A curriculum draws harder prompts as the policy learns: held-out data tell whether it does." * harder),
         reward.steps[best],
         None,

@@ -2,15 +2,47 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
 from troupe.orchestrator.insight.verdicts.history import Stretch
+
+Name = Literal[
+    "failed-run",
+    "no-steps",
+    "entropy-collapse",
+    "reward-hacking",
+    "no-signal",
+    "reward-falls",
+    "penalty-dominates",
+    "overfitting",
+    "length-explosion",
+    "length-collapse",
+    "truncation",
+    "kl-explosion",
+    "steps-too-large",
+    "clip-fraction",
+    "sampler-gap",
+    "gradient-spikes",
+    "clipped-gradients",
+    "blind-critic",
+    "failing-rewards",
+    "repeated-data",
+    "unusable-data",
+    "dropped-samples",
+    "slow-rewards",
+    "starved-trainer",
+    "starved-engines",
+    "growing-memory",
+    "lost-workers",
+]
+"""Names of verdicts, which stay the same from version to version."""
 
 
 class Level(StrEnum):
@@ -36,20 +68,24 @@ class Remedy:
     text: str
     spec: str = ""
     """Lines of the spec; empty if the change is not in the spec."""
+    set: tuple[str, ...] = dataclasses.field(init=False)
+    """The same as values of `--set`."""
+
+    def __post_init__(self) -> None:
+        fields = _fields(yaml.safe_load(self.spec) or {})
+        object.__setattr__(self, "set", tuple(f"{path}={value}" for path, value in fields))
 
     @property
     def line(self) -> str:
         """The change in one line, with the fields to set as options of a command."""
-        options = [f"--set {path}={value}" for path, value in _fields(yaml.safe_load(self.spec) or {})]
-        return " ".join([self.text, *options])
+        return " ".join([self.text, *(f"--set {shlex.quote(value)}" for value in self.set)])
 
 
 @dataclass(frozen=True)
 class Verdict:
     """One finding about a run."""
 
-    name: str
-    """Stable name, such as `entropy-collapse`."""
+    name: Name
     level: Level
     title: str
     summary: str
@@ -101,9 +137,9 @@ def _fields(node: Mapping[str, Any], below: str = "") -> Iterator[tuple[str, str
 
 
 def _option(value: object) -> str:
-    """A value as a shell passes it on: quoted if it holds more than a word."""
+    """A value as YAML in one line."""
     text = yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("\n...\n").strip()
-    return shlex.quote(text)
+    return text
 
 
 def _shown(value: object) -> str:

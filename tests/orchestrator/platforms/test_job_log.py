@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from troupe.orchestrator.platforms.ray_jobs import RunProgress, run_progress
+from ray.dashboard.modules.job.common import JobStatus
+
+from troupe.orchestrator.platforms.ray_jobs import JobState, RunProgress, run_progress
 
 LOG = """\
 INFO job_manager.py:568 -- Runtime env is setting up.
@@ -39,3 +41,9 @@ def test_before_the_first_step_nothing_is_known_but_the_workers() -> None:
 def test_after_the_last_step_no_time_is_left() -> None:
     found = run_progress("step 4/4  loss 0.25  update s 1.3\nsteps  4\n")
     assert (found.step, found.steps, found.reward, found.left) == (4, 4, None, None)
+
+
+def test_a_job_that_has_ended_takes_no_more_time() -> None:
+    found = run_progress(LOG).ended()
+    assert found.left is None and found.line.endswith("no sample has an advantage") and found.step == 2
+    assert all(JobState("job", "", str(state.value), 1.0, "").has_ended is state.is_terminal() for state in JobStatus)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
+import troupe
 from tests.conftest import ROOT
+from troupe.orchestrator.cli import app
 from troupe.orchestrator.errors import UsageError
+from troupe.orchestrator.model_facts.model_size import read_size
 from troupe.orchestrator.spec import examples
 from troupe.orchestrator.spec.derived.paths import path_fields
 from troupe.orchestrator.spec.load import plan_runs, read_document
@@ -78,3 +83,21 @@ def test_the_folder_of_the_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert examples.models_folder() == Path.home() / ".cache" / "troupe" / "models"
     monkeypatch.setenv(examples.MODELS_VARIABLE, "here")
     assert examples.models_folder() == tmp_path / "here"
+
+
+def test_a_plan_creates_no_model_and_is_that_of_the_model(
+    tmp_path: Path, demo_model: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = {"smollm2-135m-instruct": demo_model, "tiny-llama": tiny_model}
+    for name, folder in folders.items():
+        shipped = json.loads((examples.MODEL_CONFIGS / name / "config.json").read_text())
+        made = json.loads((folder / "config.json").read_text())
+        assert shipped.items() <= made.items(), name
+        assert read_size(examples.MODEL_CONFIGS / name).parameters == read_size(folder).parameters
+    before = CliRunner().invoke(app, ["plan", "examples:tiny-three-stage", "--cluster", "1x0", "--json"])
+    assert before.exit_code == 0, before.output
+    assert troupe.plan("examples:laptop-grpo", cluster="1x0").memory.workers
+    assert not examples.models_folder().exists()
+    monkeypatch.setenv(examples.MODELS_VARIABLE, str(tiny_model.parent))
+    after = CliRunner().invoke(app, ["plan", "examples:tiny-three-stage", "--cluster", "1x0", "--json"])
+    assert json.loads(after.stdout) == json.loads(before.stdout)

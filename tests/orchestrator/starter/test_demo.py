@@ -84,7 +84,7 @@ def test_a_model_that_cannot_be_created_is_one_message(models: Path, monkeypatch
         raise demo.DemoModelError("no weights; install them")
 
     monkeypatch.setattr(demo, "make_models", fail)
-    for command in (["run", "examples:tiny-grpo"], ["plan", "examples:tiny-grpo"], ["demo", "--prepare"]):
+    for command in (["run", "examples:tiny-grpo"], ["demo", "--prepare"]):
         result = CliRunner().invoke(app, command)
         assert str(result.exception) == "no weights; install them"
 

@@ -17,6 +17,7 @@ from troupe.orchestrator.starter import command, difficulty
 from troupe.orchestrator.starter.choices import Choices, Difficulty
 from troupe.orchestrator.starter.command import text_of, with_difficulty
 from troupe.orchestrator.starter.difficulty import best_level, has_levels, task_levels, trained_tasks, why_not_tried
+from troupe.workers.isolation.probe import ProbeTimeout
 
 
 def test_levels_follow_the_curriculum_from_the_easiest() -> None:
@@ -110,3 +111,19 @@ def test_a_difficulty_that_is_not_tried_is_said_and_written(
     assert said == ["difficulty: not tried: the machine has no GPU"]
     text = text_of(choices, tmp_path / "run.yaml")
     assert "# Difficulty: that of the task, not tried: the machine has no GPU.\n" in text
+
+
+@pytest.mark.parametrize("sampled", [[], [[0, 3, 8, 8, 8, 8, 8, 8]]])
+def test_a_slow_trial_ends_and_what_was_sampled_decides(
+    sampled: list[list[int]], tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow(entry: str, request: object, timeout_s: float) -> list[object]:
+        raise ProbeTimeout(f"did not end within {timeout_s:g} s", list(sampled))
+
+    monkeypatch.setattr(difficulty, "ask", slow)
+    said: list[str] = []
+    choices = with_difficulty(Choices(str(tiny_model), "reasoning_gym:chain_sum", cpus=2), said.append)
+    assert "at most 4 minutes" in said[0]
+    assert (choices.difficulty is None) is (not sampled)
+    assert ("51 of 64" in said[1]) if sampled else ("not tried: the model did not sample 64 responses" in said[1])
+    assert text_of(choices, tmp_path / "run.yaml")

@@ -121,5 +121,6 @@ window.addEventListener(
   }),
 );
 window.addEventListener('beforeprint', () => {
+  for (const folded of document.querySelectorAll('#verdicts details')) folded.open = true;
   for (const node of lazy.keys()) drawLazy(node);
 });

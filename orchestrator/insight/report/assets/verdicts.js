@@ -1,14 +1,18 @@
 // What is wrong with each run.
 
+const FOLDED = 4; // From so many runs on, the verdicts of each are folded.
 const LEVELS = { problem: 'Problem', warning: 'Warning', note: 'Note' };
 
 function verdictSection(app) {
   const many = app.data.runs.length > 1;
-  const parts = app.data.runs.map((run, number) => [
-    many ? el('h3', { class: 'run-title' }, el('i', { class: 'key', style: { background: runColor(number) } }), run.label) : null,
-    run.verdicts.length ? null : healthBanner(run),
-    ...run.verdicts.map((verdict) => verdictCard(app, number, verdict)),
-  ]);
+  const parts = app.data.runs.map((run, number) => {
+    const cards = run.verdicts.map((verdict) => verdictCard(app, number, verdict));
+    if (!many) return [run.verdicts.length ? null : healthBanner(run), ...cards];
+    const title = [el('i', { class: 'key', style: { background: runColor(number) } }), ` ${run.label}`];
+    if (!cards.length) return [el('h3', { class: 'run-title' }, title), healthBanner(run)];
+    const open = app.data.runs.length < FOLDED;
+    return [el('details', { class: 'group', open }, el('summary', {}, title, el('span', { class: 'count', text: run.verdicts.map((verdict) => verdict.title).join('; ') })), cards)];
+  });
   return section('verdicts', 'Verdicts', null, ...parts.flat());
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,19 @@ def test_the_text_says_what_to_change_and_which_point_is_fastest() -> None:
     assert "    roles.rollout.max_num_seqs: 64" in lines and "    roles.rollout.kv_cache_gib: 0.2" in lines
     assert any(line.startswith("workers 4, max_num_seqs 64: not measured: ") for line in lines)
     assert lines[-3:] == ["fastest: 1280 tokens/s with", f"    {WORKERS}: 2", f"    {SEQS}: 64"]
+
+
+def test_points_whose_batches_overlap_are_equals_and_a_length_is_no_setting() -> None:
+    first, second = (result({WORKERS: workers}) for workers in (1, 2))
+    assert first.measures is not None and second.measures is not None
+    rate = first.measures.tokens_per_s
+    first = replace(first, measures=replace(first.measures, slowest_batch=0.9 * rate, fastest_batch=1.1 * rate))
+    second = replace(second, measures=replace(second.measures, tokens_per_s=0.95 * rate, fastest_batch=rate))
+    assert list(advice([first, second], 2))[-1] == "    no slower, as far as its batches show: workers 2"
+    slower = replace(second.measures, tokens_per_s=0.8 * rate, fastest_batch=0.85 * rate)
+    assert "no slower" not in list(advice([first, replace(second, measures=slower)], 2))[-1]
+    lengths = [result({"sampling.max_tokens": tokens}) for tokens in (16, 32)]
+    assert not any(line.startswith("fastest") for line in advice(lengths, 2))
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install chromium")

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import shlex
+
+import jsonschema
 import pytest
 import yaml
+from typer.testing import CliRunner
 
+from troupe.orchestrator.cli import app
+from troupe.orchestrator.commands.options import json_text
 from troupe.orchestrator.insight.verdicts.apply import apply_rules, fits
 from troupe.orchestrator.insight.verdicts.history import History
 from troupe.orchestrator.insight.verdicts.speed import growing_memory
@@ -59,6 +66,17 @@ def test_a_curriculum_is_proposed_where_the_reward_says_what_is_solved(function:
     history = History.of(lines_of("sick-constant-reward"), spec)
     (verdict,) = [one for one in apply_rules(history) if one.name == "no-signal"]
     assert ("data:\n  curriculum: {}" in [remedy.spec for remedy in verdict.remedies]) is offered
+
+
+def test_what_is_printed_for_programs_follows_the_published_schema() -> None:
+    found = {case.name: apply_rules(case.history()) for case in CASES[:6]}
+    printed = json.loads(json_text(found))
+    schema = json.loads(CliRunner().invoke(app, ["schema", "report"]).stdout)
+    jsonschema.validate(printed, schema)
+    assert jsonschema.Draft202012Validator(schema).is_valid({"run": [{}]}) is False
+    for remedy in (remedy for verdicts in found.values() for verdict in verdicts for remedy in verdict.remedies):
+        assert all(f"--set {shlex.quote(value)}" in remedy.line for value in remedy.set)
+        assert bool(remedy.set) is bool(remedy.spec)
 
 
 def test_memory_that_flattens_is_no_leak_at_any_step() -> None:

@@ -1,0 +1,50 @@
+"""What `make release` writes: both distributions with valid metadata, bills of materials, and checksums."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from deploy.install import install, release
+
+
+def test_a_release_has_everything_and_its_sums_are_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["release", str(tmp_path / "dist")])
+    monkeypatch.setenv("TRIAL", "1")
+    release.main()
+    files = {path.name: path for path in (tmp_path / "dist").iterdir()}
+    sums = dict(reversed(line.split("  ")) for line in files.pop("SHA256SUMS").read_text().splitlines())
+    assert sums == {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()}
+    assert "nothing was uploaded" in capsys.readouterr().out
+    wheel, source = (next(path for name, path in files.items() if name.endswith(end)) for end in (".whl", ".tar.gz"))
+    held = zipfile.ZipFile(wheel).namelist()
+    for part in ("skills/repair-a-spec/SKILL.md", "recipes/gsm8k/spec.yaml", "recipes/gsm8k/rows.jsonl"):
+        assert f"troupe/deploy/{part}" in held
+    assert "troupe/deploy/specs/models/tiny-llama/config.json" in held and "troupe/py.typed" in held
+    with tarfile.open(source) as archive:
+        inside = archive.getnames()
+    assert any(name.endswith("/troupe/orchestrator/cli.py") for name in inside)
+    bill = json.loads(next(path for name, path in files.items() if name.endswith("cpu.cdx.json")).read_text())
+    pins = install.pins(install.CPU.lock)
+    assert pins.items() <= {one["name"]: one["version"] for one in bill["components"]}.items()
+    with pytest.raises(SystemExit, match="is not empty"):
+        release.main()
+
+
+def test_a_version_that_the_changelog_does_not_name_is_not_released(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["release", str(tmp_path)])
+    monkeypatch.delenv("TRIAL", raising=False)
+    monkeypatch.setattr(release, "build", lambda target: (target / "a.whl", target / "a.tar.gz"))
+    monkeypatch.setattr(release, "metadata_of", lambda file: type("Found", (), {"version": "99.0"}))
+    with pytest.raises(SystemExit, match=r"no section \[99.0\]"):
+        release.main()

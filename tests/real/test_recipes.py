@@ -1,0 +1,72 @@
+"""The first steps of the recipes: a tiny model, on rows in the layout of each recipe's data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.deploy.test_recipes import local
+from tests.real.commands import run_troupe
+from troupe.orchestrator.spec.examples import RECIPES
+
+pytestmark = [pytest.mark.real, pytest.mark.long]
+
+TRAINER = {"workers": 1, "cpus": 0.5, "gpus": 0, "threads": 1, "zero_stage": 1, "micro_batch_tokens": 4096}
+SMALL: dict[str, dict[str, Any]] = {
+    "rollout": {"workers": 1, "cpus": 0.5, "threads": 1, "max_num_seqs": 16, "max_model_len": 512, "kv_cache_gib": 0.1},
+    "policy": TRAINER,
+    "critic": TRAINER | {"warmup_steps": 0},
+    "reward": {"workers": 1, "cpus": 0.25, "gpus": 0},
+    "environment": {"cpus": 0.25, "episodes": 16},
+}
+"""What a role of a recipe has on two cores."""
+
+
+def small(section: dict[str, Any], model: Path) -> dict[str, Any]:
+    """A spec, or a stage of one, as two cores can run it for two steps."""
+    for name, role in section["roles"].items():
+        role |= SMALL.get(name, {})
+        if name == "critic" or "model" in role:
+            role["model"]["dtype"] = "float32"
+        for field in ("offload_optimizer", "gradient_checkpointing", "tensor_parallel_size", "warmup_updates"):
+            role.pop(field, None)
+        if name == "rollout":
+            role |= {"gpus": 0, "enforce_eager": True}
+    if "model" in section and not str(section["model"]["path"]).startswith("stage:"):
+        section["model"] = {"path": str(model), "dtype": "float32"}
+    batch = "prompts_per_step" if "sampling" in section else "examples_per_step"
+    section["schedule"] = {"steps": 2, batch: 4}
+    section["checkpoint"] = {"every_steps": 0, "keep": 1}
+    if "evaluation" in section:
+        section["evaluation"] = {"every_steps": 0, "at_end": True}
+    if "sampling" in section:
+        section["sampling"] |= {"max_tokens": 8}
+        section["algorithm"] |= {"group_size": 2} if section["algorithm"]["name"] != "ppo" else {}
+    return section
+
+
+@pytest.mark.parametrize("name", ["gsm8k-calculator", "dapo-math", "mbpp", "hh-rlhf", "ultrafeedback-dpo"])
+def test_the_first_steps_of_a_recipe(name: str, tiny_model: Path, tmp_path: Path) -> None:
+    spec = local(RECIPES + name)
+    if "stages" in spec:
+        base = {key: spec.pop(key) for key in ("model", "roles", "checkpoint")}
+        for stage in spec["stages"].values():
+            stage["roles"]["policy"] = base["roles"]["policy"] | stage["roles"].get("policy", {})
+            small(stage, tiny_model)
+            del stage["checkpoint"]
+        spec |= {"model": {"path": str(tiny_model), "dtype": "float32"}, "checkpoint": {"every_steps": 0, "keep": 1}}
+    else:
+        small(spec, tiny_model)
+        if name == "dapo-math":
+            del spec["algorithm"]["dynamic_sampling_on"]  # a random model solves nothing
+            spec["algorithm"]["name"] = "grpo"
+            spec["roles"]["reward"]["functions"][1]["args"] = {"limit": 8, "buffer": 4}
+    file = tmp_path / "recipe.yaml"
+    file.write_text(yaml.safe_dump(spec, sort_keys=False))
+    run_troupe(tmp_path, "run", str(file), "--set", f"output.folder={tmp_path}/runs")
+    runs = sorted((tmp_path / "runs").rglob("metrics.jsonl"))
+    assert len(runs) == len(spec.get("stages", [1]))
+    assert all(len(run.read_text().splitlines()) >= 2 for run in runs)
