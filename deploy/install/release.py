@@ -16,6 +16,7 @@ import tarfile
 import tempfile
 import zipfile
 from pathlib import Path
+from typing import Any
 
 from packaging.metadata import Metadata
 
@@ -43,7 +44,7 @@ def build(target: Path) -> tuple[Path, Path]:
     return target / wheel, target / source
 
 
-def bill_of_materials(lock: Path, version: str) -> dict[str, object]:
+def bill_of_materials(lock: Path, version: str) -> dict[str, Any]:
     """The packages of a lock as a CycloneDX document."""
     pins = [found for line in lock.read_text().splitlines() if (found := PIN.match(line))]
     components = [

@@ -159,7 +159,9 @@ def doctor(
 def schema(
     of: Annotated[
         Literal["spec", "error", "report"],
-        typer.Argument(help="spec: a spec; error, report: what --json prints of an error, or of verdicts."),
+        typer.Argument(
+            metavar="[KIND]", help="spec: a spec; error, report: what --json prints of an error, or of verdicts."
+        ),
     ] = "spec",
 ) -> None:
     """Print the JSON Schema of a spec, of errors or of verdicts."""

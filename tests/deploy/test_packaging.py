@@ -375,7 +375,9 @@ def test_the_wheel_holds_one_package_with_the_examples_and_nothing_else(tmp_path
     assert tops == {"troupe", f"troupe_rl-{PROJECT['version']}.dist-info"}
     files = {path for top in ("orchestrator", "workers") for path in (ROOT / top).rglob("*.py")}
     files |= {path for kind in ("*.j2", "*.sh") for path in (ROOT / "orchestrator" / "platforms").rglob(kind)}
-    files |= {path for name in ("specs", "examples") for path in (ROOT / "deploy" / name).rglob("*.*")}
+    files |= {
+        path for name in ("specs", "examples", "skills", "recipes") for path in (ROOT / "deploy" / name).rglob("*.*")
+    }
     assets = {*(ROOT / "orchestrator" / "insight" / "report" / "assets").iterdir()}
     assets |= {ROOT / "orchestrator" / "algorithms" / "advice.yaml", ROOT / "orchestrator" / "spec" / "migration.yaml"}
     assets.add(ROOT / "orchestrator" / "telemetry" / "metrics.yaml")

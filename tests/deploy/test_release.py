@@ -21,7 +21,8 @@ def test_a_release_has_everything_and_its_sums_are_right(
     monkeypatch.setenv("TRIAL", "1")
     release.main()
     files = {path.name: path for path in (tmp_path / "dist").iterdir()}
-    sums = dict(reversed(line.split("  ")) for line in files.pop("SHA256SUMS").read_text().splitlines())
+    lines = [line.split("  ") for line in files.pop("SHA256SUMS").read_text().splitlines()]
+    sums = {name: digest for digest, name in lines}
     assert sums == {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()}
     assert "nothing was uploaded" in capsys.readouterr().out
     wheel, source = (next(path for name, path in files.items() if name.endswith(end)) for end in (".whl", ".tar.gz"))

@@ -112,7 +112,7 @@ def test_a_bad_spec_is_repaired_by_the_skill(
         value = document["roles"].pop("rollout")
     section[last] = value
     (validate,) = commands("repair-a-spec")
-    spec, found = tmp_path / "spec.yaml", list[str]()
+    spec, found, code, said = tmp_path / "spec.yaml", list[str](), -1, None
     for _ in range(4):
         spec.write_text(yaml.safe_dump(document))
         code, said = answer(validate, capsys, SPEC=spec)

@@ -63,9 +63,9 @@ class TokenTexts:
         if not wanted or time.monotonic() < self._ask_at:
             return
         try:
-            texts = ask(
-                "troupe.workers.data.tokenizer_probe:decode", {"model": self.model, "ids": wanted}, _TIMEOUT_S
-            )[0]
+            texts = ask("troupe.workers.data.tokenizer_probe:decode", {"model": self.model, "ids": wanted}, _TIMEOUT_S)[
+                0
+            ]
         except (ProbeFailed, IndexError, OSError) as error:
             self.problem = getattr(error, "raised", "") or str(error)
             self._ask_at = time.monotonic() + self._retry_s

@@ -75,6 +75,7 @@ def test_points_whose_batches_overlap_are_equals_and_a_length_is_no_setting() ->
     first = replace(first, measures=replace(first.measures, slowest_batch=0.9 * rate, fastest_batch=1.1 * rate))
     second = replace(second, measures=replace(second.measures, tokens_per_s=0.95 * rate, fastest_batch=rate))
     assert list(advice([first, second], 2))[-1] == "    no slower, as far as its batches show: workers 2"
+    assert second.measures is not None
     slower = replace(second.measures, tokens_per_s=0.8 * rate, fastest_batch=0.85 * rate)
     assert "no slower" not in list(advice([first, replace(second, measures=slower)], 2))[-1]
     lengths = [result({"sampling.max_tokens": tokens}) for tokens in (16, 32)]
