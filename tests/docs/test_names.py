@@ -19,7 +19,7 @@ from troupe.orchestrator.spec.offline import OfflineSpec
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.telemetry.metric_reference import metric_named, metric_sections
 
-OTHERS = {ROOT / "docs" / "guides" / "migration.md", ROOT / "CHANGELOG.md"}
+OTHERS = {ROOT / "docs" / "guides" / "migration.md", ROOT / "docs" / "project" / "upgrade.md", ROOT / "CHANGELOG.md"}
 """Pages with names of other frameworks, and of earlier versions."""
 GENERATED = set((ROOT / "docs" / "reference").glob("*.md")) - {ROOT / "docs" / "reference" / "glossary.md"}
 PAGES = sorted({*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")} - OTHERS - GENERATED)

@@ -82,7 +82,7 @@ def test_the_list_says_what_the_command_says(name: str) -> None:
 def test_the_group_of_commands_holds_each_with_its_parameters() -> None:
     group: Any = typer.main.get_command(app)
     assert list(group.commands) == [*COMMANDS]
-    assert {parameter.name for parameter in group.commands["schema"].params} <= {"help"}
+    assert {parameter.name for parameter in group.commands["schema"].params} <= {"help", "of"}
     assert "dry_run" in {parameter.name for parameter in group.commands["apply"].params}
     assert list(group.commands["env"].commands) == ["check"]
 

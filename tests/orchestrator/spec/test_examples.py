@@ -33,10 +33,12 @@ def another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_spec_is_an_example_with_a_summary() -> None:
     known = examples.examples()
-    assert set(known) == {str(path.relative_to(SPECS).with_suffix("")) for path in SPECS.rglob("*.yaml")}
+    recipes = [name for name in known if name.startswith(examples.RECIPES)]
+    assert set(known) - {*recipes} == {str(path.relative_to(SPECS).with_suffix("")) for path in SPECS.rglob("*.yaml")}
+    assert [*known][-len(recipes) :] == recipes and all(examples.example_file(name).is_file() for name in known)
     assert all(known.values())
     assert known["tiny-grpo"].startswith("GRPO on a random two-layer model")
-    assert next(iter(known)) == "laptop-agent" and list(known)[-1].startswith("algorithms/")
+    assert next(iter(known)) == "laptop-agent" and [*known][-len(recipes) - 1].startswith("algorithms/")
 
 
 @pytest.mark.parametrize("name", sorted(examples.examples()))
