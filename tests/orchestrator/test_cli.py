@@ -421,7 +421,7 @@ def test_a_folder_of_runs_names_them(tmp_path: Path) -> None:
 
 def test_log_lines_name_other_libraries_only() -> None:
     shown = _Plain().format
-    record = logging.LogRecord("troupe.orchestrator.runs.session", logging.WARNING, "", 1, "stopping: %s", ("saving",), None)
+    record = logging.LogRecord("troupe.orchestrator.cli", logging.WARNING, "", 1, "stopping: %s", ("saving",), None)
     assert shown(record) == "WARNING stopping: saving"
     record.name = "ray.worker"
     assert shown(record) == "WARNING ray.worker: stopping: saving"
