@@ -16,6 +16,7 @@ from troupe.orchestrator.model_facts.families import undivided
 from troupe.orchestrator.model_facts.model_size import ModelSize, SizeUnknown, config_or_empty, read_size
 from troupe.orchestrator.plan.placement import GPU_GIB, Node
 from troupe.orchestrator.plan.plan import Plan, described_nodes, plan_stages
+from troupe.orchestrator.spec.chain import PlannedRun
 from troupe.orchestrator.spec.checks.models import ATTENTION, has_experts, has_latent_attention
 from troupe.orchestrator.spec.errors import Place, Source, SpecError
 from troupe.orchestrator.spec.load import plan_runs
@@ -67,6 +68,9 @@ def fitting_document(choices: Choices, data: Data) -> tuple[dict[str, Any], Plan
         UsageError: There are too few GPUs for the algorithm's roles.
         SpecError: The choices name something that does not exist, or is not valid.
     """
+    first = next(candidates(choices, longest(choices, data)), None)
+    if first is not None:  # what the machine lacks is asked once, not of every candidate
+        _check(_document(choices, data, first[0]))
     settings, found = _best(choices, data)
     if settings is None or found is None:
         raise UsageError(f"--gpus: {choices.algorithm} needs at least 2 GPUs: policy and critic have one each")
@@ -77,6 +81,7 @@ def fitting_document(choices: Choices, data: Data) -> tuple[dict[str, Any], Plan
     # Few sequences grow to the full length, so a cache serves twice as many as it holds at that length.
     at_once = min(settings.max_num_seqs, max(8, 1 << (2 * held).bit_length() - 1))
     document = _document(choices, data, replace(settings, max_num_seqs=at_once))
+    _check(document)
     return document, _plan(document, choices)
 
 
@@ -249,11 +254,18 @@ def _layouts(choices: Choices, critic: bool) -> Iterator[Sizing]:
 
 
 def _plan(document: dict[str, Any], choices: Choices) -> Plan:
-    """The plan of a document. Raises SpecError for anything but memory and places."""
-    runs = plan_runs(Document(document, Source("troupe init", {}, Place("troupe init"))))
-    if problems := [problem for run in runs for problem in run.missing()]:
+    """The plan of a document. Raises SpecError if it is not valid."""
+    return next(plan for _, plan in plan_stages(_read(document), nodes(choices)))
+
+
+def _check(document: dict[str, Any]) -> None:
+    """Raise SpecError for anything but memory and places that keeps a document from running on this machine."""
+    if problems := [problem for run in _read(document) for problem in run.missing()]:
         raise SpecError(problems)
-    return next(plan for _, plan in plan_stages(runs, nodes(choices)))
+
+
+def _read(document: dict[str, Any]) -> tuple[PlannedRun, ...]:
+    return plan_runs(Document(document, Source("troupe init", {}, Place("troupe init"))))
 
 
 def _document(choices: Choices, data: Data, settings: Sizing) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -34,7 +35,8 @@ _WATCH_S = 0.2
 """Interval at which a waiting receiver checks for members that have left."""
 _ABORT_S = 5.0
 """Longest wait for a communicator to be freed. Within a node, NCCL may wait until every member frees its own."""
-_LEFT = "left"
+_HERE, _ALL_HERE, _LEFT = "here", "all here", "left"
+"""Keys of the store: how many have come, that all have, and one that has left."""
 _PATIENCE = timedelta(minutes=30)
 """Timeout of the library, beyond ours."""
 _NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
@@ -83,13 +85,16 @@ class TransferGroup:
         self._bound_s = bound_s
         self._rank = rank
         self._store = store
-        store.set(f"here/{rank}", "1")
-        self._until(lambda: store.check([f"here/{other}" for other in range(size)]), "not every member has joined")
-        self._group: Any = _group(store, rank, size, device)
-        greeting = torch.full((1,), _GREETING if rank == 0 else 0, dtype=torch.int64, device=device)
-        self.broadcast(greeting)()
-        if int(greeting.item()) != _GREETING:
-            raise TransferFailed("the first broadcast of the transfer group did not arrive")
+        self._has_left = False
+        self._group: Any = None
+        try:
+            if store.add(_HERE, 1) == size:
+                store.set(_ALL_HERE, "1")
+            self._until(lambda: store.check([_ALL_HERE]), "not every member has joined")
+            self._connect(size, device)
+        except BaseException:
+            self.leave()
+            raise
 
     def broadcast(self, tensor: torch.Tensor) -> Callable[[], None]:
         """Begin to send the tensor (rank 0) or to receive it (the others); returns the wait for its end.
@@ -99,14 +104,43 @@ class TransferGroup:
         if self._group is None:
             raise TransferFailed(f"rank {self._rank} has left the transfer group")
         work = self._group.broadcast(tensor, 0)
+        return lambda: self._wait(work, tensor)
 
-        def wait() -> None:
-            self._until(work.is_completed, "a broadcast did not end")
-            self._step(work.wait, "a broadcast failed")
-            if tensor.is_cuda:
-                torch.cuda.current_stream().synchronize()
+    def _wait(self, work: Any, tensor: torch.Tensor) -> None:
+        self._until(work.is_completed, "a broadcast did not end")
+        self._step(work.wait, "a broadcast failed")
+        if tensor.is_cuda:
+            torch.cuda.current_stream().synchronize()
+            # A broadcast that failed has ended too, and its `wait` raises nothing where errors are ours.
+            if (error := self._step(work.exception, "a broadcast failed")) is not None:
+                raise TransferFailed(f"rank {self._rank}: a broadcast failed: {error}")
 
-        return wait
+    def _connect(self, size: int, device: torch.device) -> None:
+        """Form the library's group, and send a first tensor.
+
+        Gloo's constructor and NCCL's first broadcast wait for every member, in C++ and for as long as the library
+        likes: on a thread, so that a member that dies meanwhile fails the others in time. The thread reads the store on
+        a separate connection: a connection serves one wait after another.
+        """
+        greeting = torch.full((1,), _GREETING if self._rank == 0 else 0, dtype=torch.int64, device=device)
+        connection: Any = self._store  # its type names no `clone`
+        store, made = connection.clone(), Future[tuple[Any, Any]]()
+
+        def form() -> None:
+            try:
+                if device.type == "cuda":
+                    torch.cuda.set_device(device)
+                group = _group(store, self._rank, size, device)
+                made.set_result((group, group.broadcast(greeting, 0)))
+            except BaseException as error:
+                made.set_exception(error)
+
+        threading.Thread(target=form, name="joins a transfer group", daemon=True).start()
+        self._until(made.done, "not every member has connected")
+        self._group, work = self._step(made.result, "the group was not formed")
+        self._wait(work, greeting)
+        if int(greeting.item()) != _GREETING:
+            raise TransferFailed("the first broadcast of the transfer group did not arrive")
 
     def leave(self) -> None:
         """Leave the group and free its connections. Members that still wait for this one fail.
@@ -116,10 +150,13 @@ class TransferGroup:
         lost does not let end; the next garbage collection would wait for it on any other thread.
         """
         held, self._group = [self._group], None
-        if held[0] is None:
+        if self._has_left:
             return
+        self._has_left = True
         with suppress(RuntimeError):  # the sender is gone, and its store with it
             self._store.set(_LEFT, str(self._rank))
+        if held[0] is None:
+            return
         aborted = threading.Event()
 
         def free() -> None:

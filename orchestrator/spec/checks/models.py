@@ -202,6 +202,8 @@ def quantized(models: Mapping[str, ModelConfig]) -> Iterator[Finding]:
         method = quantization(config_or_empty(Path(model.path)))
         if method and section != _JUDGE:
             why = "only a judge uses quantized weights; name the model that they were made from"
+            if method == "fp8":
+                why += ", or one that was made from them in bfloat16 where they are all that is published (DeepSeek-V3)"
             yield f"{section}.path", f"its weights are quantized ({method}): {why}"
 
 

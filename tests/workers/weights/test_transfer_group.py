@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -157,3 +158,89 @@ class Absent:
 def test_the_sender_does_not_wait_for_an_engine_that_fails_to_join() -> None:
     with pytest.raises(ConnectionError, match="rollout-0 is gone"):
         device_sender("gloo", cast("EngineLink", Absent()), [("a", torch.float32, (2,))], 0, torch.device("cpu"))
+
+
+def test_a_member_that_dies_while_the_group_is_formed_is_not_waited_for() -> None:
+    """It has come, and never connects: gloo's constructor waits for two minutes, NCCL's first broadcast for good."""
+    store = open_store(ADDRESS)
+    store.add("here", 1)
+    began, failures = time.monotonic(), list[BaseException]()
+
+    def lost() -> None:
+        if time.monotonic() - began > 1:
+            _engine_lost()
+
+    def receive() -> None:
+        try:
+            TransferGroup(connect_store(ADDRESS, store.port), 1, 3, torch.device("cpu"))
+        except TransferFailed as error:
+            failures.append(error)
+
+    receiver = threading.Thread(target=receive, daemon=True)
+    receiver.start()
+    with pytest.raises(ConnectionError, match="the engine is gone"):
+        TransferGroup(store, 0, 3, torch.device("cpu"), check=lost)
+    receiver.join(20)
+    assert time.monotonic() - began < 20
+    assert [str(error) for error in failures] == ["rank 1: the sender has left"]
+
+
+class CountedStore:
+    """A store whose members are threads, with the number of keys that they name."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, int] = {}
+        self.lock = threading.Lock()
+        self.most = 0
+
+    def add(self, key: str, amount: int) -> int:
+        """The sum."""
+        with self.lock:
+            self.values[key] = self.values.get(key, 0) + amount
+            return self.values[key]
+
+    def set(self, key: str, _value: str) -> None:
+        """Is there."""
+        self.values[key] = 1
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all are there."""
+        self.most = max(self.most, len(keys))
+        return all(key in self.values for key in keys)
+
+    def clone(self) -> CountedStore:
+        """Another connection."""
+        return self
+
+
+def test_joining_names_as_many_keys_for_many_members_as_for_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer_group, "_group", lambda *_: SilentGroup())
+    store, joined = CountedStore(), list[TransferGroup]()
+
+    def join(rank: int) -> None:
+        joined.append(TransferGroup(cast(Any, store), rank, 24, torch.device("cpu")))
+
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(24)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (len(joined), store.values, store.most) == (24, {"here": 24, "all here": 1}, 1)
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_broadcast_that_failed_on_a_gpu_is_named_as_one(raises: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its work has ended and its wait is silent; the weights' digest would be blamed."""
+    monkeypatch.setattr(transfer_group, "_group", lambda *_: SilentGroup())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(synchronize=lambda: None))
+    group = TransferGroup(open_store(ADDRESS), 0, 1, torch.device("cpu"))
+    error = RuntimeError("NCCL error: remote process exited")
+
+    def exception() -> RuntimeError:
+        if raises:
+            raise error
+        return error
+
+    work = SimpleNamespace(is_completed=lambda: True, wait=lambda: None, exception=exception)
+    with pytest.raises(TransferFailed, match="a broadcast failed: NCCL error: remote process exited"):
+        group._wait(work, cast(Any, SimpleNamespace(is_cuda=True)))
