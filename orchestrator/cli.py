@@ -130,7 +130,7 @@ _START = {
     "skill": Entry(
         "skills:skill", "Print, list or copy the skills: how an agent starts, reads, repairs and tunes a run."
     ),
-    "env": Entry("check:env_app", "Check environments."),
+    "env": Entry("check:env_app", "Check environments, install their packages, write their tasks as rows."),
     "schema": Entry("check:schema", "Print the JSON Schema of a spec, of errors or of verdicts."),
 }
 _TRAIN = {

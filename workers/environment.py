@@ -12,6 +12,7 @@ from troupe.workers.agents.interface import EnvironmentProcesses, EpisodeProcess
 from troupe.workers.contract.config import EnvironmentConfig, ModelConfig
 from troupe.workers.contract.environments import EnvironmentGone, EpisodeReply, Message, Row
 from troupe.workers.contract.messages import Peak, WorkerGone, WorkerHealth
+from troupe.workers.isolation.interpreters import interpreter_of
 from troupe.workers.rewards.thoughts import environment_with_opened_thoughts
 from troupe.workers.telemetry.peak_memory import FamilyPeak
 
@@ -36,12 +37,13 @@ class EnvironmentWorker:
                 need to know that.
 
         Raises:
-            OSError, ValueError: the policy's tokenizer cannot be loaded.
+            OSError, ValueError: the policy's tokenizer cannot be loaded, or there is no such interpreter.
         """
         self._config = config
         self._name = name
         args = environment_with_opened_thoughts(config, policy).args
-        self._processes = EnvironmentProcesses(config.name, args, config.memory_limit_mib, config.env)
+        python = interpreter_of(config.name, config.python)
+        self._processes = EnvironmentProcesses(config.name, args, config.memory_limit_mib, config.env, python)
         self._free: list[EpisodeProcess] = []
         self._taken: dict[str, EpisodeProcess] = {}
         self._family = FamilyPeak()

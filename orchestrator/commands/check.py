@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-import yaml
 
 from troupe.orchestrator.commands.options import (
     FAILURE,
@@ -22,6 +21,7 @@ from troupe.orchestrator.commands.options import (
     SpecArgument,
     echo_json,
     exit_with,
+    read_mapping,
 )
 from troupe.orchestrator.commands.runs import read_data
 from troupe.orchestrator.errors import UsageError
@@ -41,7 +41,9 @@ if TYPE_CHECKING:
     from troupe.orchestrator.spec.rollout import RolloutSpec
     from troupe.workers.contract.config import EnvironmentConfig, ModelConfig
 
-env_app = typer.Typer(no_args_is_help=True, help="Check environments.")
+env_app = typer.Typer(
+    no_args_is_help=True, help="Check environments, install their packages, write their tasks as rows."
+)
 _START_S = 120.0
 
 
@@ -250,13 +252,7 @@ def _custom_algorithm(name: str, args: str, check: bool, as_json: bool) -> None:
     from troupe.workers.contract.config import CustomConfig
 
     try:
-        values = yaml.safe_load(args)
-    except (yaml.YAMLError, ValueError, RecursionError):
-        values = None
-    if not isinstance(values, dict):
-        raise UsageError(f"--args: expected a YAML mapping, as in '{{beta: 0.1}}', got {args[:60]!r}")
-    try:
-        config = CustomConfig(name=name, args=values)
+        config = CustomConfig(name=name, args=read_mapping(args, "{beta: 0.1}"))
         row = custom_row(config)
     except ValueError as error:
         raise UsageError(" ".join(str(error).split())) from None
@@ -299,6 +295,41 @@ def check(
         raise UsageError(f"{spec}: there is no roles.environment to check")
     if as_json:
         echo_json([{name: value for name, value in episode.items() if name != "lines"} for episode in played])
+
+
+@env_app.command()
+def install(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Built-in environment: verifiers, gymnasium, ...")],
+    with_: Annotated[
+        list[str], typer.Option("--with", metavar="PACKAGE", help="A package besides, such as your own environment.")
+    ] = [],  # noqa: B006
+) -> None:
+    """Make the virtual environment of a built-in environment, from a lock; done before, it takes no time.
+
+    `roles.environment.python` names another one.
+    """
+    from troupe.orchestrator.starter.environments import install
+
+    install(name, with_, typer.echo)
+
+
+@env_app.command()
+def rows(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="An environment that has tasks of its own.")],
+    args: Annotated[str, typer.Option(help="Its arguments: a YAML mapping, such as '{taskset: glossary}'.")] = "{}",
+    output: Annotated[Path, typer.Option("--output", "-o", help="File to write.")] = Path("rows.jsonl"),
+    limit: Annotated[int, typer.Option(min=1, help="Most rows.")] = 1000,
+    python: Annotated[str | None, typer.Option(help="Its interpreter, as in roles.environment.python.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
+) -> None:
+    """Write the tasks of an environment as rows of data, each with its index or seed."""
+    from troupe.orchestrator.starter.environments import own_rows
+
+    if output.exists() and not force:
+        raise UsageError(f"{output} exists; --force overwrites it, --output names another file")
+    found = own_rows(name, read_mapping(args, "{taskset: glossary}"), limit, python)
+    output.write_text("".join(json.dumps(row) + "\n" for row in found))
+    typer.echo(f"wrote {output}: {len(found)} rows with {', '.join(found[0])}")
 
 
 def _play(spec: RolloutSpec, model: ModelConfig, say: list[str], episodes: int) -> list[dict[str, Any]]:

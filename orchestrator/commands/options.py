@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
+import yaml
 
 from troupe.orchestrator.errors import UsageError
 from troupe.workers.contract.text import printable
@@ -115,3 +116,14 @@ def natural_width(table: Table) -> int:
     from rich.console import Console  # `troupe --help` imports this module
 
     return Console(width=UNBOUNDED).measure(table).maximum
+
+
+def read_mapping(args: str, example: str) -> dict[str, Any]:
+    """The mapping that `--args` is. Raises UsageError if it is none."""
+    try:
+        values = yaml.safe_load(args)
+    except (yaml.YAMLError, ValueError, RecursionError):
+        values = None
+    if not isinstance(values, dict):
+        raise UsageError(f"--args: expected a YAML mapping, as in '{example}', got {args[:60]!r}")
+    return values

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from troupe.orchestrator.commands.options import USER_ERROR, SetOption, disk_folder, echo_json, exit_with
+from troupe.orchestrator.commands.options import (
+    USER_ERROR,
+    SetOption,
+    disk_folder,
+    echo_json,
+    exit_with,
+    read_mapping,
+)
 from troupe.orchestrator.commands.runs import create_models, ready
 from troupe.orchestrator.commands.train import train
 from troupe.orchestrator.spec.examples import MODELS_VARIABLE, RECIPES, examples, models_folder
@@ -74,6 +82,9 @@ def init(
         str | None,
         typer.Option(metavar="NAME", help="Episodes of several turns: a built-in environment or package.module:Class."),
     ] = None,
+    args: Annotated[
+        str | None, typer.Option(help="Arguments of the environment: a YAML mapping, such as '{taskset: glossary}'.")
+    ] = None,
     gpus: Annotated[int | None, typer.Option(min=0, help="GPUs of the machine (default: those it has).")] = None,
     gpu_type: Annotated[str | None, typer.Option(help="Their type, such as H100 (default: as detected).")] = None,
     steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 100,
@@ -93,6 +104,7 @@ def init(
     ] = False,
 ) -> None:
     """Write a first spec that fits this machine, with a comment for each field; in a terminal, ask what is missing."""
+    from troupe.orchestrator.starter.choices import OWN_TASKS
     from troupe.orchestrator.starter.command import (
         InitFlags,
         complete,
@@ -101,6 +113,7 @@ def init(
         with_difficulty,
         write,
     )
+    from troupe.orchestrator.starter.environments import write_rows
 
     if output.exists() and not force:
         exit_with(f"error: {output} exists; --force overwrites it, --output names another file", USER_ERROR)
@@ -108,13 +121,17 @@ def init(
     def ask(question: str, default: str) -> str:
         return str(typer.prompt(question, default=default or None))
 
-    flags = InitFlags(model, data, algorithm, gpus, gpu_type, name, steps, max_tokens, environment)
+    values = None if args is None else read_mapping(args, "{taskset: glossary}")
+    flags = InitFlags(model, data, algorithm, gpus, gpu_type, name, steps, max_tokens, environment, values)
     if from_ is not None and recipe is not None:
         exit_with("error: --from and --recipe name different specs; give one of them", USER_ERROR)
     copied = from_ if recipe is None else f"{RECIPES}{recipe}"
     if copied is not None:
         text = copy_of(copied, flags, output)
     else:
+        if data is None and environment is not None and environment in OWN_TASKS:
+            flags = replace(flags, data=str(write_rows(environment, values or {}, output, force=force)))
+            typer.echo(f"wrote {flags.data}: the tasks of {environment}")
         choices = complete(flags, ask if sys.stdin.isatty() else None)
         text = text_of(choices if no_trial else with_difficulty(choices, typer.echo), output, typer.echo)
     write(text, output, force)

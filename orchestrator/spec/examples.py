@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from troupe.orchestrator.errors import UsageError, nearest
+from troupe.workers.isolation.interpreters import cache_folder
 
 PREFIX = "examples:"
 MODELS_VARIABLE = "TROUPE_MODELS"
@@ -73,13 +74,6 @@ def models_folder() -> Path:
     if given := os.environ.get(MODELS_VARIABLE):
         return Path(given).expanduser().absolute()
     return cache_folder() / "models"
-
-
-def cache_folder() -> Path:
-    """The folder `troupe` in the user's cache folder (XDG)."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    # By the XDG specification, a relative path is as if it were not set.
-    return (cache if cache.is_absolute() else Path.home() / ".cache") / "troupe"
 
 
 def _summary(text: str) -> str:

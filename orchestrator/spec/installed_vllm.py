@@ -13,9 +13,9 @@ from functools import cache
 from typing import Any
 
 from troupe.orchestrator.errors import Finding, nearest
-from troupe.orchestrator.spec.examples import cache_folder
 from troupe.workers.contract.atomic_file import write_atomic
 from troupe.workers.contract.config import Frozen
+from troupe.workers.isolation.interpreters import cache_folder
 from troupe.workers.isolation.probe import ProbeFailed, ask
 
 logger = logging.getLogger(__name__)

@@ -24,8 +24,15 @@ TURNS = 4
 """Most turns of the policy in an episode."""
 _SCORED = frozenset({"retry", "tools", "single_turn"})
 """Environments that compare with the answer of the data."""
-_CONFIGURED = frozenset({"agent", "openenv", "verifiers"})
+_CONFIGURED = frozenset({"agent", "gymnasium", "openenv", "textarena", "verifiers"})
 """Environments that need arguments from the user."""
+OWN_TASKS: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("gymnasium", "textarena"), ("seed",)),
+    "verifiers": ("index", "task"),
+}
+"""Environments that have tasks themselves, and the columns of the rows that name one."""
+_SLOW = {"turn_timeout_s": 300.0, "episode_timeout_s": 1200.0, "memory_limit_mib": 8192}
+"""Bounds of environments that start programs for an episode."""
 _EPISODES = 64
 """Episodes under way in one worker."""
 
@@ -74,6 +81,8 @@ class Choices:
     """Longest response, or turn of an episode; 0: 64 on the CPU, on GPUs 1024 or 512."""
     environment: str = ""
     """A built-in environment or `package.module:Class`; empty if a sample is one response."""
+    environment_args: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Its arguments."""
     difficulty: Difficulty | None = None
     """Difficulty of a generated task, or None for the task's default settings."""
     not_tried: str = ""
@@ -145,23 +154,20 @@ def check_algorithm(name: str) -> None:
         raise UsageError(f"--algorithm: {unknown_algorithm(name)}")
 
 
-def check_environment(name: str, *, offline: bool) -> None:
+def check_environment(name: str, *, offline: bool, configured: bool = False) -> None:
     """Raise UsageError unless a first spec can be written for this environment.
 
     Args:
         name: A built-in environment or `module:Class`.
         offline: Whether the algorithm learns from examples.
+        configured: Whether the user gives its arguments.
     """
     if offline:
         raise UsageError("--environment: this algorithm learns from examples and plays no episodes")
-    if name in _CONFIGURED:
-        raise UsageError(
-            f"--environment: {name} needs roles.environment.args that only you know: write the spec with another "
-            "environment and change it as docs/guides/environments.md says"
-        )
+    if name in _CONFIGURED and not configured:
+        raise UsageError(f"--environment: {name} needs arguments: --args, as in docs/guides/environments.md")
     if name not in ENVIRONMENTS and not IMPORTED.fullmatch(name):
-        known = ", ".join(one for one in ENVIRONMENTS if one not in _CONFIGURED)
-        hint = nearest(name, ENVIRONMENTS) or f"built in: {known}; your own: package.module:Class"
+        hint = nearest(name, ENVIRONMENTS) or f"built in: {', '.join(ENVIRONMENTS)}; your own: package.module:Class"
         raise UsageError(f"--environment: no environment '{name[:60]}' ({hint})")
 
 
@@ -184,6 +190,7 @@ def environment_section(choices: Choices, data: Data) -> dict[str, Any]:
     scored = {"function": reward.function, **reward.given}
     own: dict[str, dict[str, Any]] = {
         "retry": {"args": {**scored, "attempts": 2}},
+        "verifiers": {"tool_parser": "hermes", **_SLOW},
         "tools": {"args": {"tools": ["calculator"], **scored}, "tool_parser": "hermes"},
     }
     workers = max(1, min(8, choices.cpus // 8))
@@ -193,6 +200,7 @@ def environment_section(choices: Choices, data: Data) -> dict[str, Any]:
         "cpus": cpus,
         "name": choices.environment,
         **own.get(choices.environment, {}),
+        **({"args": dict(choices.environment_args)} if choices.environment_args else {}),
         "max_turns": TURNS,
         "episodes": _EPISODES,
     }

@@ -46,6 +46,7 @@ class InitFlags:
     steps: int = 100
     max_tokens: int = 0
     environment: str | None = None
+    environment_args: Mapping[str, Any] | None = None
 
 
 def complete(flags: InitFlags, ask: Ask | None) -> Choices:
@@ -70,7 +71,8 @@ def complete(flags: InitFlags, ask: Ask | None) -> Choices:
     algorithm = flags.algorithm or _answer(ask if missing else None, "Algorithm (see `troupe algorithms`)", "grpo")
     check_algorithm(algorithm)
     if flags.environment is not None:
-        check_environment(flags.environment, offline=algorithm in OFFLINE_ALGORITHMS)
+        configured = flags.environment_args is not None
+        check_environment(flags.environment, offline=algorithm in OFFLINE_ALGORITHMS, configured=configured)
     shown = graphics().gpus
     gpus = flags.gpus
     if gpus is None:
@@ -93,6 +95,7 @@ def complete(flags: InitFlags, ask: Ask | None) -> Choices:
         steps=flags.steps,
         max_tokens=flags.max_tokens,
         environment=flags.environment or "",
+        environment_args=flags.environment_args or {},
     )
 
 

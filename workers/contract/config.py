@@ -465,7 +465,9 @@ class JudgeConfig(EngineWorkerConfig):
     """A form that every answer has."""
 
 
-ENVIRONMENTS = ("agent", "guess_number", "openenv", "retry", "single_turn", "tools", "verifiers")
+ENVIRONMENTS = (
+    *("agent", "guess_number", "gymnasium", "openenv", "retry", "single_turn", "textarena", "tools", "verifiers"),
+)
 """Names of the built-in environments; each is implemented in `workers/agents/environments/`."""
 
 
@@ -492,10 +494,13 @@ class EnvironmentConfig(EpisodeConfig):
     """The environment that the policy acts in."""
 
     name: Annotated[str, EVALUATED] = Field(min_length=1)
-    """A built-in environment (agent, guess_number, openenv, retry, single_turn, tools, verifiers) or
-    `package.module:Class`."""
+    """A built-in environment (agent, guess_number, gymnasium, openenv, retry, single_turn, textarena, tools,
+    verifiers) or `package.module:Class`."""
     args: Annotated[dict[str, Any], EVALUATED] = Field(default_factory=dict)
     """Keyword arguments of the class."""
+    python: Annotated[str | None, NOT_EVALUATED] = None
+    """Interpreter of the virtual environment that it runs in, such as `venvs/games/bin/python`. null: the one that
+    `troupe env install` has made for a built-in environment, or Troupe's own."""
     episodes: Annotated[int, NOT_EVALUATED] = Field(default=32, ge=1)
     """Most episodes under way in one worker, each in a separate process."""
     env: Annotated[tuple[str, ...], NOT_EVALUATED] = ()

@@ -22,6 +22,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from troupe.workers.isolation.descendants import child_environment, end_marked, new_mark
+from troupe.workers.isolation.interpreters import foreign_command, with_programs
 
 LOAD_TIMEOUT_S = 120.0
 """Maximum duration of the import of user code."""
@@ -50,13 +51,16 @@ class LoadFailed(ValueError):
     """The user's code does not load."""
 
 
-def python_command(entry: str, *args: str) -> list[str]:
-    """The command of a Python process that has this process's `sys.path` and calls a function.
+def python_command(entry: str, *args: str, python: str | None = None) -> list[str]:
+    """The command of a Python process that calls a function.
 
     Args:
         entry: `package.module:function`.
         args: Arguments of the function.
+        python: Its interpreter, or None for this one, with this process's `sys.path`.
     """
+    if python is not None:
+        return foreign_command(python, entry, *args)
     path = [folder or os.getcwd() for folder in sys.path]
     return [sys.executable, "-P", "-c", _BOOTSTRAP, json.dumps(path), entry, *args]
 
@@ -64,13 +68,14 @@ def python_command(entry: str, *args: str) -> list[str]:
 class Child:
     """A running child process: a guard and below it the user code (`run_guarded`). It ends when this process ends."""
 
-    def __init__(self, entry: str, name: str, keep: Collection[str] = ()) -> None:
+    def __init__(self, entry: str, name: str, keep: Collection[str] = (), python: str | None = None) -> None:
         """Start the child.
 
         Args:
             entry: `package.module:function`; called with the descriptors of the socket and the owner pipe, as strings.
             name: Name of the user code, for messages.
             keep: Names of variables with secrets that the user code may read.
+            python: Its interpreter, or None for this one.
 
         Raises:
             OSError: The process cannot be started.
@@ -84,11 +89,11 @@ class Child:
         self._buffer = b""
         try:
             self._process = subprocess.Popen(
-                python_command(entry, str(theirs.fileno()), str(owner_pipe)),
+                python_command(entry, str(theirs.fileno()), str(owner_pipe), python=python),
                 stdin=subprocess.DEVNULL,
                 stdout=output.descriptor,
                 stderr=output.descriptor,
-                env=child_environment(self.mark, keep),
+                env=with_programs(child_environment(self.mark, keep), python),
                 pass_fds=(theirs.fileno(), owner_pipe),
                 start_new_session=True,  # it does not receive the terminal's Ctrl-C
             )
@@ -108,7 +113,7 @@ class Child:
             LoadFailed: With the reason.
         """
         try:
-            reply = self.exchange(order, LOAD_TIMEOUT_S)
+            reply = self.exchange(order, LOAD_TIMEOUT_S, first=True)
         except TimeoutError:
             problem = f"{self._name}: not loaded after {LOAD_TIMEOUT_S:g} s"
         except (EOFError, ConnectionError):
@@ -134,6 +139,8 @@ class Child:
         timeout_s: float,
         max_reply: int = MAX_REPLY,
         watch: Callable[[], None] | None = None,
+        *,
+        first: bool = False,
     ) -> dict[str, Any]:
         """Send one line and receive one line, both JSON objects.
 
@@ -142,6 +149,7 @@ class Child:
             timeout_s: Timeout for the reply.
             max_reply: Size limit of the reply, in bytes.
             watch: Called about twice a second during the wait; what it raises ends the exchange.
+            first: Whether it is the first request: what the child has written so far is about it.
 
         Raises:
             TimeoutError: There is no reply in time.
@@ -149,7 +157,8 @@ class Child:
             InvalidReply: The reply is too long or no JSON object.
         """
         deadline = time.monotonic() + timeout_s
-        self._output.forget()
+        if not first:
+            self._output.forget()
         self.connection.settimeout(timeout_s)
         self.connection.sendall(json.dumps(request).encode() + b"\n")
         while b"\n" not in self._buffer:

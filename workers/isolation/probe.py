@@ -11,6 +11,7 @@ import sys
 from typing import Any
 
 from troupe.workers.isolation.child import python_command
+from troupe.workers.isolation.interpreters import with_programs
 
 _LONGEST = 400
 
@@ -31,21 +32,23 @@ class ProbeTimeout(ProbeFailed):
     """The process did not end in time."""
 
 
-def ask(entry: str, request: Any, timeout_s: float) -> list[Any]:
+def ask(entry: str, request: Any, timeout_s: float, python: str | None = None) -> list[Any]:
     """Every reply of a function in another process.
 
     Args:
         entry: `package.module:function`; the function takes the request and yields replies.
         request: JSON-ready, as the replies are.
         timeout_s: Timeout for all replies.
+        python: The process's interpreter, or None for this one.
 
     Raises:
         ProbeFailed: The process failed.
     """
     # The current directory: Ray puts it on the path of its workers.
     text = json.dumps([os.getcwd(), entry, request])
-    command = python_command("troupe.workers.isolation.probe:answer")
-    environment = os.environ.copy()  # inherited, it could change while the process is created: another thread sets it
+    command = python_command("troupe.workers.isolation.probe:answer", python=python)
+    # A copy: inherited, it could change while the process is created, for another thread sets it.
+    environment = with_programs(os.environ.copy(), python)
     try:
         done = subprocess.run(
             command, env=environment, input=text, capture_output=True, text=True, timeout=timeout_s, check=False

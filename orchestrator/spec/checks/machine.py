@@ -26,6 +26,7 @@ from troupe.orchestrator.spec.sections import environment_role
 from troupe.orchestrator.spec.sources import HeldOut, Located
 from troupe.workers.contract.config import ALL_LINEAR, EnvironmentConfig, ModelConfig, RewardFunctionConfig
 from troupe.workers.contract.imports import missing_package
+from troupe.workers.isolation.interpreters import NoInterpreter, interpreter_of
 from troupe.workers.isolation.probe import ProbeFailed, ask
 
 _READ_BY = {"reasoning_gym": "reasoning_gym", "datasets": "datasets", "json": "ijson"}
@@ -167,7 +168,11 @@ def missing_packages(features: Iterable[tuple[str, str]]) -> Iterator[Finding]:
 def unusable_environment(environment: EnvironmentConfig, path: str) -> Iterator[Finding]:
     """An environment (section `path`) that cannot be imported or does not take its arguments."""
     try:
-        ((field, problem),) = ask(_ENVIRONMENT, {"name": environment.name, "args": environment.args}, LOAD_TIMEOUT_S)
+        python = interpreter_of(environment.name, environment.python)
+        request = {"name": environment.name, "args": environment.args}
+        ((field, problem),) = ask(_ENVIRONMENT, request, LOAD_TIMEOUT_S, python)
+    except NoInterpreter as error:
+        field, problem = "python", str(error)
     except ProbeFailed as error:
         field, problem = "name", f"{environment.name}: cannot be loaded: {error}"
     if problem:

@@ -25,6 +25,8 @@ from troupe.workers.contract.environments import Message, Observation, Row
 from troupe.workers.contract.imports import import_attribute, locate, require_package
 from troupe.workers.rewards.results import as_number
 
+Outcome = tuple[float | None, dict[str, float]]
+"""The reward, or None if `roles.reward` scores, and further numbers for the metrics."""
 SERVICES = {"OPENAI": "/v1", "ANTHROPIC": ""}
 """Services whose clients find the endpoint in environment variables of a command, NAME_BASE_URL, NAME_API_KEY and
 NAME_MODEL, and the path of their URL. The model is any name, for there is one model."""
@@ -36,8 +38,9 @@ class Agent(Environment):
     """Runs `function(row, client)`, or a command, against a separate endpoint.
 
     The function gets the `Row` and an `openai.OpenAI` client (`AsyncOpenAI` if it is a coroutine) and returns the
-    reward, or None if `roles.reward` scores. A command gets the endpoint and the row in environment variables; its
-    last line of output is the reward if it is a number. The endpoint listens on the loopback interface, with a key for
+    reward, or None if `roles.reward` scores, or a mapping with `reward` and further numbers for the metrics. A command
+    gets the endpoint and the row in environment variables; its last line of output is the reward if it is a number, or
+    such a mapping if it is a JSON object. The endpoint listens on the loopback interface, with a key for
     each episode. The temperature of a request is ignored: responses are sampled with the spec's.
     """
 
@@ -53,7 +56,7 @@ class Agent(Environment):
         self._pending: list[Choice] = []
         """Choices that are being sampled: the next turn's, then the ones of the other conversations."""
         self._conversations = Conversations()
-        self._agent: asyncio.Task[float | None] | None = None
+        self._agent: asyncio.Task[Outcome] | None = None
         self._program: Program | None = None
         self._requests = self._begun = self._rewritten = 0
 
@@ -99,13 +102,13 @@ class Agent(Environment):
         await asyncio.wait({request, self._agent}, return_when=asyncio.FIRST_COMPLETED)
         if not request.done():
             request.cancel()
-            reward = self._agent.result()  # raises what the agent raised
+            reward, numbers = self._agent.result()  # raises what the agent raised
             if not self._begun:
                 refused = self._endpoint.refused
                 why = f"; its last one was refused: {refused}" if refused else ""
                 raise ValueError(f"the agent ended without a request{why}")
             counts = {"requests": self._requests, "restarted": self._begun - 1, "rewritten": self._rewritten}
-            info = {name: float(count) for name, count in counts.items()}
+            info = numbers | {name: float(count) for name, count in counts.items()}
             return Observation(reward=reward, done=True, info=info)
         waiting, taken = [request.result(), *self._waiting_now()], set[str]()
         for choice in waiting:
@@ -122,8 +125,8 @@ class Agent(Environment):
         """Takes the choices that wait, without waiting for any."""
         return [self._endpoint.waiting.get_nowait() for _ in range(self._endpoint.waiting.qsize())]
 
-    async def _run(self, row: Row, url: str) -> float | None:
-        """Run the agent to its end; its reward."""
+    async def _run(self, row: Row, url: str) -> Outcome:
+        """Run the agent to its end; what it has earned."""
         if self._function is None:
             return await self._run_command(row, url)
         from openai import AsyncOpenAI, OpenAI
@@ -140,14 +143,9 @@ class Agent(Environment):
         else:
             with OpenAI(**settings) as client:
                 returned = await asyncio.to_thread(self._function, row, client, **self._args)
-        if returned is None:
-            return None
-        reward = as_number(returned)
-        if reward is None:
-            raise TypeError(f"the agent returned no number, but {type(returned).__name__}")
-        return reward
+        return _read_outcome(returned)
 
-    async def _run_command(self, row: Row, url: str) -> float | None:
+    async def _run_command(self, row: Row, url: str) -> Outcome:
         own = {ROW_VARIABLE: json.dumps(vars(row))}
         for service, path in SERVICES.items():
             own |= {f"{service}_BASE_URL": url + path, f"{service}_API_KEY": self._endpoint.key}
@@ -155,9 +153,21 @@ class Agent(Environment):
         self._program = await Program.start(self._command, own)
         last = await self._program.last_line()
         try:
-            return float(last)
-        except ValueError:
-            return None
+            return _read_outcome(json.loads(last) if last.startswith("{") else float(last))
+        except (ValueError, RecursionError):  # it is not about the reward
+            return None, {}
+
+
+def _read_outcome(returned: Any) -> Outcome:
+    """What an agent returns, as its reward and further numbers. Raises TypeError for something else."""
+    numbers = dict(returned) if isinstance(returned, Mapping) else {"reward": returned}
+    read = {str(name): as_number(value) for name, value in numbers.items() if value is not None}
+    for name, value in read.items():
+        if value is None:
+            where = "" if name == "reward" else f" as {name:.60}"
+            raise TypeError(f"the agent returned no number{where}, but {type(numbers[name]).__name__}")
+    known = {name: value for name, value in read.items() if value is not None}
+    return known.pop("reward", None), known
 
 
 def _has_fewer_calls(response: Message, turn: Message) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any
@@ -12,10 +13,12 @@ from troupe.workers.contract.imports import NameProblem, import_attribute, locat
 
 SHIPPED = {
     "agent": "troupe.workers.agents.environments.agent:Agent",
+    "gymnasium": "troupe.workers.agents.environments.gymnasium:Gymnasium",
     "guess_number": "troupe.workers.agents.environments.basic:GuessNumber",
     "openenv": "troupe.workers.agents.environments.openenv:OpenEnv",
     "retry": "troupe.workers.agents.environments.basic:Retry",
     "single_turn": "troupe.workers.agents.environments.basic:SingleTurn",
+    "textarena": "troupe.workers.agents.environments.textarena:TextArena",
     "tools": "troupe.workers.agents.environments.tools:Tools",
     "verifiers": "troupe.workers.agents.environments.verifiers:Verifiers",
 }
@@ -103,3 +106,18 @@ def find_problem(environment: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "name", str(error)
     else:
         yield "", ""
+
+
+def rows(request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The rows of data that an environment has itself, at most `limit`; the request has also `name` and `args`.
+
+    Raises:
+        ValueError: It cannot be used, or has none.
+    """
+    try:
+        environment: Any = load(request["name"], request["args"])()
+    except EnvironmentLoadError as error:
+        raise ValueError(str(error)) from error
+    if not callable(vars(type(environment)).get("rows")):
+        raise ValueError(f"{request['name']}: it has no tasks of its own (method `rows`)")
+    yield from itertools.islice(environment.rows(), request["limit"])

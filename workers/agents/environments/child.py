@@ -5,9 +5,9 @@ runs at a time. One that hangs or dies is killed alone, and its successor needs 
 
 The loading process gets ``{"name", "args", "memory_limit_mib"}`` as one line of JSON over its socket, and answers
 ``{"ready": true, "pid", "threads"}`` (names of threads that the import started, which forks lack) or
-``{"failure": why}``. After that, every byte on the socket comes with the descriptor of a socket for a new episode
-process, which gets ``{"op": "start" | "step" | "close", ...}`` and answers ``{"observation"}`` or ``{"failure"}``, one
-line of JSON each.
+``{"failure": why}``. After that, every byte on the socket comes with two descriptors for a new episode process: a
+socket, and its output. On the socket it gets ``{"op": "start" | "step" | "close", ...}`` and answers
+``{"observation"}`` or ``{"failure"}``, one line of JSON each.
 """
 
 from __future__ import annotations
@@ -54,15 +54,19 @@ def main(control: str, owner_pipe: str) -> None:
         threads = [thread.name for thread in threading.enumerate() if thread is not threading.current_thread()]
         parent.sendall(json.dumps({"ready": True, "pid": os.getpid(), "threads": threads}).encode() + b"\n")
         while True:
-            data, descriptors, _, _ = socket.recv_fds(parent, 1, 1)
+            data, descriptors, _, _ = socket.recv_fds(parent, 1, 2)
             if not data:
                 return
             requests = socket.socket(fileno=descriptors[0])
             if os.fork() == 0:
                 parent.close()
                 os.close(int(owner_pipe))
+                for standard in (1, 2):
+                    os.dup2(descriptors[1], standard)
+                os.close(descriptors[1])
                 _become_episode_process(requests, create, order["memory_limit_mib"])
             requests.close()
+            os.close(descriptors[1])
 
 
 def _read_line(connection: socket.socket) -> bytes:

@@ -17,7 +17,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from troupe.workers.contract.environments import EpisodeReply, Message, Row, failed, read_observation
-from troupe.workers.isolation.child import Child, LoadFailed
+from troupe.workers.isolation.child import BoundedOutput, Child, LoadFailed
 from troupe.workers.isolation.descendants import end_marked
 
 logger = logging.getLogger(__name__)
@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 MAX_REPLY = 2**24
 """Longest reply of an environment, in bytes."""
 _FORK_TIMEOUT_S = 30.0
+_DRAIN_S = 1.0
+"""Longest wait for the output of a process that died: what it has started may hold its pipe."""
 _ENTRY = "troupe.workers.agents.environments.child:main"
 
 
@@ -36,7 +38,13 @@ class EpisodeProcess:
     """One process, in which one episode runs at a time."""
 
     def __init__(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, pid: int, mark: str, hint: str = ""
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        pid: int,
+        mark: str,
+        output: BoundedOutput,
+        hint: str = "",
     ) -> None:
         """A process that is connected.
 
@@ -45,11 +53,13 @@ class EpisodeProcess:
             writer: Requests to it.
             pid: Its process id.
             mark: The loading process's mark.
+            output: What it writes.
             hint: Why it may hang, for the message if it does.
         """
         self._reader = reader
         self._writer = writer
         self._mark = mark
+        self._output = output
         self._hint = hint
         self.pid = pid
 
@@ -89,6 +99,7 @@ class EpisodeProcess:
         Raises:
             EpisodeProcessFailed: There is no reply.
         """
+        self._output.forget()
         try:
             async with asyncio.timeout(timeout_s):
                 self._writer.write(json.dumps(request).encode() + b"\n")
@@ -105,7 +116,8 @@ class EpisodeProcess:
             raise
         if reply is None:
             self.kill()
-            raise EpisodeProcessFailed("its process died")
+            await asyncio.to_thread(self._output.drain, _DRAIN_S)
+            raise EpisodeProcessFailed(f"its process died{self._output.last_lines()}")
         if not isinstance(reply, dict):
             self.kill()
             raise EpisodeProcessFailed("error: its process replied something other than a JSON object")
@@ -126,8 +138,24 @@ class EpisodeProcess:
 class EnvironmentProcesses:
     """The loading process of one environment, and the episode processes that it forks."""
 
-    def __init__(self, name: str, args: Mapping[str, Any], memory_limit_mib: int, env: Collection[str] = ()) -> None:
-        """`env`: names of variables with secrets that the environment may read."""
+    def __init__(
+        self,
+        name: str,
+        args: Mapping[str, Any],
+        memory_limit_mib: int,
+        env: Collection[str] = (),
+        python: str | None = None,
+    ) -> None:
+        """Prepares the processes.
+
+        Args:
+            name: The environment.
+            args: Its arguments.
+            memory_limit_mib: Memory that each episode may allocate.
+            env: Names of variables with secrets that the environment may read.
+            python: The interpreter that it runs in, or None for Troupe's own.
+        """
+        self._python = python
         self._order = {"name": name, "args": dict(args), "memory_limit_mib": memory_limit_mib}
         self._env = tuple(env)
         self._child: Child | None = None
@@ -154,7 +182,7 @@ class EnvironmentProcesses:
             self._hint = f" ({cause})"
 
     def _load(self) -> dict[str, Any]:
-        self._child = child = Child(_ENTRY, str(self._order["name"]), self._env)
+        self._child = child = Child(_ENTRY, str(self._order["name"]), self._env, self._python)
         try:
             return child.load(self._order)
         except LoadFailed:
@@ -167,22 +195,24 @@ class EnvironmentProcesses:
         Raises:
             EpisodeProcessFailed: the loading process has died, or cannot fork.
         """
-        child = self._child
+        if (child := self._child) is None:
+            raise EpisodeProcessFailed("the environment's processes are closed")
         ours, theirs = socket.socketpair()
+        output = BoundedOutput(str(self._order["name"]))
         try:
-            if child is None:
-                raise EpisodeProcessFailed("the environment's processes are closed")
-            socket.send_fds(child.connection, [b"+"], [theirs.fileno()])
+            socket.send_fds(child.connection, [b"+"], [theirs.fileno(), output.descriptor])
         except OSError as error:
             ours.close()
+            output.discard()
             raise EpisodeProcessFailed(f"the process that loads the environment cannot be reached: {error}") from None
         finally:
             theirs.close()
+        output.started()
         reader, writer = await asyncio.open_unix_connection(sock=ours, limit=MAX_REPLY)
         try:
             async with asyncio.timeout(_FORK_TIMEOUT_S):
                 line = await reader.readline()
-            return EpisodeProcess(reader, writer, int(json.loads(line)["pid"]), child.mark, self._hint)
+            return EpisodeProcess(reader, writer, int(json.loads(line)["pid"]), child.mark, output, self._hint)
         except (TimeoutError, ValueError, OSError) as error:
             writer.close()
             raise EpisodeProcessFailed(f"no process could be started for the episode: {error or 'no answer'}") from None

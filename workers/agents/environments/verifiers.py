@@ -1,72 +1,202 @@
-"""Environments of the `verifiers` package.
+"""Environments of the `verifiers` package, usually in a virtual environment (`troupe env install verifiers`).
 
-Such an environment asks an OpenAI client for every turn itself, so it is an agent: it plays its rollout against the
-episode's own endpoint, and its rubric gives the reward.
+Such an environment asks an endpoint for every turn itself, so it is an agent: it plays against the episode's own
+endpoint, and its rewards are the sample's.
 """
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import importlib
+import itertools
 import json
-from collections.abc import Mapping
-from typing import Any
-
-from openai import AsyncOpenAI
+import os
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from troupe.workers.agents.environments.agent import Agent
 from troupe.workers.agents.environments.gateway.request import MODEL_NAME
 from troupe.workers.contract.environments import Row
 
-NEEDS = "the environment verifiers needs the package verifiers, version 0.1.14 to 0.3: pip install 'verifiers<0.4'"
-"""Version 0.4 has no `load_environment(id)`: its environments start programs instead of calling a client."""
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
+
+NEEDS = "the environment verifiers needs the package verifiers: troupe env install verifiers, or name its `python`"
+_KEY = "TROUPE_ENDPOINT_KEY"
 _EMPTY = "EmptyModelResponseError"
-"""An empty turn ends a rollout with this error; it is the policy's doing, and the rubric scores it."""
+"""An empty turn ends a rollout of version 0.3 with this error; it is the policy's doing, and the rubric scores it."""
+_DIGITS = 16
 
 
 class Verifiers(Agent):
-    """Plays an environment that `verifiers.load_environment` loads.
+    """Plays a taskset with a harness (version 0.4), or what `load_environment` of earlier versions loads.
 
-    A row of the data is the example: its prompt, its answer, and its further columns (`info`, `task`, `example_id`).
-    The reward is the rubric's; `max_turns` and other limits of the environment hold besides the spec's.
+    A row of the data is a task of the taskset by its `index`; `troupe env rows` writes them. Before version 0.4 a row
+    is the example itself: its prompt, its answer, and its further columns.
     """
 
-    def __init__(self, environment: str, args: Mapping[str, Any] | None = None) -> None:
-        """`environment`: its id, or the name of its module; `args`: the arguments of its `load_environment`."""
-        arguments = json.dumps(dict(args or {}), sort_keys=True)
-        _load(environment, arguments)
-        super().__init__(f"{__name__}:rollout", args={"environment": environment, "arguments": arguments})
+    def __init__(
+        self,
+        taskset: str | Mapping[str, Any] | None = None,
+        harness: str | Mapping[str, Any] | None = None,
+        settings: Mapping[str, Any] | None = None,
+        environment: str | None = None,
+        args: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Load the environment.
+
+        Args:
+            taskset: Id of the taskset, or `id` with its settings.
+            harness: Id of the policy's program, or `id` with its settings. If None, the taskset's own, or else `null`,
+                which calls the tools of the task and has no others.
+            settings: Further fields of the environment's configuration, such as those of other agents.
+            environment: Of versions before 0.4, an id or the name of a module.
+            args: Arguments of its `load_environment`.
+        """
+        if (taskset is None) == (environment is None):
+            raise ValueError("set taskset (verifiers 0.4), or environment (earlier versions)")
+        if environment is not None:
+            request = json.dumps([environment, dict(args or {})], sort_keys=True)
+            _load_earlier(request)
+            super().__init__(f"{__name__}:play_earlier", args={"request": request})
+            return
+        parts = _with_id(taskset), _with_id(harness), dict(settings or {})
+        request = json.dumps(parts, sort_keys=True)
+        _load(request)
+        super().__init__(f"{__name__}:play", args={"request": request})
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """The tasks as rows of data, without end if the taskset generates them."""
+        for index, task in enumerate(_load(self._args["request"]).taskset):
+            prompt = task.data.prompt or task.data.name or f"task {index}"
+            text = prompt if isinstance(prompt, str) else task.data.prompt_text
+            yield {"prompt": text, "index": index, "task": task.hash[:_DIGITS]}
 
 
-async def rollout(row: Row, client: AsyncOpenAI, environment: str, arguments: str) -> float:
-    """Play one rollout and score it; the reward.
+async def play(row: Row, client: AsyncOpenAI, request: str) -> dict[str, float]:
+    """Play one episode and score it; the reward, its parts and the metrics.
 
     Raises:
-        RuntimeError: the environment reports an error, which `verifiers` would score.
+        RuntimeError: The episode has failed.
+        ValueError: The row names no task.
+    """
+    api = importlib.import_module("verifiers.v1")
+    env, task = _load(request), _task_of(row, request)
+    os.environ[_KEY] = client.api_key
+    endpoint = api.EvalClientConfig(base_url=str(client.base_url), api_key_var=_KEY)
+    context = importlib.import_module("verifiers.v1.clients").ModelContext(model=MODEL_NAME, client=endpoint)
+    async with env.serving():
+        episode = await env.run_episode(task, context)
+    failed = [*episode.errors, *(error for trace in episode.traces if not trace.ok for error in trace.errors)]
+    if failed or not episode.ok:
+        raise RuntimeError(f"{failed[0].type}: {failed[0].message}" if failed else "the episode is not ok")
+    policy = [trace for trace in episode.traces if trace.agent.config.client.base_url == endpoint.base_url]
+    if len(policy) != 1:
+        raise RuntimeError(f"the policy played {len(policy)} agents of the episode; their rewards are not told apart")
+    parts = {f"reward_{name}": one.value for name, one in policy[0].rewards.items() if one is not None}
+    metrics = {name: value for name, value in policy[0].metrics.items() if value is not None}
+    return {**metrics, **parts, "reward": policy[0].reward}
+
+
+def _with_id(part: str | Mapping[str, Any] | None) -> dict[str, Any]:
+    return {} if part is None else {"id": part} if isinstance(part, str) else dict(part)
+
+
+def _task_of(row: Row, request: str) -> Any:
+    """The task of a row. Raises ValueError if there is none, or it has changed since the row was written."""
+    index, written = row.metadata.get("index"), row.metadata.get("task")
+    if isinstance(index, bool) or not isinstance(index, int) or index < 0:
+        raise ValueError("the row has no index of a task: write the rows with `troupe env rows`, and name the column")
+    task = next(itertools.islice(_load(request).taskset, index, None), None)
+    if task is None:
+        raise ValueError(f"the taskset has no task {index}")
+    if written is not None and written != task.hash[:_DIGITS]:
+        raise ValueError(f"task {index} of the taskset is not the row's: write the rows again with `troupe env rows`")
+    return task
+
+
+@functools.cache
+def _load(request: str) -> Any:
+    """The environment, once in a process and those forked from it: it has no state of an episode.
+
+    Raises:
+        ValueError: The package is missing, or the environment cannot be loaded, or has several agents for the policy.
+    """
+    taskset, harness, settings = json.loads(request)
+    try:
+        loaders = importlib.import_module("verifiers.v1.utils.loaders")
+    except ImportError as error:
+        raise ValueError(f"{NEEDS} ({error})") from error
+    try:
+        name, seat = _seat(taskset.get("id", ""), harness, settings)
+        env = loaders.load_environment(loaders.resolve_env_config({**settings, "taskset": taskset, name: seat}))
+        asyncio.run(_prepare(env.config))
+    except Exception as error:  # the environment is the user's
+        raise ValueError(f"{taskset.get('id')}: {type(error).__name__}: {error}") from error
+    return env
+
+
+def _seat(taskset: str, harness: Mapping[str, Any], settings: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The agent that the policy plays, and its settings. Raises ValueError if there are several, or none."""
+    loaders = importlib.import_module("verifiers.v1.utils.loaders")
+    kind = importlib.import_module("verifiers.v1.configs.agent").AgentConfig
+    fields = loaders.env_config_type(taskset, settings.get("id", "")).model_fields
+    agents = {name: field.default for name, field in fields.items() if isinstance(field.default, kind)}
+    free = [name for name in agents if "client" not in settings.get(name, {})]
+    if len(free) != 1:
+        others = f"give all but one a client in settings ({', '.join(agents)})"
+        raise ValueError(f"the policy plays one agent, and {len(free)} agents have no client of their own: {others}")
+    declared, seat = agents[free[0]].model_fields_set, dict[str, Any]()
+    if "runtime" not in declared:
+        seat["runtime"] = {"type": "subprocess"}
+    if harness:
+        seat["harness"] = harness
+    elif "harness" not in declared:
+        own = loaders.default_harness_id(taskset)  # without one `bash`, which runs the policy's commands here
+        seat["harness"] = {"id": "null" if own == "bash" else own}
+    return free[0], {**seat, **settings.get(free[0], {})}
+
+
+async def _prepare(config: Any) -> None:
+    """Install the packages of the harnesses' programs, which episodes would otherwise look up again."""
+    loaders = importlib.import_module("verifiers.v1.utils.loaders")
+    runtimes = importlib.import_module("verifiers.v1.runtimes")
+    for harness in config.agent_harnesses().values():
+        async with runtimes.provision_runtime(runtimes.SubprocessConfig()) as runtime:
+            await loaders.load_harness(harness).setup(runtime)
+
+
+async def play_earlier(row: Row, client: AsyncOpenAI, request: str) -> float:
+    """Play one rollout of a version before 0.4 and score it; the reward.
+
+    Raises:
+        RuntimeError: The environment reports an error, which `verifiers` would score.
     """
     clients = importlib.import_module("verifiers.clients")
     example = {"example_id": 0, **row.metadata, "prompt": list(row.messages), "answer": row.answer}
     policy = clients.OpenAIChatCompletionsClient(client)
-    output = await _load(environment, arguments).run_rollout(example, policy, MODEL_NAME, sampling_args={})
+    output = await _load_earlier(request).run_rollout(example, policy, MODEL_NAME, sampling_args={})
     error = output.get("error")
     if error and error["error"] != _EMPTY:
-        raise RuntimeError(f"{environment}: {error['error_chain_repr']}")
+        raise RuntimeError(error["error_chain_repr"])
     return output["reward"]
 
 
 @functools.cache
-def _load(environment: str, arguments: str) -> Any:
-    """The environment, once in a process and those forked from it: it has no state of an episode.
+def _load_earlier(request: str) -> Any:
+    """The environment of a version before 0.4.
 
     Raises:
-        ValueError: the package is missing, or the environment cannot be loaded or needs the whole group for its reward.
+        ValueError: The package is missing, or the environment cannot be loaded or rewards whole groups.
     """
+    environment, arguments = json.loads(request)
     try:
         load_environment = importlib.import_module("verifiers").load_environment
     except (ImportError, AttributeError) as error:
-        raise ValueError(f"{NEEDS} ({error})") from error
+        raise ValueError(f"{NEEDS}; version 0.4 takes taskset, not environment ({error})") from error
     try:
-        loaded = load_environment(environment, **json.loads(arguments))
+        loaded = load_environment(environment, **arguments)
     except Exception as error:  # the environment is the user's
         raise ValueError(f"{environment}: {type(error).__name__}: {error}") from error
     if loaded.requires_group_rollouts:

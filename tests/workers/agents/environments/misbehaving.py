@@ -72,6 +72,7 @@ def spins(message: Message) -> Any:
 
 
 def exits(message: Message) -> Any:
+    print("the arena\nis full")
     os._exit(7)
 
 

@@ -101,7 +101,7 @@ FAULTS = {
     "raises": "step: error: KeyError: 'treasure' (misbehaving.py:",
     "hangs": "step: timeout after 1 s",
     "spins": "step: timeout after 1 s",
-    "exits": "step: its process died",
+    "exits": "step: its process died: the arena | is full",
     "leaves": "step: error: SystemExit: 3",
     "crashes": "step: its process died",
     "eats": "step: out of memory (limit 512 MiB)",
