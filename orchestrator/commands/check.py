@@ -315,7 +315,7 @@ def install(
 
 @env_app.command()
 def rows(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="An environment that has tasks of its own.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="An environment that has tasks itself.")],
     args: Annotated[str, typer.Option(help="Its arguments: a YAML mapping, such as '{taskset: glossary}'.")] = "{}",
     output: Annotated[Path, typer.Option("--output", "-o", help="File to write.")] = Path("rows.jsonl"),
     limit: Annotated[int, typer.Option(min=1, help="Most rows.")] = 1000,

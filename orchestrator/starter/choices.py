@@ -31,7 +31,7 @@ OWN_TASKS: Mapping[str, tuple[str, ...]] = {
     "verifiers": ("index", "task"),
 }
 """Environments that have tasks themselves, and the columns of the rows that name one."""
-_SLOW = {"turn_timeout_s": 300.0, "episode_timeout_s": 1200.0, "memory_limit_mib": 8192}
+_SLOW = {"turn_timeout_s": 200.0, "episode_timeout_s": 500.0, "memory_limit_mib": 8192, "episodes": 8}
 """Bounds of environments that start programs for an episode."""
 _EPISODES = 64
 """Episodes under way in one worker."""
@@ -199,8 +199,8 @@ def environment_section(choices: Choices, data: Data) -> dict[str, Any]:
         "workers": workers,
         "cpus": cpus,
         "name": choices.environment,
-        **own.get(choices.environment, {}),
-        **({"args": dict(choices.environment_args)} if choices.environment_args else {}),
         "max_turns": TURNS,
         "episodes": _EPISODES,
+        **own.get(choices.environment, {}),
+        **({"args": dict(choices.environment_args)} if choices.environment_args else {}),
     }

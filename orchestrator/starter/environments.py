@@ -59,16 +59,22 @@ def install(name: str, further: Sequence[str], say: Callable[[str], None]) -> Pa
         say(f"installing {packages} packages of {name} in {folder}")
         shutil.rmtree(folder, ignore_errors=True)
         _run([sys.executable, "-m", "venv", str(folder)], say)
-        _run([str(python), "-m", "pip", "install", "-r", str(lock)], say)
+        _run([*_installer(python), "-r", str(lock)], say)
     if missing:
         mark.unlink(missing_ok=True)
-        _run([str(python), "-m", "pip", "install", "-c", str(lock), *missing], say)
+        _run([*_installer(python), "-c", str(lock), *missing], say)
     mib = sum(file.lstat().st_size for file in folder.rglob("*")) >> 20
     seconds = round(done["seconds"] + time.monotonic() - started, 1)
     done = {"with": sorted({*done["with"], *missing}), "seconds": seconds, "mib": mib}
     mark.write_text(json.dumps(done))
     say(f"installed {name}: {_summary(done)}; its interpreter is {python}")
     return python
+
+
+def _installer(python: Path) -> list[str]:
+    """The command that installs requirements: uv's, if it is there, which takes seconds instead of minutes."""
+    uv = shutil.which("uv")
+    return [str(python), "-m", "pip", "install"] if uv is None else [uv, "pip", "install", "--python", str(python)]
 
 
 def own_rows(name: str, args: Mapping[str, Any], limit: int, python: str | None = None) -> list[dict[str, Any]]:

@@ -34,7 +34,7 @@ NO_DEPENDENCIES = {
     "pydantic_core",  # a part of pydantic
     "pynvml",  # a part of torch for GPUs
     "cases",  # a file in a sandbox
-    *("verifiers", "openenv"),  # frameworks with requirements of their own: their environments say what to install
+    *("verifiers", "openenv", "gymnasium", "textarena"),  # in virtual environments of `troupe env install`
 }
 """Imported, and neither a dependency nor one of an extra."""
 NOT_IMPORTED = {"gguf"}
@@ -381,6 +381,7 @@ def test_the_wheel_holds_one_package_with_the_examples_and_nothing_else(tmp_path
     assets = {*(ROOT / "orchestrator" / "insight" / "report" / "assets").iterdir()}
     assets |= {ROOT / "orchestrator" / "algorithms" / "advice.yaml", ROOT / "orchestrator" / "spec" / "migration.yaml"}
     assets.add(ROOT / "orchestrator" / "telemetry" / "metrics.yaml")
+    assets |= {*(ROOT / "workers" / "isolation" / "locks").iterdir()}
     own = {f"troupe/{path.name}" for path in (ROOT / "troupe").iterdir() if path.is_file()}
     expected = {f"troupe/{path.relative_to(ROOT)}" for path in files | assets if "__pycache__" not in path.parts}
     assert {name for name in names if name.startswith("troupe/")} == own | expected

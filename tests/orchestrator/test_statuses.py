@@ -47,7 +47,7 @@ STATUSES: dict[str, tuple[str, str] | str] = {
     "died": "there is no process: it has been closed",
     "died with exit code {}": (FAULT, FAULT),
     "died with signal {} ({})": (FAULT, FAULT),
-    "its process died": (EPISODE, EPISODE),
+    "its process died{}": (EPISODE, EPISODE),
     "timeout after {} s{}": (EPISODE, EPISODE),
     "it was lost: {}": (
         "test_workers_that_keep_dying_fail_the_sample",

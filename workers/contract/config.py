@@ -498,7 +498,7 @@ class EnvironmentConfig(EpisodeConfig):
     verifiers) or `package.module:Class`."""
     args: Annotated[dict[str, Any], EVALUATED] = Field(default_factory=dict)
     """Keyword arguments of the class."""
-    python: Annotated[str | None, NOT_EVALUATED] = None
+    python: Annotated[str | None, NOT_EVALUATED, Consequences(path="path")] = Field(default=None, min_length=1)
     """Interpreter of the virtual environment that it runs in, such as `venvs/games/bin/python`. null: the one that
     `troupe env install` has made for a built-in environment, or Troupe's own."""
     episodes: Annotated[int, NOT_EVALUATED] = Field(default=32, ge=1)

@@ -64,7 +64,7 @@ def interpreter_of(name: str, python: str | None) -> str | None:
         NoInterpreter: the user names none that can be run.
     """
     if python is not None:
-        found = Path(python).expanduser()
+        found = Path(python)
         if not os.access(found, os.X_OK) or not found.is_file():
             raise NoInterpreter(f"{python}: no interpreter of Python that can be run; name VENV/bin/python")
         return str(found.absolute())

@@ -23,7 +23,7 @@ from troupe.orchestrator.spec.rollout import RolloutSpec
 GRPO = ROOT / "deploy" / "specs" / "tiny-grpo.yaml"
 STORES = ("s3://bucket/runs?region=eu-west-1", "gs://bucket/a", "abfs://box@me.dfs.core.windows.net/a", "file:///mnt/c")
 
-PATHS = {"path", "folder", "adapter", "chat_template"}
+PATHS = {"path", "folder", "adapter", "chat_template", "python"}
 URLS = {"url"}
 NEITHER = {
     *("name", "revision", "dataset", "subset", "split", "files", "accelerator", "node_labels", "tool_parser", "engine"),

@@ -24,7 +24,8 @@ from troupe.orchestrator.model_facts.model_size import read_size
 from troupe.orchestrator.plan.plan import plan_stages
 from troupe.orchestrator.spec.errors import SpecError
 from troupe.orchestrator.spec.load import plan_runs, read_document
-from troupe.orchestrator.starter.choices import Choices, Earned, check_algorithm
+from troupe.orchestrator.spec.sections import ScheduleConfig
+from troupe.orchestrator.starter.choices import Choices, Earned, check_algorithm, environment_section
 from troupe.orchestrator.starter.command import InitFlags, complete, text_of, write
 from troupe.orchestrator.starter.data import read_data
 from troupe.orchestrator.starter.sizing import (
@@ -441,12 +442,28 @@ def test_an_environment_that_gives_the_reward_needs_no_answers(tiny_model: Path,
         read_data(replace(choices, environment="retry"))
 
 
+def test_rows_of_an_environments_own_tasks_name_them(tiny_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "?", "index": 0, "task": "ab"}\n')
+    args = {"taskset": "glossary"}
+    choices = chosen(tiny_model, data=str(tmp_path / "rows.jsonl"), environment="verifiers", environment_args=args)
+    data = read_data(choices)
+    assert data.section["train"]["metadata"] == ["index", "task"]
+    section = environment_section(choices, data)
+    assert (section["name"], section["args"], section["episodes"]) == ("verifiers", args, 8)
+    assert (
+        section["turn_timeout_s"]
+        < section["episode_timeout_s"]
+        < 600
+        == ScheduleConfig.model_fields["generate_timeout_s"].default
+    )
+
+
 @pytest.mark.parametrize(
     ("environment", "algorithm", "error"),
     [
         ("gues_number", "grpo", "did you mean 'guess_number'"),
-        ("games", "grpo", "built in: guess_number, retry, single_turn, tools; your own: package.module:Class"),
-        ("verifiers", "grpo", "verifiers needs roles.environment.args that only you know"),
+        ("games", "grpo", "built in: agent, guess_number, .*verifiers; your own: package.module:Class"),
+        ("verifiers", "grpo", "verifiers needs arguments: --args"),
         ("guess_number", "dpo", "learns from examples and plays no episodes"),
     ],
 )

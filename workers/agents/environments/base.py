@@ -119,5 +119,5 @@ def rows(request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     except EnvironmentLoadError as error:
         raise ValueError(str(error)) from error
     if not callable(vars(type(environment)).get("rows")):
-        raise ValueError(f"{request['name']}: it has no tasks of its own (method `rows`)")
+        raise ValueError(f"{request['name']}: it has no tasks itself (method `rows`)")
     yield from itertools.islice(environment.rows(), request["limit"])

@@ -146,7 +146,7 @@ def _seat(taskset: str, harness: Mapping[str, Any], settings: Mapping[str, Any])
     free = [name for name in agents if "client" not in settings.get(name, {})]
     if len(free) != 1:
         others = f"give all but one a client in settings ({', '.join(agents)})"
-        raise ValueError(f"the policy plays one agent, and {len(free)} agents have no client of their own: {others}")
+        raise ValueError(f"the policy plays one agent, and {len(free)} agents have no client: {others}")
     declared, seat = agents[free[0]].model_fields_set, dict[str, Any]()
     if "runtime" not in declared:
         seat["runtime"] = {"type": "subprocess"}

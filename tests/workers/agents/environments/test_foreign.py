@@ -123,7 +123,7 @@ def test_an_interpreter_that_cannot_be_used_is_refused(python: str, tmp_path: Pa
 def test_tasks_of_an_environment_are_rows(python: str) -> None:
     found = environments.own_rows(NAME, {}, 2, python)
     assert found == [{"prompt": "number 0", "index": 0}, {"prompt": "number 1", "index": 1}]
-    with pytest.raises(UsageError, match="guess_number: it has no tasks of its own"):
+    with pytest.raises(UsageError, match="guess_number: it has no tasks itself"):
         environments.own_rows("guess_number", {}, 2)
     with pytest.raises(UsageError, match="unexpected keyword argument"):
         environments.own_rows(NAME, {"colour": 1}, 2, python)
@@ -138,6 +138,7 @@ def test_an_environment_is_installed_once_from_its_lock(monkeypatch: pytest.Monk
         installed_folder("gymnasium").mkdir(parents=True, exist_ok=True)
 
     monkeypatch.setattr(environments, "_run", run)
+    monkeypatch.setattr(environments.shutil, "which", lambda _: None)
     assert interpreter_of("gymnasium", None) is None
     python = environments.install("gymnasium", (), said.append)
     assert [command[1:3] for command in ran] == [["-m", "venv"], ["-m", "pip"]]
@@ -158,10 +159,16 @@ def test_an_environment_is_installed_once_from_its_lock(monkeypatch: pytest.Monk
 def test_a_package_that_cannot_be_installed_leaves_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(environments, "lock_of", lambda _: tmp_path / "no-such-lock")
+    monkeypatch.setattr(environments.shutil, "which", lambda _: None)
     (tmp_path / "no-such-lock").write_text("/no/such/package\n")
     with pytest.raises(UsageError, match=r"exit code 1: .*no/such/package"):
         environments.install("gymnasium", (), lambda _: None)
     assert interpreter_of("gymnasium", None) is None
+
+
+def test_uv_installs_where_it_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(environments.shutil, "which", lambda name: f"/usr/bin/{name}")
+    assert environments._installer(tmp_path) == ["/usr/bin/uv", "pip", "install", "--python", str(tmp_path)]
 
 
 def test_every_lock_is_of_a_built_in_environment() -> None:
