@@ -67,8 +67,8 @@ def engine_of(run: Run, worker: str) -> psutil.Process:
 LINES = r"\n".join(f"Score {number}: (10|[0-9])" for number in range(1, 5))
 COMPARING = (
     "roles.judge.model.path=.cache/models/tiny-llama",
-    "roles.judge.max_tokens=64",
-    f"roles.judge.structured.regex='({LINES}|Better: (A|B|tie))'",
+    "roles.judge.max_tokens=96",
+    rf"roles.judge.structured.regex='{LINES}\nBetter: (A|B|tie)'",
     "roles.reward.functions.0.args.compare=group",
     "roles.reward.functions.0.args.answers=2",
     "data.eval.held={kind: reasoning_gym, recipes: [{name: gcd}], size: 6, seed: 3, rewards: [{name: judge, timeout_s: "
