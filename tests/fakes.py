@@ -578,6 +578,8 @@ class FakePolicy(FakeTrainer):
         self.values: list[dict[str, list[int]]] = []
         """Of every batch, which versions of the critic gave the values of each of its groups."""
         self.skip_updates = False
+        self.overflows: frozenset[int] | None = None
+        """Updates, counted from 0, in which the scaled gradient overflows; None: it is not scaled."""
         self.kl_old: tuple[float, ...] = ()
         """KL(old || new) that the first updates find; 0 after them."""
         self.kl_old_coefs: list[float] = []
@@ -650,7 +652,10 @@ class FakePolicy(FakeTrainer):
         self.updates.append(plan)
         self.learned.append(f"{plan.total_loss_tokens} tokens from {batch.uids[0]}")
         self.kl_old_coefs.append(kl_old_coef)
-        return UpdateMetrics({"loss": 0.5}, {"grad_norm": 1.0, "kl_old": found}, skipped=self.skip_updates)
+        values, overflowed = {"grad_norm": 1.0, "kl_old": found}, len(self.updates) - 1 in (self.overflows or ())
+        if self.overflows is not None:
+            values |= {"loss_scale": 1024.0, "overflows": float(overflowed)}
+        return UpdateMetrics({"loss": 0.5}, values, skipped=self.skip_updates or overflowed)
 
     async def publish_weights(self, version: int, base: str = "") -> WeightUpdate | None:
         """An update that no file backs; only rank 0 returns it."""

@@ -37,6 +37,7 @@ from troupe.workers.data.plain_text import as_text
 from troupe.workers.data.tokenizer import load_chat_tokenizer, load_tokenizer, render, token_ids
 from troupe.workers.data.turn_ends import turn_ends
 from troupe.workers.models.attention import choose_attention
+from troupe.workers.models.modeling import torch_dtype
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -338,7 +339,7 @@ def _heads(
     head = model.get_output_embeddings()
     if not isinstance(head, torch.nn.Linear) or not torch.allclose(head(states), logits, rtol=1e-3, atol=1e-3):
         return  # the model does more after its head, or before it
-    own = None if request.model.dtype == "float32" or request.model.computes_float32_logits else "bfloat16"
+    own = None if request.model.computes_float32_logits else request.model.dtype
     for name, dtype in _HEADS.items():
         if name != own:
             bias = None if head.bias is None else head.bias.to(dtype)
@@ -351,9 +352,9 @@ def _score_rounded(request: ScoreRequest, rows: list[_RolloutRow]) -> Floats:
     temperature = request.temperature
     if request.model.dtype == "float32":
         other = _load_audited(request, torch.float64)
-    else:  # eager attention would round its weights to bfloat16, which no engine does
+    else:  # eager attention would round its weights, which no engine does
         attention = choose_attention(request.weights, request.model.trust_remote_code)
-        other = _load_audited(request, torch.bfloat16, attention)
+        other = _load_audited(request, torch_dtype(request.model.dtype), attention)
     head = other.get_output_embeddings()
     parts = []
     for row in rows:

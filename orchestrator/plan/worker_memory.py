@@ -32,7 +32,7 @@ Period = Literal["sampling", "update", "transfer"]
 sent."""
 PERIODS: tuple[Period, ...] = ("sampling", "update", "transfer")
 
-WIDTHS: dict[Dtype, int] = {"bfloat16": 2, "float32": 4}
+WIDTHS: dict[Dtype, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
 """Bytes per number."""
 
 LIVE = 1_000_000_000
@@ -143,7 +143,7 @@ def training(worker: str, rank: Training) -> tuple[WorkerMemory, ...]:
         parts[device].append(Part("base model", width * below))
         if stage == 3 and rank.ranks > 1:
             parts[device].append(Part("base layers", width * gathered(size), "pass"))
-    for where, part in zero_states(trained, width, rank.ranks, stage, rank.gpu, trainer.offload_optimizer):
+    for where, part in zero_states(trained, rank.dtype, rank.ranks, stage, rank.gpu, trainer.offload_optimizer):
         parts[where].append(part)
     if trainer.ema_decay:
         held = math.ceil(trained.parameters / rank.ranks) if stage == 3 else trained.parameters
@@ -223,7 +223,7 @@ def gathered(size: ModelSize) -> int:
 
 
 def zero_states(
-    size: ModelSize, width: int, ranks: int, stage: int, gpu: bool, offload: bool
+    size: ModelSize, dtype: Dtype, ranks: int, stage: int, gpu: bool, offload: bool
 ) -> Iterator[tuple[Where, Part]]:
     """Weights, gradients, optimizer states and DeepSpeed's buffers of one rank.
 
@@ -232,7 +232,7 @@ def zero_states(
     tensor's device with the name of one, and copies them.
     """
     device: Where = "gpu" if gpu else "host"
-    whole, share, largest = size.parameters, math.ceil(size.parameters / ranks), size.largest
+    whole, share, largest, width = size.parameters, math.ceil(size.parameters / ranks), size.largest, WIDTHS[dtype]
     in_bucket = min(whole, REDUCE_BUCKET)
     staged = 0 if gpu else width * in_bucket  # on the CPU a page of the bucket counts when it is written
     accumulated = 4 if width < 4 else width
@@ -254,7 +254,7 @@ def zero_states(
     if offload:
         yield from _offloaded(size, width, ranks, stage)
         return
-    if stage == 1 and width < 4:
+    if stage == 1 and dtype == "bfloat16":
         # BF16_Optimizer: gradients in both types; those to reduce are copied together and sent in bfloat16.
         yield from states(2 * whole, 6 * whole, 12 * share, (4 * whole if whole <= REDUCE_BUCKET else 0) + 2 * whole)
         return
@@ -263,7 +263,7 @@ def zero_states(
     if stage == 1:
         # Gradients are reduced in the bucket; this rank's part of them is copied out of it.
         reduced = max(width * in_bucket if ranks > 1 else 0, 4 * share)
-        yield from states(4 * whole, 4 * whole, 12 * share, 4 * largest + reduced)
+        yield from states(width * whole, 4 * whole, 12 * share, 4 * largest + reduced)
     elif stage == 2:
         copied = width * in_bucket if ranks > 1 or width < 4 else 0
         new = 0 if width < 4 else 4 * share

@@ -137,8 +137,9 @@ class Updates(ABC):
             merged = merge_update_metrics(results)
         except ValueError as error:
             raise TrainingDiverged(f"{group.role}: {error}") from error
-        skipped = results[0].skipped
-        self._nonfinite[group.role] = self._nonfinite[group.role] + 1 if skipped else 0
+        skipped, overflowed = results[0].skipped, bool(merged.get("overflows"))
+        # After an overflow the loss scale is halved. At a scale of 1 none is one, so this ends.
+        self._nonfinite[group.role] = self._nonfinite[group.role] + 1 if skipped and not overflowed else 0
         if self._nonfinite[group.role] >= self._spec.failures.nonfinite_steps:
             raise TrainingDiverged(
                 f"{group.role}: {self._nonfinite[group.role]} consecutive updates had a non-finite gradient "
@@ -177,7 +178,11 @@ class OfflineUpdates(Updates):
 
 
 class RolloutUpdates(Updates):
-    """Updates of the policy and, concurrently, of the critic on rollouts."""
+    """Updates of the policy and of the critic on rollouts: at the same time, or in float16 one after the other.
+
+    There, if the policy's gradient overflows, the critic's update is skipped too: both have then learned from the same
+    samples (DeepSpeed-Chat's `--align_overflow`, which also skips the policy's for the critic's).
+    """
 
     def __init__(
         self,
@@ -194,6 +199,7 @@ class RolloutUpdates(Updates):
         self._kl_penalty = kl_penalty(spec)
         self._needs_whole_samples = algorithms.policy_loss(spec.algorithm).needs_whole_samples
         self._trust_region = algorithms.trust_region(spec.algorithm)
+        self._aligns = spec.model.dtype == "float16"
         self._policy = policy
         self._critic = critic
 
@@ -217,11 +223,13 @@ class RolloutUpdates(Updates):
             for chosen, pieces in zip(of_samples, of_texts, strict=True):
                 rows = [row for sample in chosen for row in samples[sample]]
                 self._console.phase("update", len(updates), schedule.updates_per_step)
-                calls = []
+                calls: list[asyncio.Task[Metrics]] = []
                 if trains_policy:
-                    calls.append(self._update_policy(step, batch, rows, [texts[i] for i in pieces], state.kl_old_coef))
+                    own = [texts[i] for i in pieces]
+                    calls.append(asyncio.create_task(self._update_policy(step, batch, rows, own, state.kl_old_coef)))
                 if self._critic is not None:
-                    calls.append(self._update_critic(step, self._critic, batch, rows))
+                    first = calls[0] if calls and self._aligns else None
+                    calls.append(asyncio.create_task(self._update_critic(step, self._critic, batch, rows, first)))
                 if not calls:
                     break
                 updates.append({k: v for metrics in await asyncio.gather(*calls) for k, v in metrics.items()})
@@ -256,12 +264,17 @@ class RolloutUpdates(Updates):
         update = partial(policy.update, batch=batch.table, kl_old_coef=kl_old_coef, texts=table, timeout_s=timeout_s)
         return await self._update(step, policy, plans, update)
 
-    async def _update_critic(self, step: int, critic: CriticGroup, batch: Batch, rows: Sequence[int]) -> Metrics:
-        """One update on rows of the batch."""
+    async def _update_critic(
+        self, step: int, critic: CriticGroup, batch: Batch, rows: Sequence[int], policy: Awaitable[Metrics] | None
+    ) -> Metrics:
+        """One update on rows of the batch, unless the policy's update that it waits for overflows."""
+        if policy is not None and (await policy).get("policy/overflows"):
+            return {"critic/aligned_skips": 1.0}
         size = critic.data_parallel_size, critic.micro_batch_tokens
         plans = plan_update(batch.summary.rows, rows, *size, skip_zero_advantage=False, packed=critic.packs)
         update = partial(critic.update, batch=batch.table, timeout_s=self._spec.schedule.train_timeout_s)
-        return await self._update(step, critic, plans, update)
+        metrics = await self._update(step, critic, plans, update)
+        return metrics if policy is None else metrics | {"critic/aligned_skips": 0.0}
 
     async def _hold_states(self, step: int, batch: Batch) -> bool:
         """Makes the policy keep its distributions at some states of the batch; returns whether there are any."""

@@ -623,6 +623,18 @@ def test_repeated_non_finite_gradients_stop_the_run(tmp_path: Path) -> None:
     close.assert_called_once()  # what waits for a tracker is sent
 
 
+def test_where_the_policy_overflows_the_critic_skips_its_update_too(tmp_path: Path) -> None:
+    """Both would otherwise have learned from other samples. Overflows do not count as non-finite gradients."""
+    run = RolloutRun(tmp_path, model={"dtype": "float16"}, roles={"critic": {}})
+    run.policies[0].overflows = frozenset({0, 1, 2})
+    assert run.spec.failures.nonfinite_steps == 2
+    assert run.run().steps_done == 4
+    assert (len(run.policies[0].updates), len(run.critic.updates)) == (4, 1)
+    shown = [(line["policy/overflows"], line["critic/aligned_skips"]) for line in run.lines()]
+    assert shown == [(1.0, 1.0)] * 3 + [(0.0, 0.0)]
+    assert ["critic/loss" in line for line in run.lines()] == [False] * 3 + [True]
+
+
 def test_a_dead_trainer_ends_the_run_with_an_error_that_names_it(tmp_path: Path) -> None:
     """Checkpoints of earlier steps stay valid."""
     run = RolloutRun(tmp_path)

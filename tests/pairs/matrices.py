@@ -51,6 +51,7 @@ _ZERO: dict[str, Fields] = {
 _TYPES: dict[str, Fields] = {
     "float32": {},
     "bfloat16": {"model.dtype": "bfloat16"},
+    "float16": {"model.dtype": "float16"},
     "bfloat16 head": {"model.dtype": "bfloat16", "model.float32_head": False},
 }
 _COMPUTE: dict[str, Fields] = {

@@ -42,7 +42,7 @@ from troupe.workers.contract.config import EngineProcess
 CPUS = 16
 """Cores that the cluster says to have: workers reserve some, and share what there is."""
 STEPS = 2
-GAP = {"float32": 1e-3, "bfloat16": 0.1}
+GAP = {"float32": 1e-3, "float16": 0.02, "bfloat16": 0.1}
 """Nats by which the log-probs of engine and trainer may differ under the same weights, by the type of the model."""
 
 

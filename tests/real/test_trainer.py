@@ -1,4 +1,4 @@
-"""The trainers on real DeepSpeed: ZeRO 0-3, one and two ranks, float32 and bfloat16, compared with plain torch.
+"""The trainers on real DeepSpeed: ZeRO 0-3, one and two ranks, every data type, compared with plain torch.
 
 All scenarios run in two process groups, one of one rank and one of two ranks; the tests compare the files that they
 write. At the end each group loads the other's checkpoints: from one rank to two ranks and back.
@@ -45,7 +45,7 @@ from troupe.workers.contract.config import (
 from troupe.workers.contract.messages import TEXTS, RankPlan, UpdateMetrics
 from troupe.workers.contract.weight_backends import TransferBackend
 from troupe.workers.critic import CriticWorker
-from troupe.workers.models.modeling import CausalLogprobs, load_causal, score
+from troupe.workers.models.modeling import CausalLogprobs, load_causal, score, torch_dtype
 from troupe.workers.models.ragged import ragged
 from troupe.workers.models.token_batch import TokenTable
 from troupe.workers.policy import PolicyWorker
@@ -57,13 +57,15 @@ from troupe.workers.weights.file import read_weights
 
 pytestmark = pytest.mark.real
 
-STAGES = {"float32": (0, 1, 3), "bfloat16": (0, 2, 3)}
+STAGES = {"float32": (0, 1, 3), "bfloat16": (0, 2, 3), "float16": (0, 1, 3)}
 """ZeRO stages of each type. Stages 1 and 2 share DeepSpeed's optimizer and every branch of Troupe."""
 CASES = [(stage, dtype) for dtype, stages in STAGES.items() for stage in stages]
 CHANGED = [(0, "float32"), (2, "bfloat16"), (3, "float32")]
 """Cases in which the settings of the optimizer change on a resume."""
 POISONED = [(0, "float32"), (1, "float32"), (2, "bfloat16"), (3, "bfloat16")]
 """Cases in which the files of a checkpoint contain code."""
+OVERFLOWING = 100.0
+"""Factor of the advantages with which the gradient of float16 overflows at the first loss scales."""
 SENT: tuple[TransferBackend, ...] = ("gloo", "ipc")
 """Back-ends over which two ranks with ZeRO-3 send their weights."""
 ONE_BATCH = [[tuple(range(6))]]
@@ -121,13 +123,24 @@ def grouped() -> pa.Table:
     return table.set_column(table.column_names.index("prompt_uid"), "prompt_uid", uids)
 
 
-def batch_with_nan() -> pa.Table:
-    """The batch with a NaN advantage in row 5."""
+def with_advantages(rows: list[list[float]]) -> pa.Table:
+    """The batch with these advantages."""
     table = batch()
     index = table.column_names.index("advantages")
-    rows: list[Any] = table.column("advantages").to_pylist()
-    rows[5][1] = math.nan
     return table.set_column(index, table.schema.field(index), pa.array(rows, table.schema.field(index).type))
+
+
+def batch_with_nan() -> pa.Table:
+    """The batch with a NaN advantage in row 5."""
+    rows: list[Any] = batch().column("advantages").to_pylist()
+    rows[5][1] = math.nan
+    return with_advantages(rows)
+
+
+def overflowing() -> pa.Table:
+    """The batch with advantages whose gradient overflows in float16 at first."""
+    rows: list[Any] = batch().column("advantages").to_pylist()
+    return with_advantages([[OVERFLOWING * value for value in row] for row in rows])
 
 
 def rank_plan(layout: list[list[tuple[int, ...]]], rank: int, *, packed: bool = True) -> RankPlan:
@@ -393,6 +406,28 @@ class Scenario:
         self.save_weights(f"critic-{stage}", weights_of(worker))
         worker.export(str(self.out / f"critic-export-{stage}"))
 
+    def overflow(self, stage: int) -> None:
+        """Update with a gradient that overflows until the loss scale has fallen, and load the checkpoint of it."""
+        exact = PolicyWorker(policy_config(self.model, stage, "float32"), "exact")
+        exact.build()
+        plan, table = rank_plan(self.layout, self.rank), overflowing()
+        norm = exact.update(plan, table, 0.0, texts()).values["grad_norm"]
+        config = policy_config(self.model, stage, "float16")
+        worker, resumed = (PolicyWorker(config, name) for name in ("overflowing", "resumed"))
+        worker.build()
+        start, kept, steps = weights_of(worker), True, []
+        while not steps or (steps[-1].skipped and len(steps) < 20):
+            kept = kept and equal(start, weights_of(worker))
+            steps.append(worker.update(plan, table, 0.0, texts()))
+        checkpoint = str(self.out / f"overflow-{stage}")
+        worker.save(checkpoint)
+        resumed.build()
+        resumed.load(checkpoint)
+        again = [one.update(plan, batch(), 0.0, texts()).values["loss_scale"] for one in (worker, resumed)]
+        shown = [[step.values["loss_scale"], step.values["overflows"], step.skipped] for step in steps]
+        same = equal(weights_of(worker), weights_of(resumed))
+        self.record(f"overflow-{stage}", [shown, kept, norm, steps[-1].values["grad_norm"], again, same])
+
     def changed_settings(self, stage: int, dtype: str) -> None:
         """Load a checkpoint with other settings of Adam."""
         config = policy_config(self.model, stage, dtype)
@@ -514,6 +549,8 @@ class Scenario:
             if stage == 1 and dtype == "float32":
                 _, scores = worker.reference_logprobs(rank_plan(self.layout, self.rank), batch())
                 self.record("reference", by_uid(scores, "ref_logprobs"))
+        for stage in STAGES["float16"]:
+            self.overflow(stage)
         for stage in (1, 3):
             self.critic(stage)
             self.shared_prompts(stage)
@@ -764,13 +801,30 @@ def test_metrics_do_not_depend_on_the_split(groups: dict[int, Path]) -> None:
         assert one[0]["sum_tokens"] == 19 and one[0]["sum_sequences"] == 6
 
 
-def test_bfloat16_stays_close_to_float32(groups: dict[int, Path]) -> None:
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 6e-3), (torch.float16, 1e-3)])
+def test_16_bits_stay_close_to_float32(groups: dict[int, Path], dtype: torch.dtype, tolerance: float) -> None:
+    name = str(dtype).removeprefix("torch.")
     for world in (1, 2):
         exact = load_file(groups[world] / "end-1-float32.safetensors")
-        for stage in STAGES["bfloat16"]:
-            rounded = load_file(groups[world] / f"end-{stage}-bfloat16.safetensors")
-            assert all(tensor.dtype == torch.bfloat16 for tensor in rounded.values())
-            close(rounded, exact, 6e-3)
+        for stage in STAGES[name]:
+            rounded = load_file(groups[world] / f"end-{stage}-{name}.safetensors")
+            assert all(tensor.dtype == dtype for tensor in rounded.values())
+            close(rounded, exact, tolerance)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("stage", STAGES["float16"])
+def test_an_overflow_halves_the_loss_scale_and_changes_nothing_else(
+    groups: dict[int, Path], world: int, stage: int
+) -> None:
+    """The update is skipped; the first that does not overflow has the norm of the unscaled gradient."""
+    for rank in range(world):
+        steps, kept, norm, found, again, same = facts(groups[world], rank)[f"overflow-{stage}"]
+        assert 3 < len(steps) < 16
+        assert [scale for scale, *_ in steps] == [2.0 ** (16 - number) for number in range(len(steps))]
+        assert [tuple(rest) for _, *rest in steps] == [(1.0, True)] * (len(steps) - 1) + [(0.0, False)]
+        assert kept and found == pytest.approx(norm, rel=1e-2)
+        assert again == [steps[-1][0]] * 2 and same  # a resumed run has the scale of the checkpoint
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -833,7 +887,7 @@ def test_a_step_can_be_shortened_and_undone(groups: dict[int, Path], world: int)
     """The trust region's line search, under every ZeRO stage and type: halfway is halfway, 0 is bit for bit before."""
     for stage, dtype in CASES:
         gap, moved, whole, half, none, kept, restored = facts(groups[world])[f"shortened-{stage}-{dtype}"]
-        # The optimizer's own weights are halved; in bfloat16 the model holds them rounded.
+        # The optimizer's own weights are halved; with 16 bits the model holds them rounded.
         assert gap <= (moved * 1e-4 if dtype == "float32" else 2**-8), (stage, dtype)
         assert 0.0 < half < 0.5 * whole, (stage, dtype)
         assert none == 0.0 and kept and restored, (stage, dtype)
@@ -945,7 +999,7 @@ def test_the_reference_worker_scores_like_the_model(model: str) -> None:
     worker.close()
 
 
-@pytest.mark.parametrize(("world", "name"), [(1, "0-float32"), (2, "3-float32"), (2, "3-bfloat16")])
+@pytest.mark.parametrize(("world", "name"), [(1, "0-float32"), (2, "3-float32"), (2, "3-bfloat16"), (1, "0-float16")])
 def test_an_export_loads_in_transformers(groups: dict[int, Path], world: int, name: str) -> None:
     folder = groups[world] / f"export-{name}"
     loaded = AutoModelForCausalLM.from_pretrained(folder, use_safetensors=True)
@@ -953,7 +1007,7 @@ def test_an_export_loads_in_transformers(groups: dict[int, Path], world: int, na
     parameters = dict(loaded.named_parameters())
     assert parameters.keys() == trained.keys()
     assert all(torch.equal(parameters[key], trained[key]) for key in trained)
-    assert loaded.dtype == (torch.bfloat16 if "bfloat16" in name else torch.float32)
+    assert loaded.dtype == torch_dtype(name.partition("-")[2])  # pyright: ignore[reportArgumentType]
     assert loaded.get_parameter("lm_head.weight") is loaded.get_parameter("model.embed_tokens.weight")
     assert json.loads((folder / "tokenizer_config.json").read_text()) == {"made_for": "this test"}
     assert not list(folder.glob("*.bin"))
@@ -961,7 +1015,7 @@ def test_an_export_loads_in_transformers(groups: dict[int, Path], world: int, na
 
 def test_published_weights_are_the_trained_ones(groups: dict[int, Path]) -> None:
     for world in (1, 2):
-        for name in ("0-float32", "3-float32", "0-bfloat16", "3-bfloat16"):
+        for name in ("0-float32", "3-float32", "0-bfloat16", "3-bfloat16", "3-float16"):
             assert facts(groups[world])[f"received-{name}"] == [7, True]
             assert [facts(groups[world], rank)[f"published-{name}"] for rank in range(world)] == [True, False][:world]
 

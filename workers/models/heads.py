@@ -80,7 +80,7 @@ def share_gradient(model: PreTrainedModel) -> None:
 
 
 class _Product(torch.autograd.Function):
-    """float32 [..., in] @ [out, in]^T of bfloat16 factors."""
+    """float32 [..., in] @ [out, in]^T of 16-bit factors."""
 
     @staticmethod
     def forward(ctx: Any, input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -104,7 +104,7 @@ class _Product(torch.autograd.Function):
 
 
 def float32_logits(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """float32 [T, V] = input [T, in] @ weight [V, in]^T of bfloat16 factors, on the CPU.
+    """float32 [T, V] = input [T, in] @ weight [V, in]^T of 16-bit factors, on the CPU.
 
     The weight exists in float32 in blocks only; each is multiplied while the cache holds it.
     """
@@ -127,7 +127,7 @@ def token_logprobs(
     1805.02867). The gradient by the weight is summed in float32 over all tokens and rounded once.
 
     Args:
-        input: bfloat16 or float32 [T, in].
+        input: bfloat16, float16 or float32 [T, in].
         weight: [V, in], of the same type.
         targets: int64 [T].
         factor: Multiplies the logits: the inverse temperature.
@@ -274,12 +274,13 @@ def _inside(targets: torch.Tensor, start: int, tile: torch.Tensor) -> tuple[torc
 def _multiply_exactly(rows: torch.Tensor, weight: torch.Tensor, block: torch.Tensor, out: torch.Tensor) -> None:
     """out = rows @ weight^T, in float32. `block`: float32, at least as large as the weight; it is overwritten.
 
-    The factors are numbers of bfloat16, so that oneDNN may round them to it: the products are the same, and summed and
-    kept in float32. torch then uses oneDNN, which is faster than its default library on processors that are not
-    Intel's, and on those with AMX takes the time of a product in bfloat16.
+    Factors of bfloat16 may be rounded to it by oneDNN: the products are the same, and summed and kept in float32. torch
+    then uses oneDNN, which is faster than its default library on processors that are not Intel's, and on those with AMX
+    takes the time of a product in bfloat16. Numbers of float16 have more digits.
     """
     matmul: Any = torch.backends.mkldnn.matmul  # pyright: ignore[reportAttributeAccessIssue]
-    before, matmul.fp32_precision = matmul.fp32_precision, "bf16"
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "bf16" if weight.dtype == torch.bfloat16 else "ieee"
     try:
         torch.mm(rows, block[: len(weight)].copy_(weight).t(), out=out)
     finally:

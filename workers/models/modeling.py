@@ -43,7 +43,7 @@ _LEAST_LOGIT = -1e9
 
 def torch_dtype(name: Dtype) -> torch.dtype:
     """The torch data type with this name."""
-    return torch.bfloat16 if name == "bfloat16" else torch.float32
+    return {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}[name]
 
 
 @contextmanager
@@ -162,7 +162,7 @@ def _prepared(model: PreTrainedModel, partitioner: Partitioner | None) -> PreTra
 def _multiply_in_float32(model: PreTrainedModel, asked: bool) -> None:
     """Make the output head compute float32 logits, and log-probs without all of them.
 
-    It keeps its name and weight, which may be tied. `asked`: the configuration says so, and the weight is in bfloat16.
+    It keeps its name and weight, which may be tied. `asked`: the configuration says so, and the weight has 16 bits.
     """
     head = model.get_output_embeddings()
     if isinstance(head, nn.Linear) and type(head) in (nn.Linear, OneDnnLinear):

@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 Places = Sequence[Sequence[int]] | None
 """The places of the scores in each sequence; None: where a classifier reads its score."""
 
-_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 4e-2}
+_TOLERANCE = {torch.float32: 1e-3, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 """Largest difference of two ways to compute a score, as a fraction of the largest score, by the type of the weights.
 The head computes in float32; states in bfloat16 give a difference of up to 0.03."""
 
@@ -255,8 +255,9 @@ def _score_in_float32(model: PreTrainedModel) -> None:
     heads = [module for module in outside if type(module) is nn.Linear and module.out_features == 1]
     for head in heads:
         head.__class__ = Float32Head
-    if not heads and model.dtype == torch.bfloat16:
-        logger.warning("scores are rounded to bfloat16: %s has no linear head of one output", type(model).__name__)
+    if not heads and model.dtype != torch.float32:
+        rounded = str(model.dtype).removeprefix("torch.")
+        logger.warning("scores are rounded to %s: %s has no linear head of one output", rounded, type(model).__name__)
 
 
 def budget_batches(lengths: dict[int, int], max_tokens: int, *, packed: bool = False) -> Iterator[list[int]]:

@@ -32,6 +32,7 @@ from troupe.workers.training.adapter import ModelAdapter
 from troupe.workers.training.background_save import HostCopies, Write
 from troupe.workers.training.checkpoint_files import opened, rank_file, rank_files, restrict_loading, save_trained_only
 from troupe.workers.training.group import import_deepspeed
+from troupe.workers.training.loss_scale import LossScale
 from troupe.workers.training.master_weights import WeightSnapshot, own_part
 from troupe.workers.training.offload import StateOffload, gradient_buffers, optimizer_states
 from troupe.workers.training.optimizer import adamw, deepspeed_config, engine_clips, gradient_norm, learning_rate
@@ -49,6 +50,7 @@ _ADAM = ("betas", "eps", "weight_decay")
 """Settings of a parameter group of AdamW that the configuration decides; the learning rate is set at every update."""
 
 _GENERATION = "generation_config.json"
+_LOSS_SCALE = "loss_scale"
 _BASE = "base"
 """Digest of the model that adapters were trained on, in a rank's own file."""
 
@@ -75,6 +77,10 @@ class StepResult:
     """Global norm of the gradient before clipping; inf if the step was skipped."""
     learning_rate: float
     skipped: bool
+    loss_scale: float | None = None
+    """Factor of the loss in this step, or None unless the weights are in float16."""
+    overflowed: bool = False
+    """Whether it was skipped because the scaled gradient has overflowed; the next step has half the scale."""
 
 
 class TrainEngine:
@@ -112,6 +118,7 @@ class TrainEngine:
         self._dtype = dtype
         self._model = model
         self._adapter = adapter
+        self._loss_scale = LossScale() if dtype == torch.float16 else None
         self._stage = config.stage_for(dist.get_world_size(), dtype == torch.float32)
         if config.gradient_checkpointing:
             # ZeRO-3 frees a parameter between forward and backward, which non-reentrant checkpointing rejects.
@@ -135,7 +142,7 @@ class TrainEngine:
         self._files = restrict_loading(self._engine)
         if adapter is not None:
             save_trained_only(self._engine)
-        if self._stage == 0 and dtype == torch.bfloat16:
+        if self._stage == 0 and dtype != torch.float32:
             # DeepSpeed has stepped it once with gradients of 0. Counted, that step would make the moments of the next
             # steps too small, because AdamW corrects them by the number of steps.
             self._engine.optimizer.optimizer.state.clear()
@@ -180,14 +187,19 @@ class TrainEngine:
         rate = learning_rate(self._config, self._updates, self._total_updates)
         for group in self._engine.optimizer.param_groups:
             group["lr"] = rate
+        scale = None
+        if self._loss_scale is not None:
+            scale = self._engine.optimizer.loss_scale = self._loss_scale.value
+        # DeepSpeed averages gradients over ranks; the loss here is a sum over ranks. Without ZeRO, it divides the
+        # gradients of float16 by the scale, but does not multiply the loss by it.
+        factor = dist.get_world_size() * (scale if scale is not None and self._stage == 0 else 1.0)
         for number, micro_batch in enumerate(micro_batches):
             self._engine.set_gradient_accumulation_boundary(number == len(micro_batches) - 1)
             loss = loss_fn(self._engine, micro_batch)
             # An infinite loss may have a finite gradient; a factor of NaN reaches all ranks through the norm. It is
             # computed on the device, which would otherwise wait for the next micro-batch.
             poison = torch.where(torch.isfinite(loss.detach()), 1.0, math.nan)
-            # DeepSpeed averages gradients over ranks; the loss here is a sum over ranks.
-            self._engine.backward(loss * (dist.get_world_size() * poison), scale_wrt_gas=False)
+            self._engine.backward(loss * (factor * poison), scale_wrt_gas=False)
         self._updates += 1
         grad_norm, applied = self._step()
         if not applied:
@@ -195,12 +207,16 @@ class TrainEngine:
         elif self._average:
             for average, part in zip(self._average, self._averaged_parts(), strict=True):
                 average.lerp_(part.float(), 1.0 - self._config.ema_decay)
-        return StepResult(grad_norm, rate, skipped=not applied)
+        overflowed = self._loss_scale is not None and self._loss_scale.overflows(not applied)
+        return StepResult(grad_norm, rate, not applied, scale, overflowed)
 
     def _step(self) -> tuple[float, bool]:
         if not engine_clips(self._stage, self._dtype):
             self._engine.step()
-            return float(self._engine.get_global_grad_norm()), self._engine.was_step_applied()
+            norm = float(self._engine.get_global_grad_norm())
+            if self._stage == 0 and self._loss_scale is not None:
+                norm /= self._loss_scale.value  # the other stages report the norm of the unscaled gradient
+            return norm, self._engine.was_step_applied()
         gradients = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
         norm = gradient_norm(gradients)
         if not math.isfinite(norm):
@@ -309,6 +325,8 @@ class TrainEngine:
     def _own_state(self) -> dict[str, torch.Tensor]:
         """State of this rank besides DeepSpeed's files."""
         state = {"updates": torch.tensor([self._updates]), "torch_rng": torch.get_rng_state()}
+        if self._loss_scale is not None:
+            state[_LOSS_SCALE] = self._loss_scale.state()
         if self._adapter is not None:
             state |= {_BASE: as_bytes(self._adapter.base)}
         state |= {f"average.{number}": average for number, average in enumerate(self._average)}
@@ -369,6 +387,8 @@ class TrainEngine:
         for group, settings in zip(self._engine.optimizer.param_groups, configured, strict=True):
             group.update(settings)
         self._updates = int(state["updates"])
+        if self._loss_scale is not None:
+            self._loss_scale.restore(state[_LOSS_SCALE])
         torch.set_rng_state(state["torch_rng"])
         for average, saved in zip(self._average, averages, strict=True):
             average.copy_(saved)

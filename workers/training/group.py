@@ -135,12 +135,16 @@ def all_reduce(values: Mapping[str, float], device: Device, operation: Literal["
 
 
 def import_deepspeed() -> ModuleType:
-    """DeepSpeed, quiet and without the extension that only inference uses."""
+    """DeepSpeed, quiet, without the extension that only inference uses, and with float16 on every CPU."""
     import deepspeed
 
     # Compiling the shared-memory all-reduce at first use takes a minute, and only inference calls it.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    accelerator = deepspeed.accelerator.get_accelerator()
+    if accelerator.device_name() == "cpu":
+        # Its own answer is whether oneDNN has kernels for it here. torch computes it on any CPU, only more slowly.
+        accelerator.is_fp16_supported = lambda: True
     return deepspeed
 
 

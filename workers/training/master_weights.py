@@ -71,7 +71,7 @@ class WeightSnapshot:
             optimizer.checkpoint_event_epilogue()  # gathers the small parameters that every rank keeps whole
         elif self._stage > 0:
             optimizer.update_lp_params()
-        elif self._engine.bfloat16_enabled():
+        elif self._engine.bfloat16_enabled() or self._engine.fp16_enabled():
             for masters, rounded in zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True):
                 for master, parameter in zip(masters, rounded, strict=True):
                     parameter.data.copy_(master.data)

@@ -11,6 +11,7 @@ from torch import nn
 
 from troupe.workers.contract.config import REDUCE_BUCKET, OptimizerConfig, TrainerConfig
 from troupe.workers.models.partitioned import whole_shape
+from troupe.workers.training.loss_scale import INITIAL_SCALE
 
 _NORM_PIECE = 2**18
 """Elements of a gradient whose squares are summed at a time."""
@@ -75,8 +76,10 @@ def deepspeed_config(config: TrainerConfig, stage: int, dtype: torch.dtype, numb
         "steps_per_print": None,
         # A gradient is added to its float32 sum, and freed, as soon as the backward pass has computed it.
         "bf16": {"enabled": dtype == torch.bfloat16, "immediate_grad_update": True},
+        # A scale other than 0 is fixed to DeepSpeed; `TrainEngine` sets it before every update.
+        "fp16": {"enabled": dtype == torch.float16, "loss_scale": INITIAL_SCALE},
     }
-    if dtype == torch.bfloat16 and stage > 0:
+    if dtype != torch.float32 and stage > 0:
         settings["data_types"] = {"grad_accum_dtype": "fp32"}
     return settings
 

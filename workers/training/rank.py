@@ -85,9 +85,12 @@ class Update(Generic[OutputT]):
     def metrics(self, sums: dict[str, float], values: dict[str, float], device: Device) -> UpdateMetrics:
         """These metrics of the outputs, and metrics of the step and its speed. Collective."""
         step = self.step
+        of_step = {"grad_norm": step.grad_norm, "learning_rate": step.learning_rate}
+        if step.loss_scale is not None:
+            of_step |= {"loss_scale": step.loss_scale, "overflows": float(step.overflowed)}
         return UpdateMetrics(
             sums=sums | {"sequences": float(self.sequences)},
-            values=values | self.meter.metrics() | {"grad_norm": step.grad_norm, "learning_rate": step.learning_rate},
+            values=values | self.meter.metrics() | of_step,
             skipped=step.skipped,
             peak=own_peak(device),
         )

@@ -1,4 +1,4 @@
-"""Faster products on vLLM's CPU build: the float32 output head of a bfloat16 model, adapters, and experts.
+"""Faster products on vLLM's CPU build: the float32 output head of a 16-bit model, adapters, and experts.
 
 For such a head vLLM converts the whole weight to float32 in every step, the largest one of a model, and multiplies it
 with torch's default library. For adapters its kernels copy the matrices of each token's adapter before they multiply,
@@ -30,7 +30,7 @@ def logits_in_blocks() -> None:
     @wraps(apply)
     def apply_head(self: Any, lm_head: Any, hidden_states: torch.Tensor, embedding_bias: Any) -> torch.Tensor:
         weight: torch.Tensor = lm_head.weight
-        both = hidden_states.dtype == weight.dtype == torch.bfloat16
+        both = hidden_states.dtype == weight.dtype and weight.dtype in (torch.bfloat16, torch.float16)
         plain = isinstance(lm_head.quant_method, UnquantizedEmbeddingMethod)
         if not (hidden_states.is_cpu and self.head_dtype == torch.float32 and both and plain):
             return apply(self, lm_head, hidden_states, embedding_bias)

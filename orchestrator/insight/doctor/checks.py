@@ -247,7 +247,7 @@ def _gpu_problems(machine: Machine, needs: Needs) -> Iterator[Finding]:
     oldest = min(gpus, key=lambda gpu: gpu.capability)
     if oldest.capability < _BFLOAT16_CAPABILITY:
         found = f"{oldest.name} has compute capability {version(oldest.capability)}: no bfloat16"
-        yield Finding("gpus", "note", found, "set model.dtype: float32")
+        yield Finding("gpus", "note", found, "set model.dtype: float16")
     for index, gpu in enumerate(gpus):
         if gpu.used > _FREE_SHARE * gpu.memory:
             found = f"GPU {index}: {gib(gpu.used)} of {gib(gpu.memory)} are in use"

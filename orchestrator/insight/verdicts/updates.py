@@ -18,7 +18,7 @@ _FAR_WORSE = -0.5
 _MOST_CLIPPED = 0.3
 _SPIKE = 10.0
 _CLIPPED_TO = 10.0
-_GAPS = {"float32": 0.01, "bfloat16": 0.1, "float16": 0.1}
+_GAPS = {"float32": 0.01, "bfloat16": 0.1, "float16": 0.02}
 """Largest mean difference of log-probs that precision explains, in nats, with room to spare."""
 _STALE_GAP = 0.5
 """If samples may be older than the policy, the gap also holds what the policy has learned since."""
@@ -158,7 +158,8 @@ def gradient_spikes(run: History) -> Iterator[Verdict]:
         norm, skipped = run[f"{role}/grad_norm"], run[f"{role}/skipped_updates"]
         usual = norm.where(lambda _, value: value > 0).median  # a step without a signal has no gradient
         spikes = [step for step, value in norm.after(1) if value > _SPIKE * usual] if len(norm) > 4 else []
-        lost = [step for step, value in skipped if value > 0]
+        scaled = dict(run[f"{role}/overflows"])  # of float16, which the loss scale ends
+        lost = [step for step, value in skipped if value > scaled.get(step, 0.0)]
         if not spikes and not lost:
             continue
         parts = [f"{len(spikes)} of {len(norm)} steps have a gradient above {_SPIKE:g} times the median "

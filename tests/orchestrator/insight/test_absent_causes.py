@@ -161,6 +161,15 @@ CLAIMS: dict[str, tuple[tuple[str, History, History], ...]] = {
             record(policy__grad_norm=1.0, policy__skipped_updates=late(0, 1)),
             record(policy__grad_norm=lambda step: 1.0 + 99.0 * (step == 20), policy__skipped_updates=0.0),
         ),
+        (
+            "was not finite",
+            record(policy__grad_norm=1.0, policy__skipped_updates=late(0, 1), policy__overflows=late(0, 0.5)),
+            record(
+                policy__grad_norm=lambda step: 1.0 + 99.0 * (step == 20),
+                policy__skipped_updates=late(0, 1),
+                policy__overflows=late(0, 1),
+            ),
+        ),
     ),
     "clipped_gradients": (
         (

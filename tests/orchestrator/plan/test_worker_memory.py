@@ -93,10 +93,14 @@ SEVENTY_TWO_B = replace(
 WHOLE = SMALL.parameters
 
 
-def states(stage: int, width: int, ranks: int = 1, gpu: bool = False, offload: bool = False) -> dict[str, int]:
-    """Bytes by `where part`."""
+def states(
+    stage: int, width: int, ranks: int = 1, gpu: bool = False, offload: bool = False, dtype: Dtype | None = None
+) -> dict[str, int]:
+    """Bytes by `where part`. `width`: of float32 or bfloat16, unless `dtype` is another."""
     found: dict[str, int] = {}
-    for where, part in zero_states(SMALL, width, ranks, stage, gpu, offload):
+    for where, part in zero_states(
+        SMALL, dtype or ("bfloat16" if width == 2 else "float32"), ranks, stage, gpu, offload
+    ):
         found[f"{where} {part.name}"] = found.get(f"{where} {part.name}", 0) + part.bytes
     return found
 
@@ -156,13 +160,13 @@ def test_zero_3_gathers_all_experts_of_a_layer(tmp_path: Path, name: str, expert
     size = read_size(folder(tmp_path, REAL[name][0]))
     assert (size.module, 2 * experts / GIB) == (max(experts, size.largest), gib_of_experts)
     found: dict[str, int] = {}
-    for where, part in zero_states(size, 2, 128, 3, gpu=True, offload=False):
+    for where, part in zero_states(size, "bfloat16", 128, 3, gpu=True, offload=False):
         found[f"{where} {part.name}"] = part.bytes
     whole = max(2 * experts, 2 * LIVE)
     assert found["gpu gathered"] == whole
     in_step = whole + 2 * size.module + 4 * size.module // 128
     assert found["gpu step"] == max(in_step, 4 * min(SUBGROUP, -(-size.parameters // 128)))
-    offloaded = {part.name: part.bytes for _, part in zero_states(size, 2, 128, 3, gpu=True, offload=True)}
+    offloaded = {part.name: part.bytes for _, part in zero_states(size, "bfloat16", 128, 3, gpu=True, offload=True)}
     assert (offloaded["gathered"], offloaded["buffers"]) == (whole, 2 * (REDUCE_BUCKET + size.module))
     frozen = Scoring(size, "bfloat16", tokens=4096, longest=4096, gpu=True, ranks=16)
     (gpu, _) = scoring("reference-0", frozen)
@@ -195,6 +199,16 @@ def test_the_copy_of_a_save_beside_training_is_in_host_memory(
         sum(memory.total for memory in training("policy-0", one) if memory.where == "host") for one in (rank, beside)
     ]
     assert host[1] - host[0] == copy
+
+
+def test_zero_1_in_float16_has_gradients_in_float32_alone() -> None:
+    """Another optimizer of DeepSpeed than in bfloat16, which keeps both; the other stages are the same."""
+    found = states(1, 2, 4, dtype="float16")
+    assert [found[f"host {part}"] for part in ("weights", "gradients", "optimizer", "step")] == [
+        2 * WHOLE, 4 * WHOLE, 3 * WHOLE, 4 * 300 + 2 * WHOLE
+    ]  # fmt: skip
+    for stage in (0, 2, 3):
+        assert states(stage, 2, 4, dtype="float16") == states(stage, 2, 4)
 
 
 def test_on_a_gpu_the_bucket_is_reserved_whole() -> None:

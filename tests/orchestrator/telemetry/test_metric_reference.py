@@ -39,7 +39,10 @@ alarm/reward_hacking
 candidates/chosen
 candidates/failed
 candidates/reward
+critic/aligned_skips
 critic/empty_updates
+policy/loss_scale
+policy/overflows
 curriculum/pass_rate
 curriculum/seen
 curriculum/set_aside

@@ -1,4 +1,4 @@
-"""Output heads with float32 logits, of weights in bfloat16 and in float32."""
+"""Output heads with float32 logits, of weights in every type."""
 
 from __future__ import annotations
 
@@ -74,10 +74,12 @@ def test_log_probs_and_entropies_are_those_of_a_float64_softmax(
     check_token_logprobs(factor, entropy_grad)
 
 
-def check_token_logprobs(factor: float, entropy_grad: bool, rounding: float = 5e-3) -> None:
-    """Compare with a float64 softmax. `rounding`: the largest relative error of a gradient in bfloat16."""
+def check_token_logprobs(
+    factor: float, entropy_grad: bool, rounding: float = 5e-3, dtype: torch.dtype = torch.bfloat16
+) -> None:
+    """Compare with a float64 softmax. `rounding`: the largest relative error of a gradient."""
     torch.manual_seed(7)
-    states, weight = (torch.randn(rows, 12).bfloat16() for rows in (9, 200))
+    states, weight = (torch.randn(rows, 12).to(dtype) for rows in (9, 200))
     targets = torch.tensor([0, 63, 64, 127, 128, 191, 192, 199, 5])
     of_logprobs, of_entropies = torch.randn(2, 9).unbind()
     exact = [x.double().requires_grad_() for x in (states, weight)]
@@ -92,9 +94,15 @@ def check_token_logprobs(factor: float, entropy_grad: bool, rounding: float = 5e
     (logprobs * of_logprobs).sum().add((entropies * of_entropies).sum() if entropy_grad else 0.0).backward()
     (expected_logprobs * of_logprobs).sum().add(entropy_grad * (expected_entropies * of_entropies).sum()).backward()
     for found, reference in zip(ours, exact, strict=True):
-        assert found.grad is not None and reference.grad is not None and found.grad.dtype == torch.bfloat16
+        assert found.grad is not None and reference.grad is not None and found.grad.dtype == dtype
         assert (found.grad.double() - reference.grad).norm() < rounding * reference.grad.norm()
         torch.testing.assert_close(found.grad.double(), reference.grad, rtol=2e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("entropy_grad", [False, True])
+def test_float16_factors_keep_all_of_their_digits(entropy_grad: bool) -> None:
+    """They have more than bfloat16, to which oneDNN may round the factors of that type."""
+    check_token_logprobs(1.0, entropy_grad, 1e-3, torch.float16)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -144,7 +144,7 @@ BROKEN: list[tuple[Callable[[Machine], Machine], str, str, str, str]] = [
         graphics(gpus=(H100, replace(H100, used=60 * GIB), H100, H100)),
         *("gpus", "note", "GPU 1: 60.0 GiB of 80.0 GiB are in use", "gpu_memory_utilization"),
     ),
-    (graphics(gpus=(replace(H100, capability=(7, 5)),) * 4), "gpus", "note", "no bfloat16", "float32"),
+    (graphics(gpus=(replace(H100, capability=(7, 5)),) * 4), "gpus", "note", "no bfloat16", "float16"),
     (resources(usable_cpus=4.0), "cpus", "note", "4 of 64 cores may be used", "at most 4"),
     (resources(usable_cpus=0.5), "cpus", "problem", "0.5 of 64 cores", "raise the limit"),
     (resources(memory_limit=2 * GIB, available=GIB), "memory", "problem", "2.0 GiB (limit", "8 GiB or more"),
