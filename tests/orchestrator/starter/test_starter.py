@@ -36,7 +36,6 @@ from troupe.orchestrator.starter.sizing import (
 )
 
 DATA = ROOT / "deploy" / "specs" / "data"
-FILES = {"demonstrations": "demonstrations", "pairs": "pairs", "labelled": "labelled", "ranked": "ranked"}
 ONLINE = sorted(set(ALGORITHMS) - {"distill"})
 
 
@@ -82,7 +81,7 @@ def test_every_algorithm_on_rollouts_gets_a_spec_that_is_valid_and_fits(
 def test_every_offline_algorithm_gets_a_spec_that_is_valid_and_fits(
     algorithm: str, tiny_model: Path, tmp_path: Path
 ) -> None:
-    file = DATA / f"{FILES[OFFLINE_ALGORITHMS[algorithm].formats[0]]}-train.jsonl"
+    file = DATA / f"{OFFLINE_ALGORITHMS[algorithm].formats[0]}-train.jsonl"
     choices = chosen(tiny_model, algorithm=algorithm, data=str(file))
     document = check(text_of(choices, tmp_path / "run.yaml"), tmp_path / "run.yaml", choices)
     assert set(document["roles"]) == {"policy", *(["reference"] if OFFLINE_ALGORITHMS[algorithm].reference else [])}
