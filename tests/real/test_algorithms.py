@@ -1,7 +1,8 @@
 """Every algorithm of the table, and what else an algorithm can use, by the shipped specs on the real stack.
 
 Only the start of the workers differs from `troupe run`: all algorithms share one cluster and one rollout engine, and
-the trainers and the reward worker are reconfigured for the next algorithm instead of being restarted.
+the trainers and the reward worker are reconfigured for the next algorithm instead of being restarted. Algorithms that
+differ in the loss and the advantages alone share a trainer, which starts each from the same checkpoint.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import io
 import json
 import os
 import re
+import tempfile
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,9 +73,10 @@ PLACEMENT = Placement(
     "PACK",
     (WorkerPlacement("policy", 0, 0, 0.5, 0.0), WorkerPlacement("critic", 0, 0, 0.5, 0.0)),
 )
-SPECS = (*ALGORITHMS, "tiny-grpo-process")
-STEPS = 3
-"""Later steps use what earlier ones have left: statistics, coefficients, a critic that has learned."""
+SPECS = (*sorted(ALGORITHMS, key=lambda name: spec_of(name).path), "tiny-grpo-process")
+"""Rows with the same spec follow each other."""
+ASYNCHRONOUS = ("sapo", "gmpo", "gspo", "dppo_tv", "dppo_kl", "maxrl", "pass_at_k", "clip_cov", "gdpo", "cispo", "dcpo")
+"""Rows whose second step learns from samples of the policy before the first: one of every objective and estimator."""
 DAPO_STEPS = 5
 DAPO = (f"schedule.steps={DAPO_STEPS}", "checkpoint={every_steps: 1, keep: 10}")
 DAPO_LEARNING = ("policy/loss", "policy/grad_norm", "reward/mean", "masked_samples", "ledger/trained", "ledger/dropped")
@@ -95,21 +98,44 @@ class ReusableRollout(RolloutWorker):
 class ReusablePolicy(PolicyWorker):
     """A policy worker that can be reconfigured."""
 
-    def reconfigure(self, config: PolicyConfig) -> None:
-        """Build the model of another configuration in the same process group."""
+    _start: tempfile.TemporaryDirectory[str] | None = None
+
+    def reconfigure(self, config: PolicyConfig, anew: bool) -> None:
+        """Start again by another configuration, with the same model and optimizer if it has them and not `anew`."""
+        swapped = {name: getattr(config, name) for name in ("loss", "advantage", "run_id", "total_updates")}
+        same_graph = (config.loss.entropy_coef > 0) == (self._config.loss.entropy_coef > 0)
+        if self._start is not None and same_graph and not anew and self._config.model_copy(update=swapped) == config:
+            self._config = config
+            if self._publisher is not None:
+                self._publisher.close()
+                self._publisher = None
+            self.discard_stored()
+            self.load(self._start.name)
+            return
         self.release()
         PolicyWorker.__init__(self, config, self._name)
         self.build()
+        self._start = tempfile.TemporaryDirectory()
+        self.save(self._start.name)
 
 
 class ReusableCritic(CriticWorker):
     """A critic worker that can be reconfigured."""
 
-    def reconfigure(self, config: CriticConfig) -> None:
-        """Build the model of another configuration in the same process group."""
+    _start: tempfile.TemporaryDirectory[str] | None = None
+
+    def reconfigure(self, config: CriticConfig, anew: bool) -> None:
+        """Start again by another configuration, with the same model and optimizer if it has them and not `anew`."""
+        swapped = {name: getattr(config, name) for name in ("loss", "total_updates")}
+        if self._start is not None and not anew and self._config.model_copy(update=swapped) == config:
+            self._config = config
+            self.load(self._start.name)
+            return
         self.release()
         CriticWorker.__init__(self, config, self._name)
         self.build()
+        self._start = tempfile.TemporaryDirectory()
+        self.save(self._start.name)
 
 
 class ReusableReward(RewardWorker):
@@ -121,6 +147,17 @@ class ReusableReward(RewardWorker):
             self.close()
             RewardWorker.__init__(self, config, self.name, self.device, self.policy)
             self.start()
+
+
+def steps_of(name: str) -> int:
+    """Two where a second step uses what the first has left: statistics, coefficients, a critic, older samples."""
+    row = ALGORITHMS.get(name)
+    if row is None:
+        return 1
+    how = row.advantage
+    remembers = how.baseline == "running_mean" or how.reward_scale == "running" or how.estimator == "smooth_group"
+    carried = row.critic_loss is not None or row.kl_penalty is not None
+    return 2 if remembers or carried or name in ASYNCHRONOUS else 1
 
 
 @dataclass(frozen=True)
@@ -156,17 +193,19 @@ class SharedWorkers:
         stop.set()
         outcome = (await running).outcome
         assert outcome.stopped and first <= outcome.steps_done < spec.schedule.steps
-        return await self.run(spec, out)
+        return await self.run(spec, out, anew=True)
 
-    async def run(self, spec: RolloutSpec, out: Path, stop: asyncio.Event | None = None) -> FinishedRun:
+    async def run(
+        self, spec: RolloutSpec, out: Path, stop: asyncio.Event | None = None, anew: bool = False
+    ) -> FinishedRun:
         """Run a spec, from the newest checkpoint in the folder if there is one, until `stop` is set."""
-        await self.policy.call(ReusablePolicy.reconfigure, TIMEOUT_S, policy_config(spec))
+        await self.policy.call(ReusablePolicy.reconfigure, TIMEOUT_S, policy_config(spec), anew)
         policy = PolicyGroup("policy", [self.policy], spec.roles.policy.micro_batch_tokens)
         policy.packs = await self.policy.call(ReusablePolicy.packs, TIMEOUT_S)
         policy.shares_prompts = await self.policy.call(ReusablePolicy.shares_prompts, TIMEOUT_S)
         critic, config = None, critic_config(spec)
         if config is not None:
-            await self.critic.call(ReusableCritic.reconfigure, TIMEOUT_S, config)
+            await self.critic.call(ReusableCritic.reconfigure, TIMEOUT_S, config, anew)
             critic = CriticGroup("critic", [self.critic], spec.roles.trainers()["critic"].micro_batch_tokens)
             critic.packs = await self.critic.call(ReusableCritic.packs, TIMEOUT_S)
         for worker in cast("Sequence[ActorWorker[ReusableReward]]", self.workers.reward):
@@ -269,24 +308,28 @@ async def test_workers_say_what_they_do_while_they_start(shared: SharedWorkers) 
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("name", SPECS)
 async def test_the_shipped_spec_of_every_algorithm_trains(name: str, shared: SharedWorkers, tmp_path: Path) -> None:
-    spec = shipped(name, f"schedule.steps={STEPS}")
+    steps = steps_of(name)
+    spec = shipped(name, f"schedule.steps={steps}", *(("schedule.max_staleness=1",) if name in ASYNCHRONOUS else ()))
     run = await shared.run(spec, tmp_path / name)
     outcome, lines = run.outcome, run.metrics
-    assert outcome.steps_done == STEPS == len(lines)
+    assert outcome.steps_done == steps == len(lines)
     assert outcome.ledger["in_flight"] == 0
     assert outcome.ledger["dispatched"] == outcome.ledger["trained"] + outcome.ledger["dropped"]
-    assert outcome.ledger["trained"] == STEPS * spec.samples_per_step
+    assert outcome.ledger["trained"] == steps * spec.samples_per_step
     for line in lines:
         # Every step has a finite, non-zero gradient.
         assert line["policy/grad_norm"] > 0 and line["policy/skipped_updates"] == 0
+        stale = line["staleness/max"] > 0
+        assert stale == (name in ASYNCHRONOUS and line["step"] == 2)
         if policy_config(spec).loss.has_ratio:
-            assert line["policy/rollout_logprob_gap_max"] < 1e-3  # engine and trainer hold the same weights
+            # Without staleness, engine and trainer hold the same weights.
+            assert (line["policy/rollout_logprob_gap_max"] > 1e-3) == stale
         assert line["policy/kl_exact"] > 0
         assert ("policy/ptx_loss" in line) == (spec.algorithm.ptx_coef > 0)
     if spec.roles.critic is not None:
         assert all(line["critic/grad_norm"] > 0 for line in lines)
     table = pq.read_table(run.out / "trajectories")
-    assert table.num_rows == STEPS * spec.samples_per_step
+    assert table.num_rows == steps * spec.samples_per_step
     process = any(function.process for function in spec.roles.reward.functions)
     assert any(table["reward_spans"].to_pylist()) == process
 
