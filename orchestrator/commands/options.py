@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
-import yaml
 
 from troupe.orchestrator.errors import UsageError
 from troupe.workers.contract.text import printable
@@ -120,6 +119,8 @@ def natural_width(table: Table) -> int:
 
 def read_mapping(args: str, example: str) -> dict[str, Any]:
     """The mapping that `--args` is. Raises UsageError if it is none."""
+    import yaml  # `troupe --help` imports this module
+
     try:
         values = yaml.safe_load(args)
     except (yaml.YAMLError, ValueError, RecursionError):

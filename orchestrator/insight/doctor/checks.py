@@ -370,7 +370,7 @@ def check_network(machine: Machine, needs: Needs) -> Iterator[Finding]:
     rdma = machine.rdma
     if rdma.missing and machine.graphics.gpus:
         packages = "apt-get install libibverbs1 ibverbs-providers"
-        remedy = packages if rdma.missing == IBVERBS else "build the GPU image with --build-arg EFA_VERSION=..."
+        remedy = packages if rdma.missing == IBVERBS else "add AWS's EFA installer to the image"
         found = f"{', '.join(rdma.devices)}: NCCL cannot use RDMA without {rdma.missing}, and takes TCP between nodes"
         yield Finding("network", "note", found, remedy)
     elif rdma.devices:

@@ -22,6 +22,8 @@ NO_TABLE = {
     "stop",
     "watch",  # serves a page
     "deploy",  # writes a manifest or a script
+    "env install",  # progress
+    "env rows",  # writes rows
 }
 """Commands that print nothing for a script to read, other than what they write."""
 

@@ -84,7 +84,7 @@ def test_the_group_of_commands_holds_each_with_its_parameters() -> None:
     assert list(group.commands) == [*COMMANDS]
     assert {parameter.name for parameter in group.commands["schema"].params} <= {"help", "of"}
     assert "dry_run" in {parameter.name for parameter in group.commands["apply"].params}
-    assert list(group.commands["env"].commands) == ["check"]
+    assert list(group.commands["env"].commands) == ["check", "install", "rows"]
 
 
 def test_an_unknown_command_is_refused_with_the_nearest_one() -> None:

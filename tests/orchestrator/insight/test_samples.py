@@ -294,7 +294,7 @@ READERS: Mapping[Format, Callable[[Path], list[dict[str, Any]]]] = {
 
 @pytest.mark.parametrize("form", list(Format))
 def test_an_export_has_every_row_and_column(run: RunFolder, tmp_path: Path, form: Format) -> None:
-    spans = [{"name": "exact", "value": math.inf}]
+    spans = [{"name": "exact", "value": math.inf, "weight": 1.0}]
     write(run.path, 7, [row(7, 1, rollout_logprobs=[math.nan, -1.0], components=spans, response='"quoted",\nline')])
     path = tmp_path / "it's out" / f"samples.{form}"
     assert export_samples(run, SampleQuery(), SAMPLES.names, form, path) == 8
@@ -306,7 +306,7 @@ def test_an_export_has_every_row_and_column(run: RunFolder, tmp_path: Path, form
     if form is Format.csv:
         logprobs, components = json.loads(logprobs), json.loads(components)
     assert len(logprobs) == 2 and logprobs[1] == -1.0 and (logprobs[0] is None or math.isnan(logprobs[0]))
-    assert components == (spans if form is Format.parquet else [{"name": "exact", "value": None}])
+    assert components == (spans if form is Format.parquet else [{"name": "exact", "value": None, "weight": 1.0}])
     assert list(path.parent.iterdir()) == [path]
 
 

@@ -342,7 +342,7 @@ CPU_CASES = [
     ),
     case(
         "dtype",
-        "5: model.dtype: expected 'bfloat16' or 'float32', got 'bfloat' (did you mean 'bfloat16'?)",
+        "5: model.dtype: expected 'bfloat16', 'float16' or 'float32', got 'bfloat' (did you mean 'bfloat16'?)",
         ("  path: models/m", "  path: models/m\n  dtype: bfloat"),
     ),
     case(
