@@ -213,13 +213,15 @@ def _shared_by(owner: int) -> str:
 
 
 def _name_ranks() -> None:
-    """Name what the ranks of an engine on the CPU share after the owner: vLLM takes the name of the file by which they
-    meet."""
+    """Name what the ranks of a worker's engine on the CPU share after the owner: vLLM takes the name of the file by
+    which they meet."""
+    owner = os.environ.get(OWNER_VARIABLE)
+    if owner is None:
+        return
     from vllm.utils import network_utils
 
-    owner = int(os.environ[OWNER_VARIABLE])
     network_utils.get_file_store_init_method = lambda: (
-        f"file://{tempfile.gettempdir()}/{_shared_by(owner)}{secrets.token_hex(8)}"
+        f"file://{tempfile.gettempdir()}/{_shared_by(int(owner))}{secrets.token_hex(8)}"
     )
 
 

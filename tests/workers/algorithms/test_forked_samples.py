@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 import torch
 
-from tests.workers.algorithms.test_train_batch import reward_table, rollout_table, scores
+from tests.workers.algorithms.test_train_batch import reward_table, rollout_table, scores, with_components
 from tests.workers.algorithms.test_truncated import Sample, exact_logprobs, loss_of, small_model
 from troupe.orchestrator.algorithms.section import AlgorithmConfig, advantage, policy_loss
 from troupe.orchestrator.algorithms.table import ALGORITHMS
@@ -105,7 +105,10 @@ def prepared(
     rollouts = rollout_table(keys, lengths, 0, **columns)
     tables = [
         rollouts.set_column(3, rollouts.schema.field("segment"), pa.array(segments, pa.int32())),
-        reward_table(list(SAMPLES), [reward for reward, _ in SAMPLES.values()]),
+        with_components(
+            reward_table(list(SAMPLES), [reward for reward, _ in SAMPLES.values()]),
+            [[("right", reward, 1.0), ("long", 1.0 - reward, 0.5)] for reward, _ in SAMPLES.values()],
+        ),
         score_table("ref_logprobs", "ref"),
         *([score_table("old_logprobs", "old")] if moved else []),
     ]
