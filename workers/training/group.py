@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from types import ModuleType
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -141,7 +141,7 @@ def import_deepspeed() -> ModuleType:
     # Compiling the shared-memory all-reduce at first use takes a minute, and only inference calls it.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    accelerator = deepspeed.accelerator.get_accelerator()
+    accelerator: Any = deepspeed.accelerator.get_accelerator()
     if accelerator.device_name() == "cpu":
         # Its own answer is whether oneDNN has kernels for it here. torch computes it on any CPU, only more slowly.
         accelerator.is_fp16_supported = lambda: True

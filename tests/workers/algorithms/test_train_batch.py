@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 
 import pyarrow as pa
 import pytest
@@ -38,7 +39,7 @@ def rollout_table(keys: list[Key], lengths: list[int], attempt: int = 0, **colum
     return pa.Table.from_pydict({name: data.get(name, text) for name in ROLLOUTS.names}, schema=ROLLOUTS)
 
 
-def reward_table(keys: list[Key], rewards: list[float | None], attempt: int = 0) -> pa.Table:
+def reward_table(keys: list[Key], rewards: Sequence[float | None], attempt: int = 0) -> pa.Table:
     data = {
         "prompt_uid": [uid for uid, _ in keys],
         "sample_index": [index for _, index in keys],
@@ -61,7 +62,7 @@ KEYS: list[Key] = [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
 LENGTHS = [2, 1, 0, 3]
 
 
-def with_components(rewards: pa.Table, components: list[list[tuple[str, float, float | None]]]) -> pa.Table:
+def with_components(rewards: pa.Table, components: Sequence[Sequence[tuple[str, float, float | None]]]) -> pa.Table:
     """A rewards table with (name, value, weight) of each sample's components."""
     index = rewards.schema.get_field_index("components")
     given = [[dict(zip(("name", "value", "weight"), one, strict=True)) for one in own] for own in components]
