@@ -218,10 +218,12 @@ def _name_ranks() -> None:
     owner = os.environ.get(OWNER_VARIABLE)
     if owner is None:
         return
-    from vllm.utils import network_utils
+    from vllm.v1.executor import multiproc_executor
 
-    network_utils.get_file_store_init_method = lambda: (
-        f"file://{tempfile.gettempdir()}/{_shared_by(int(owner))}{secrets.token_hex(8)}"
+    setattr(  # noqa: B010  # bound in the module that calls it
+        multiproc_executor,
+        "get_file_store_init_method",
+        lambda: f"file://{tempfile.gettempdir()}/{_shared_by(int(owner))}{secrets.token_hex(8)}",
     )
 
 
