@@ -40,7 +40,7 @@ if __name__ == "__main__":
     found = {"argv": sys.argv[1:], "imported": "vllm.v1.engine.async_llm" in sys.modules}
     if found["imported"] and "killed" in sys.argv:
         os.kill(os.getpid(), signal.SIGKILL)
-    found |= {"group": os.getpgid(0) == os.getpid(), "descriptors": sorted(os.listdir("/proc/self/fd"))[:3]}
+    found |= {"group": os.getpgid(0) == os.getpid(), "descriptors": sorted(os.listdir("/proc/self/fd"), key=int)[:3]}
     if found["imported"]:
         found |= {"threads": sys.modules["torch"].get_num_threads(), "left": "TROUPE_ONLY_HERE" in os.environ}
     if found["imported"] and "engine" in sys.argv:

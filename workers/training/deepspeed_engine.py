@@ -189,7 +189,7 @@ class TrainEngine:
             group["lr"] = rate
         scale = None
         if self._loss_scale is not None:
-            scale = self._engine.optimizer.loss_scale = self._loss_scale.value
+            scale = self._engine.optimizer.loss_scale = self._loss_scale.for_ranks(dist.get_world_size())
         # DeepSpeed averages gradients over ranks; the loss here is a sum over ranks. Without ZeRO, it divides the
         # gradients of float16 by the scale, but does not multiply the loss by it.
         factor = dist.get_world_size() * (scale if scale is not None and self._stage == 0 else 1.0)
@@ -215,7 +215,7 @@ class TrainEngine:
             self._engine.step()
             norm = float(self._engine.get_global_grad_norm())
             if self._stage == 0 and self._loss_scale is not None:
-                norm /= self._loss_scale.value  # the other stages report the norm of the unscaled gradient
+                norm /= self._engine.optimizer.loss_scale  # the other stages report the norm of the unscaled gradient
             return norm, self._engine.was_step_applied()
         gradients = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
         norm = gradient_norm(gradients)

@@ -22,8 +22,17 @@ class LossScale:
     """
 
     value: float = INITIAL_SCALE
+    """The scale of one rank."""
     finite: int = 0
     """Updates in a row without an overflow since the last change."""
+
+    def for_ranks(self, ranks: int) -> float:
+        """The scale of so many ranks.
+
+        The loss is multiplied by the ranks besides, because DeepSpeed averages the gradients over them afterwards: with
+        the scale of one rank, the first gradients of many would overflow, and their updates be skipped.
+        """
+        return self.value / 2 ** (ranks - 1).bit_length()
 
     def overflows(self, skipped: bool) -> bool:
         """Record an update; returns whether a gradient that is not finite is an overflow of the scaled loss.

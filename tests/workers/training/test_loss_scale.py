@@ -22,6 +22,11 @@ def test_it_halves_at_once_and_doubles_after_a_thousand_updates_without_an_overf
     assert after((False, 20_000)).value == 2.0**24
 
 
+def test_the_gradient_of_many_ranks_is_scaled_as_that_of_one() -> None:
+    scaled = [ranks * LossScale(1024.0).for_ranks(ranks) for ranks in (1, 2, 3, 8, 256)]
+    assert scaled == [1024.0, 1024.0, 768.0, 1024.0, 1024.0]
+
+
 def test_a_gradient_that_is_not_finite_at_a_scale_of_1_is_no_overflow() -> None:
     scale = LossScale()
     assert [scale.overflows(True) for _ in range(18)] == [True] * 16 + [False] * 2
