@@ -821,7 +821,7 @@ def test_an_overflow_halves_the_loss_scale_and_changes_nothing_else(
     for rank in range(world):
         steps, kept, norm, found, again, same = facts(groups[world], rank)[f"overflow-{stage}"]
         assert 3 < len(steps) < 16
-        assert [scale for scale, *_ in steps] == [2.0 ** (17 - world - number) for number in range(len(steps))]
+        assert [scale for scale, *_ in steps] == [2.0 ** (16 - number) for number in range(len(steps))]
         assert [tuple(rest) for _, *rest in steps] == [(1.0, True)] * (len(steps) - 1) + [(0.0, False)]
         assert kept and found == pytest.approx(norm, rel=1e-2)
         assert again == [steps[-1][0]] * 2 and same  # a resumed run has the scale of the checkpoint

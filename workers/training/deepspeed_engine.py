@@ -78,7 +78,7 @@ class StepResult:
     learning_rate: float
     skipped: bool
     loss_scale: float | None = None
-    """Factor of the loss in this step, or None unless the weights are in float16."""
+    """Loss scale of one rank in this step, or None unless the weights are in float16."""
     overflowed: bool = False
     """Whether it was skipped because the scaled gradient has overflowed; the next step has half the scale."""
 
@@ -187,12 +187,13 @@ class TrainEngine:
         rate = learning_rate(self._config, self._updates, self._total_updates)
         for group in self._engine.optimizer.param_groups:
             group["lr"] = rate
-        scale = None
-        if self._loss_scale is not None:
-            scale = self._engine.optimizer.loss_scale = self._loss_scale.for_ranks(dist.get_world_size())
         # DeepSpeed averages gradients over ranks; the loss here is a sum over ranks. Without ZeRO, it divides the
         # gradients of float16 by the scale, but does not multiply the loss by it.
-        factor = dist.get_world_size() * (scale if scale is not None and self._stage == 0 else 1.0)
+        factor, scale = float(dist.get_world_size()), None
+        if self._loss_scale is not None:
+            scale = self._loss_scale.value
+            own = self._engine.optimizer.loss_scale = self._loss_scale.for_ranks(dist.get_world_size())
+            factor *= own if self._stage == 0 else 1.0
         for number, micro_batch in enumerate(micro_batches):
             self._engine.set_gradient_accumulation_boundary(number == len(micro_batches) - 1)
             loss = loss_fn(self._engine, micro_batch)
