@@ -216,7 +216,7 @@ def _name_ranks() -> None:
     """Name what the ranks of a worker's engine on the CPU share after the owner: vLLM takes the name of the file by
     which they meet."""
     owner = os.environ.get(OWNER_VARIABLE)
-    if owner is None:
+    if owner is None or IMPORTED_AHEAD[0] not in sys.modules:
         return
     from vllm.v1.executor import multiproc_executor
 
