@@ -21,7 +21,7 @@ from troupe.orchestrator.roles.settings import worker_env
 from troupe.orchestrator.roles.table import settings_of
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.workers.contract.config import EngineProcess
-from troupe.workers.isolation.child import python_command
+from troupe.workers.isolation.interpreters import python_command
 from troupe.workers.isolation.lifetime import remove_at_death
 from troupe.workers.preload.forked_worker import EXIT_CODES, IMPORTS_S
 from troupe.workers.telemetry.process_end import end_of_log, ended_by

@@ -21,8 +21,6 @@ _SHOWN = re.compile(r"reward|avg|win_rate|pass@[0-9]+|maj@[0-9]+")
 _Z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
 _T = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281)
 """Quantiles of Student's t for `CONFIDENCE` with 1 to 10 degrees of freedom."""
-_MOST_TRIALS = 1e6
-"""Independent trials that a share stands for at most: all prompts may have the same one by chance."""
 
 
 @dataclass(frozen=True)
@@ -185,13 +183,13 @@ def summarize(
     for level in levels:
         rows = [number for number, result in enumerate(results) if result.level == level and scored[number]]
         if rows:
-            by_level[level] = estimates({name: _rows_of(terms[name], rows) for name in main})
+            by_level[level] = estimates({name: _rows_of(terms[name], rows) for name in main}, samples)
     return SetResult(
         prompts=len(results),
         refused=refused,
         samples=samples,
         failed_samples=failed,
-        estimates=estimates(terms),
+        estimates=estimates(terms, samples),
         response_tokens=fmean(lengths),
         truncated=sum(result.truncated for result in results) / len(lengths),
         solved_at=solved_at,
@@ -261,17 +259,18 @@ def vote(answers: Sequence[int], solved: Sequence[bool]) -> float:
     return _mean(winners)
 
 
-def estimates(terms: Mapping[str, _Terms]) -> dict[str, MeanEstimate]:
-    """Estimates of ratios of sums over the same prompts."""
-    return {name: _estimate(term, share=name != REWARD) for name, term in terms.items()}
+def estimates(terms: Mapping[str, _Terms], samples: int) -> dict[str, MeanEstimate]:
+    """Estimates of ratios of sums over the same prompts, each with `samples` samples."""
+    return {name: _estimate(term, samples, share=name != REWARD) for name, term in terms.items()}
 
 
-def _estimate(term: _Terms, *, share: bool) -> MeanEstimate:
+def _estimate(term: _Terms, samples: int, *, share: bool) -> MeanEstimate:
     """A ratio of sums over n prompts with its interval; `share`: the ratio is one of a whole, within 0 and 1.
 
     The variance is the linearized ratio's (Cochran 1977, sec. 6.4), with n - 1 degrees of freedom: Student's t,
     because of few prompts the normal interval covers too little. A share has Wilson's interval (1927) for as many
-    independent trials as would have this variance (Korn and Graubard 1998): if all prompts agree, n.
+    independent trials as would have this variance (Korn and Graubard 1998), at most one for each sample, for prompts
+    can have the same share by chance; n if all prompts have 0 or 1.
     """
     counts = np.array(term.counts, dtype=float)
     used = counts > 0
@@ -290,7 +289,8 @@ def _estimate(term: _Terms, *, share: bool) -> MeanEstimate:
             else MeanEstimate(value, None, None, prompts)
         )
     spread = value * (1.0 - value)
-    trials = prompts if not spread else spread / max(variance, spread / _MOST_TRIALS) * (_Z / t) ** 2
+    narrowed = variance * (t / _Z) ** 2
+    trials = prompts if not spread else spread / max(narrowed, spread / (prompts * samples))
     centre, half = value + _Z**2 / (2 * trials), _Z * math.sqrt(spread / trials + (_Z / (2 * trials)) ** 2)
     whole = 1.0 + _Z**2 / trials
     return MeanEstimate(value, max(0.0, (centre - half) / whole), min(1.0, (centre + half) / whole), prompts)

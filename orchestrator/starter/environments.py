@@ -74,7 +74,10 @@ def install(name: str, further: Sequence[str], say: Callable[[str], None]) -> Pa
 def _installer(python: Path) -> list[str]:
     """The command that installs requirements: uv's, if it is there, which takes seconds instead of minutes."""
     uv = shutil.which("uv")
-    return [str(python), "-m", "pip", "install"] if uv is None else [uv, "pip", "install", "--python", str(python)]
+    # -I: pip would treat packages on PYTHONPATH as installed.
+    return (
+        [str(python), "-I", "-m", "pip", "install"] if uv is None else [uv, "pip", "install", "--python", str(python)]
+    )
 
 
 def own_rows(name: str, args: Mapping[str, Any], limit: int, python: str | None = None) -> list[dict[str, Any]]:

@@ -25,7 +25,7 @@ from typing import IO, Any
 from troupe.__main__ import main
 from troupe.orchestrator.signals import exit_on_signals
 from troupe.workers.contract.config import EngineProcess
-from troupe.workers.isolation.child import python_command
+from troupe.workers.isolation.interpreters import python_command
 from troupe.workers.isolation.lifetime import remove_at_death
 
 MARKER_VARIABLE = "TROUPE_TEST_RUN"

@@ -10,8 +10,6 @@ from typing import NamedTuple, Protocol
 
 from troupe.workers.contract.environments import Message
 
-STORED_ANSWERS = (".parquet", ".jsonl")
-"""What the name of a baseline ends with that is a file, not a column."""
 TEMPLATE_FIELDS = ("prompt", "response", "answer")
 """What a template contains besides columns of the data."""
 
@@ -19,6 +17,11 @@ TEMPLATE_FIELDS = ("prompt", "response", "answer")
 def template_fields(template: str) -> list[str]:
     """The names in braces. Raises ValueError for braces that do not close."""
     return [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
+
+
+def is_file(baseline: str) -> bool:
+    """Whether a baseline is a file with stored answers, not a column."""
+    return baseline.endswith((".parquet", ".jsonl"))
 
 
 class JudgeGone(RuntimeError):

@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from troupe.workers.isolation.descendants import child_environment, end_marked, new_mark
-from troupe.workers.isolation.interpreters import foreign_command, with_programs
+from troupe.workers.isolation.interpreters import python_command, with_programs
 
 LOAD_TIMEOUT_S = 120.0
 """Maximum duration of the import of user code."""
@@ -37,10 +37,6 @@ _REAP_S = 1.0
 """Longest time from the end of a child's connection to its exit."""
 _DRAIN_S = 1.0
 """Longest wait, in seconds, for the output of a child that has ended: a process that escaped may hold its pipe."""
-_BOOTSTRAP = (
-    "import importlib, json, sys; sys.path[:] = json.loads(sys.argv[1]); module, function = sys.argv[2].split(':'); "
-    "vars(importlib.import_module(module))[function](*sys.argv[3:])"
-)
 
 
 class InvalidReply(Exception):
@@ -49,20 +45,6 @@ class InvalidReply(Exception):
 
 class LoadFailed(ValueError):
     """The user's code does not load."""
-
-
-def python_command(entry: str, *args: str, python: str | None = None) -> list[str]:
-    """The command of a Python process that calls a function.
-
-    Args:
-        entry: `package.module:function`.
-        args: Arguments of the function.
-        python: Its interpreter, or None for this one, with this process's `sys.path`.
-    """
-    if python is not None:
-        return foreign_command(python, entry, *args)
-    path = [folder or os.getcwd() for folder in sys.path]
-    return [sys.executable, "-P", "-c", _BOOTSTRAP, json.dumps(path), entry, *args]
 
 
 class Child:
@@ -208,7 +190,7 @@ class Child:
             self._process.kill()
             self._process.wait()
         end_marked(self.mark)
-        self._output.drain(_DRAIN_S)
+        self._output.drain()
 
     def _disconnect(self) -> None:
         self.connection.close()
@@ -261,7 +243,7 @@ class BoundedOutput:
         os.close(self.descriptor)
         os.close(self._read)
 
-    def drain(self, timeout_s: float) -> None:
+    def drain(self, timeout_s: float = _DRAIN_S) -> None:
         """Wait until all output of a process that has ended is in the log, but no longer than `timeout_s`."""
         self._thread.join(timeout_s)
 

@@ -12,12 +12,14 @@ import sys
 from pathlib import Path
 
 _LOCKS = Path(__file__).parent / "locks"
-_BOOTSTRAP = (
+_CALL = "module, function = sys.argv[2].split(':'); vars(importlib.import_module(module))[function](*sys.argv[3:])"
+_HERE = f"import importlib, json, sys; sys.path[:] = json.loads(sys.argv[1]); {_CALL}"
+_FOREIGN = (
     "import importlib, importlib.util, json, sys; folder, *paths = json.loads(sys.argv[1]); sys.path += paths; "
     "spec = importlib.util.spec_from_file_location("
     "'troupe', folder + '/__init__.py', submodule_search_locations=[folder]); "
     "sys.modules['troupe'] = package = importlib.util.module_from_spec(spec); spec.loader.exec_module(package); "
-    "module, function = sys.argv[2].split(':'); "
+    f"{_CALL}"
 )
 
 
@@ -73,17 +75,19 @@ def interpreter_of(name: str, python: str | None) -> str | None:
     return None
 
 
-def foreign_command(python: str, entry: str, *args: str) -> list[str]:
-    """The command of a process that calls a function of `troupe` with another interpreter.
+def python_command(entry: str, *args: str, python: str | None = None) -> list[str]:
+    """The command of a Python process that calls a function.
 
     Args:
-        python: The interpreter.
         entry: `package.module:function`.
         args: Arguments of the function.
+        python: Its interpreter, or None for this one, with this process's `sys.path`.
     """
-    paths = [str(Path(__file__).absolute().parents[2]), *_own_folders()]
-    call = "vars(importlib.import_module(module))[function](*sys.argv[3:])"
-    return [python, "-P", "-c", _BOOTSTRAP + call, json.dumps(paths), entry, *args]
+    if python is None:
+        python, code, paths = sys.executable, _HERE, [folder or os.getcwd() for folder in sys.path]
+    else:
+        code, paths = _FOREIGN, [str(Path(__file__).absolute().parents[2]), *_own_folders()]
+    return [python, "-P", "-c", code, json.dumps(paths), entry, *args]
 
 
 def with_programs(environment: dict[str, str], python: str | None) -> dict[str, str]:

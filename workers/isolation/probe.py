@@ -10,8 +10,7 @@ import subprocess
 import sys
 from typing import Any
 
-from troupe.workers.isolation.child import python_command
-from troupe.workers.isolation.interpreters import with_programs
+from troupe.workers.isolation.interpreters import python_command, with_programs
 
 _LONGEST = 400
 

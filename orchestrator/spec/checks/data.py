@@ -23,7 +23,7 @@ from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.sections import CurriculumConfig, EvaluationConfig
 from troupe.orchestrator.spec.sources import DataSource, HeldOut, MixedSource, ReasoningGymSource
 from troupe.workers.contract.config import STEP_ESTIMATORS, EvalSampling, RewardFunctionConfig
-from troupe.workers.contract.judges import STORED_ANSWERS, TEMPLATE_FIELDS, template_fields
+from troupe.workers.contract.judges import TEMPLATE_FIELDS, is_file, template_fields
 from troupe.workers.contract.rewards import COMPARED, JUDGE_REWARD, REWARD_FUNCTIONS, STEP_FUNCTIONS
 
 NEEDS_ANSWER = frozenset(COMPARED)
@@ -170,7 +170,7 @@ def _judged_columns(spec: RolloutSpec, section: str, path: str, args: Mapping[st
     if isinstance(args.get("criteria"), str):
         named[args["criteria"]] = "criteria"
     baseline = str(args.get("baseline", ""))
-    if baseline and not baseline.endswith(STORED_ANSWERS):
+    if baseline and not is_file(baseline):
         named[baseline] = "baseline"
     for split, source in _scored_by(spec, section).items():
         has = () if isinstance(source, ReasoningGymSource) else source.metadata

@@ -81,7 +81,8 @@ def test_accuracy_counts_samples_and_avg_prompts() -> None:
 
 
 def interval(*results: PromptResult, name: str = "reward") -> tuple[float | None, float | None]:
-    found = summarize(results, refused=0, samples=1, solved_at=1.0, average="avg", pass_at=[]).estimates[name]
+    samples = max(len(one.rewards) for one in results)
+    found = summarize(results, refused=0, samples=samples, solved_at=1.0, average="avg", pass_at=[]).estimates[name]
     return found.low, found.high
 
 
@@ -109,6 +110,16 @@ def test_prompts_that_all_agree_leave_wilson_s_doubt(solved: int, prompts: int, 
     results = [result(float(number < solved)) for number in range(prompts)]
     assert interval(*results, name="avg") == (pytest.approx(low, abs=1e-4), pytest.approx(high, abs=1e-4))
     assert interval(*results) == (None, None)  # nothing tells how far a reward can vary
+
+
+@pytest.mark.parametrize("more", [0.0, 1e-3])
+def test_equal_shares_inside_0_and_1_are_at_most_one_trial_for_each_sample(more: float) -> None:
+    """A half of 6 and of 12 trials by Wilson, also if the prompts differ by next to nothing."""
+    ties = [replace(result(1.0), comparisons={"win_rate": [0.5]}) for _ in range(5)]
+    ties.append(replace(result(1.0), comparisons={"win_rate": [0.5 + more]}))
+    wide, narrow = (pytest.approx((0.5 - half, 0.5 + half), abs=1e-3) for half in (0.3124, 0.2463))
+    assert interval(*ties, name="win_rate") == wide
+    assert interval(*[result(1.0, 0.0)] * 6, name="avg") == narrow
 
 
 @pytest.mark.parametrize("samples", [1, 4])

@@ -118,6 +118,6 @@ def rows(request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         environment: Any = load(request["name"], request["args"])()
     except EnvironmentLoadError as error:
         raise ValueError(str(error)) from error
-    if not callable(vars(type(environment)).get("rows")):
+    if not callable(inspect.getattr_static(environment, "rows", None)):
         raise ValueError(f"{request['name']}: it has no tasks itself (method `rows`)")
     yield from itertools.islice(environment.rows(), request["limit"])

@@ -25,8 +25,6 @@ logger = logging.getLogger(__name__)
 MAX_REPLY = 2**24
 """Longest reply of an environment, in bytes."""
 _FORK_TIMEOUT_S = 30.0
-_DRAIN_S = 1.0
-"""Longest wait for the output of a process that died: what it has started may hold its pipe."""
 _ENTRY = "troupe.workers.agents.environments.child:main"
 
 
@@ -116,7 +114,7 @@ class EpisodeProcess:
             raise
         if reply is None:
             self.kill()
-            await asyncio.to_thread(self._output.drain, _DRAIN_S)
+            await asyncio.to_thread(self._output.drain)
             raise EpisodeProcessFailed(f"its process died{self._output.last_lines()}")
         if not isinstance(reply, dict):
             self.kill()

@@ -12,9 +12,6 @@ from troupe.workers.isolation.child import BoundedOutput
 from troupe.workers.isolation.descendants import MARK, end_marked, new_mark
 from troupe.workers.rewards.results import ProgramFailed
 
-_DRAIN_S = 1.0
-"""Longest wait for the output of a program that has ended: a process that it left behind may hold its pipes."""
-
 
 class Program:
     """A running program."""
@@ -53,7 +50,7 @@ class Program:
             ProgramFailed: it has failed.
         """
         code = await self._process.wait()
-        await asyncio.gather(*(asyncio.to_thread(pipe.drain, _DRAIN_S) for pipe in (self._output, self._errors)))
+        await asyncio.gather(*(asyncio.to_thread(pipe.drain) for pipe in (self._output, self._errors)))
         if code:
             how = f"exit code {code}" if code > 0 else f"signal {-code} ({signal.strsignal(-code)})"
             raise ProgramFailed(f"the command ended with {how}{self._errors.last_lines() or self._output.last_lines()}")

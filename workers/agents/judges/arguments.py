@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pydantic import AliasChoices, ConfigDict, Field, TypeAdapter, ValidationError, field_validator, model_validator
 
-from troupe.workers.agents.judges.baseline import Baseline, is_file
+from troupe.workers.agents.judges.baseline import Baseline
 from troupe.workers.agents.judges.endpoint import HttpJudgeConfig
 from troupe.workers.agents.judges.forms import BASELINE, FORMS, Order, shown
 from troupe.workers.agents.judges.scores import JudgeError, expected_score
@@ -18,7 +18,7 @@ from troupe.workers.agents.judges.transcript import played, said
 from troupe.workers.contract.config import Frozen, first_problem
 from troupe.workers.contract.environments import Message
 from troupe.workers.contract.imports import PackageMissing, require_package
-from troupe.workers.contract.judges import TEMPLATE_FIELDS, JudgeAnswer, Question, template_fields
+from troupe.workers.contract.judges import TEMPLATE_FIELDS, JudgeAnswer, Question, is_file, template_fields
 from troupe.workers.rewards.runner import Sample
 
 _TASK = "<task>\n{prompt}\n</task>\n\n"

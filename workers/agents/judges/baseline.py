@@ -11,13 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from troupe.workers.agents.judges.scores import JudgeError
-from troupe.workers.contract.judges import STORED_ANSWERS
+from troupe.workers.contract.judges import is_file
 from troupe.workers.rewards.runner import Sample
-
-
-def is_file(name: str) -> bool:
-    """Whether a baseline is a file with stored answers, not a column."""
-    return name.endswith(STORED_ANSWERS)
 
 
 class Baseline:

@@ -31,8 +31,6 @@ class Form:
     """How the judge writes its answer."""
     points: Callable[[str, int, float, float], Sequence[float]]
     """From an answer, the number of responses and the scale to the points of each, from 0 to 1. Raises JudgeError."""
-    needs: int = 1
-    """Fewest samples of a group."""
 
 
 def _each(samples: int, shift: int, opponents: int) -> Iterable[Order]:
@@ -78,7 +76,7 @@ FORMS = {
         f"each response K, where N is {SCALE}.",
         _scores,
     ),
-    "pairs": Form(_pairs, "AB", _WHICH, _better, needs=2),
+    "pairs": Form(_pairs, "AB", _WHICH, _better),
     "baseline": Form(_beside_baseline, "AB", _WHICH, _better),
 }
 """The forms by `compare`; the empty name is the score of one response."""

@@ -35,6 +35,10 @@ class Elsewhere(Environment):
         return Observation([{"role": "user", "content": content}], reward=1.0, done=True, info={"here": 1.0})
 
 
+class Further(Elsewhere):
+    """Inherits its tasks."""
+
+
 def dies() -> None:
     print("the arena is on fire", file=sys.stderr)
     os._exit(3)

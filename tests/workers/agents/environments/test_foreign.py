@@ -121,8 +121,9 @@ def test_an_interpreter_that_cannot_be_used_is_refused(python: str, tmp_path: Pa
 
 
 def test_tasks_of_an_environment_are_rows(python: str) -> None:
-    found = environments.own_rows(NAME, {}, 2, python)
-    assert found == [{"prompt": "number 0", "index": 0}, {"prompt": "number 1", "index": 1}]
+    for name in (NAME, NAME.replace(":Elsewhere", ":Further")):
+        found = environments.own_rows(name, {}, 2, python)
+        assert found == [{"prompt": "number 0", "index": 0}, {"prompt": "number 1", "index": 1}]
     with pytest.raises(UsageError, match="guess_number: it has no tasks itself"):
         environments.own_rows("guess_number", {}, 2)
     with pytest.raises(UsageError, match="unexpected keyword argument"):
@@ -141,7 +142,7 @@ def test_an_environment_is_installed_once_from_its_lock(monkeypatch: pytest.Monk
     monkeypatch.setattr(environments.shutil, "which", lambda _: None)
     assert interpreter_of("gymnasium", None) is None
     python = environments.install("gymnasium", (), said.append)
-    assert [command[1:3] for command in ran] == [["-m", "venv"], ["-m", "pip"]]
+    assert [command[1:3] for command in ran] == [["-m", "venv"], ["-I", "-m"]]
     assert ran[0][3] == str(installed_folder("gymnasium"))
     assert said[0].startswith("installing 7 packages") and "MiB in" in said[1]
     assert interpreter_of("gymnasium", None) == str(python)
@@ -157,11 +158,18 @@ def test_an_environment_is_installed_once_from_its_lock(monkeypatch: pytest.Monk
 
 
 def test_a_package_that_cannot_be_installed_leaves_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The environment does not have it, though another folder has."""
+    (tmp_path / "elsewhere-1.0.dist-info").mkdir()
+    (tmp_path / "elsewhere-1.0.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: elsewhere\nVersion: 1.0\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(environments, "lock_of", lambda _: tmp_path / "no-such-lock")
     monkeypatch.setattr(environments.shutil, "which", lambda _: None)
-    (tmp_path / "no-such-lock").write_text("/no/such/package\n")
-    with pytest.raises(UsageError, match=r"exit code 1: .*no/such/package"):
+    (tmp_path / "no-such-lock").write_text("elsewhere==1.0\n")
+    with pytest.raises(UsageError, match=r"exit code 1: .*elsewhere==1.0"):
         environments.install("gymnasium", (), lambda _: None)
     assert interpreter_of("gymnasium", None) is None
 

@@ -177,11 +177,8 @@ def test_a_file_without_answers_is_found_at_the_start(tmp_path: Path, content: s
 
 
 def test_criteria_are_compared_one_by_one() -> None:
-    def shorter_or_longer(texts: dict[str, str]) -> str:
-        return longest(texts)
-
     criteria = [{"criterion": "long", "weight": 2}, {"criterion": "rude", "weight": -1}]
-    outcomes, asked = judged(shorter_or_longer, [sample("a"), sample("bb")], compare="pairs", criteria=criteria)
+    outcomes, asked = judged(longest, [sample("a"), sample("bb")], compare="pairs", criteria=criteria)
     assert values(outcomes) == [0.0, 0.5] and len(asked.asked) == 4
     assert "Criterion: rude" in asked.asked[1].messages[0]["content"]
 
