@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from troupe.workers.agents.expressions import BINARY, FUNCTIONS, evaluate
+from troupe.workers.contract.expressions import BINARY, FUNCTIONS, evaluate
 
 _ITERATES = frozenset({"sum", "min", "max", "sorted", "set", "list", "tuple", "all", "any", "frozenset", "dict"})
 """Those of `FUNCTIONS` that take any iterable. What a call returns to them leaves the sandbox as a list if it is no
