@@ -11,10 +11,12 @@ from troupe.workers.agents.environments.base import Environment
 from troupe.workers.agents.environments.basic import RewardFunction
 from troupe.workers.agents.environments.functions import Tool, ToolCallError, load_tools
 from troupe.workers.agents.environments.mcp_servers import McpServer, read_config, server_of
-from troupe.workers.contract.environments import CALL_MARKERS, Message, Observation, Row, cut
+from troupe.workers.contract.environments import CALL_MARKERS, Message, Observation, Row
 
 MALFORMED = "The tool call could not be read. Write it as JSON with a name and arguments."
 CUT = "The turn was cut at its token limit. It calls no tool, and it is not the answer. Write a shorter turn."
+_LONGEST = 2**20
+"""Most characters of a result. The episode cuts what is longer than its `max_observation_chars`."""
 
 
 def offered(args: Mapping[str, Any]) -> Iterator[str]:
@@ -48,7 +50,6 @@ class Tools(Environment):
         args: Mapping[str, Any] | None = None,
         system: str = "",
         call_reward: float = 0.0,
-        max_result_chars: int = 4000,
     ) -> None:
         """Load the tools.
 
@@ -63,17 +64,15 @@ class Tools(Environment):
             args: Its keyword arguments.
             system: System message put before the prompt, unless empty.
             call_reward: Reward of every turn all of whose calls succeeded.
-            max_result_chars: A longer result is cut, and the policy reads how many characters are missing. An
-                episode's `cut_result_chars` is their sum.
         """
         self._tools: dict[str, Tool] = {tool.name: tool for tool in load_tools(tools)}
         self._servers: list[McpServer] = [server_of(read_config(server)) for server in servers]
         if not self._tools and not self._servers:
             raise ValueError("no tools are given: set tools or servers")
         self._reward = None if function is None else RewardFunction(function, args)
-        self._system, self._call_reward, self._longest = system, call_reward, max_result_chars
+        self._system, self._call_reward = system, call_reward
         self._row = Row(())
-        self._calls = self._failed = self._cut = 0
+        self._calls = self._failed = 0
 
     async def start(self, row: Row) -> Observation:
         """The prompt and the tools. Starts the servers."""
@@ -104,8 +103,7 @@ class Tools(Environment):
         return Observation(reward=reward, done=True, info=self._info())
 
     def _info(self) -> dict[str, float]:
-        counts = {"tool_calls": self._calls, "failed_tool_calls": self._failed, "cut_result_chars": self._cut}
-        return {name: float(count) for name, count in counts.items()}
+        return {"tool_calls": float(self._calls), "failed_tool_calls": float(self._failed)}
 
     async def close(self) -> None:
         """End the servers."""
@@ -117,12 +115,12 @@ class Tools(Environment):
         name = str(function.get("name", ""))
         try:
             text = await self._call(name, function.get("arguments"))
+            if len(text) > _LONGEST:
+                raise ToolCallError(f"the result has {len(text):,} characters; at most {_LONGEST:,} can be returned")
         except ToolCallError as error:
             self._failed += 1
             text = f"error: {error}"
-        self._cut += max(0, len(text) - self._longest)
-        content = cut(text, self._longest)
-        return {"role": "tool", "tool_call_id": str(call.get("id", "")), "name": name, "content": content}
+        return {"role": "tool", "tool_call_id": str(call.get("id", "")), "name": name, "content": text}
 
     async def _call(self, name: str, arguments: Any) -> str:
         tool = self._tools.get(name)

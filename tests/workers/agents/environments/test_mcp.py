@@ -85,7 +85,7 @@ def test_a_servers_tools_are_offered_and_called() -> None:
         assert fine == "a"
         last = await worker.step("a", {"role": "assistant", "content": "HI HI"})
         assert last.observation.done and last.observation.reward == 1.0
-        assert last.observation.info == {"tool_calls": 6.0, "failed_tool_calls": 3.0, "cut_result_chars": 0.0}
+        assert last.observation.info == {"tool_calls": 6.0, "failed_tool_calls": 3.0}
 
     play(test, tools=["calculator"], function="exact_match")
 

@@ -90,17 +90,19 @@ def test_calls_are_answered_together_and_failed_ones_say_why() -> None:
     assert step(environment, say('<tool_call>{"name": ')).messages[0]["content"] == MALFORMED
     last = step(environment, say("5"))
     assert (last.done, last.reward) == (True, 1.0)
-    assert last.info == {"tool_calls": 8.0, "failed_tool_calls": 7.0, "cut_result_chars": 0.0}
+    assert last.info == {"tool_calls": 8.0, "failed_tool_calls": 7.0}
 
 
-def test_a_long_result_is_cut_and_the_missing_characters_are_counted() -> None:
-    environment = Tools(tools=[f"{lookup.__module__}:lookup"], max_result_chars=10)
+def test_a_long_result_is_left_to_the_bound_of_observations_and_one_that_no_reply_holds_is_an_error() -> None:
+    environment = Tools(tools=[f"{lookup.__module__}:lookup"])
     settled(environment.start(ROW))
-    observation = step(environment, say("", *[("lookup", json.dumps({"word": "x" * 50, "limit": 1}))] * 2))
-    assert [message["content"] for message in observation.messages] == [
-        '["' + "x" * 8 + "\n[... 44 characters cut]"
-    ] * 2
-    assert observation.info == {"tool_calls": 2.0, "failed_tool_calls": 0.0, "cut_result_chars": 88.0}
+    sizes = (50_000, 2**20 - 4, 2**20 - 3)
+    calls = [("lookup", json.dumps({"word": "x" * size, "limit": 1})) for size in sizes]
+    observation = step(environment, say("", *calls))
+    *whole, refused = [message["content"] for message in observation.messages]
+    assert [len(text) for text in whole] == [50_004, 2**20]
+    assert refused == "error: the result has 1,048,577 characters; at most 1,048,576 can be returned"
+    assert observation.info == {"tool_calls": 3.0, "failed_tool_calls": 1.0}
 
 
 def lookup(word: str, limit: int = 3) -> list[str]:
