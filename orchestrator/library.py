@@ -20,11 +20,10 @@ from troupe.orchestrator.spec import yaml_reader
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.chain import PlannedRun
 from troupe.orchestrator.spec.derived.paths import model_overrides, template_overrides
-from troupe.orchestrator.spec.errors import Source, SpecError
+from troupe.orchestrator.spec.errors import Source
 from troupe.orchestrator.spec.load import read_document
 from troupe.orchestrator.spec.locations import is_url
 from troupe.workers.contract.imports import missing_package
-from troupe.workers.contract.text import has_credentials
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -144,7 +143,6 @@ def evaluate(
     *,
     set: Overrides = (),
     best: bool = False,
-    served: str | None = None,
     output: str | Path | None = None,
     address: str | None = None,
     progress: bool | TextIO = False,
@@ -153,11 +151,10 @@ def evaluate(
 
     Args:
         spec: The spec.
-        model: Folder of a model, of a checkpoint or of a run (its newest checkpoint), a name on the hub, or the URL of
-            an endpoint with OpenAI's chat completions, or None for the spec's model.
+        model: Folder of a model, of a checkpoint or of a run (its newest checkpoint), or a name on the hub, or None for
+            the spec's model.
         set: Fields to set.
         best: The checkpoint of a run's best evaluation (`checkpoint.best`).
-        served: Name of the model at the endpoint, or None for the only one that it lists.
         output: JSON file for the results with their confidence intervals (prompts only).
         address: Ray cluster to join, or None to start a local one.
         progress: Print what is being done to standard output, or to this stream.
@@ -168,57 +165,29 @@ def evaluate(
             model is none of these.
         OSError: A run or a checkpoint has no model.
     """
-    from troupe.orchestrator.rollouts.endpoint import Endpoint
     from troupe.orchestrator.runs.evaluation import EvaluationOptions, evaluate_offline, evaluate_on_prompts
     from troupe.orchestrator.runs.session import RunRequest
     from troupe.orchestrator.training.export import has_adapters
 
-    url = str(model) if is_endpoint(model) else None
-    if url is not None and has_credentials(url):
-        raise UsageError("--model: the URL holds credentials, which would be seen and saved: set OPENAI_API_KEY")
-    if url is not None and (problem := missing_package("openai")):
-        raise UsageError(f"--model: an endpoint {problem}")
-    if best and (model is None or url is not None):
+    if best and model is None:
         raise UsageError("--best needs the folder of a run as the model")
-    if served is not None and url is None:
-        raise UsageError("--served names the model of an endpoint: give its URL as the model")
     stream, planned, adapter = _stream(progress), _planned(spec, set), None
-    if url is not None:
-        named = [f"model.path={json.dumps(_AT_ENDPOINT)}", "model.revision=null", "model.adapter=null"]
-        if planned.spec.rollouts is not None and not planned.spec.rollouts.model.plain:
-            named.append("model.chat_template=null")  # the endpoint has its own; `none` is refused below
+    if model is not None:
+        path = evaluated_model(model, best=best)
+        adapter = path if planned.spec.rollouts is not None and has_adapters(path) else None
+        merged = ["model.adapter=null", *template_overrides(planned.spec, path)]
+        named = merged if adapter else model_overrides(planned.spec, path)
         planned = _planned(spec, [*_assignments(set), *named])
-        problems = [one for one in planned.missing() if one.path.partition(".")[0] != "model"]
-        if problems:
-            raise SpecError(problems)
+    planned = _in_place(planned, stream)
+    request, console = RunRequest(planned.spec, planned.out, False, address), _console(None, stream)
+    if planned.spec.rollouts is not None:
+        file = None if output is None else Path(output)
+        running = evaluate_on_prompts(request, console, EvaluationOptions(file, adapter))
+    elif output is not None:
+        raise UsageError("--output is for specs with rollouts: this one trains on offline data")
     else:
-        if model is not None:
-            path = evaluated_model(model, best=best)
-            adapter = path if planned.spec.rollouts is not None and has_adapters(path) else None
-            merged = ["model.adapter=null", *template_overrides(planned.spec, path)]
-            named = merged if adapter else model_overrides(planned.spec, path)
-            planned = _planned(spec, [*_assignments(set), *named])
-        planned = _in_place(planned, stream)
-    if planned.spec.rollouts is None and (url is not None or output is not None):
-        raise UsageError("endpoints and --output are for specs with rollouts: this one trains on offline data")
-    request = RunRequest(planned.spec, planned.out, False, address)
-    endpoint = None if url is None else Endpoint(url, served)
-    options = EvaluationOptions(endpoint, None if output is None else Path(output), adapter)
-    console = _console(None, stream)
-    if planned.spec.rollouts is None:
         running = evaluate_offline(request, console)
-    else:
-        running = evaluate_on_prompts(request, console, options)
     return _outside_of_loops(lambda: asyncio.run(running), request)
-
-
-_AT_ENDPOINT = "a-model-at-an-endpoint"
-"""Stands for the folder of the model."""
-
-
-def is_endpoint(model: str | Path | None) -> bool:
-    """Whether a model is the URL of an endpoint."""
-    return isinstance(model, str) and model.startswith(("http://", "https://"))
 
 
 def evaluated_model(model: str | Path, *, best: bool = False) -> Path:
@@ -229,11 +198,13 @@ def evaluated_model(model: str | Path, *, best: bool = False) -> Path:
         best: The checkpoint of a run's best evaluation.
 
     Raises:
-        UsageError: No run is named and the best checkpoint is asked for.
+        UsageError: It is a URL, or no run is named and the best checkpoint is asked for.
         OSError: The run or the checkpoint has no model.
     """
     from troupe.orchestrator.training.checkpoint import MODEL
 
+    if is_url(model):
+        raise UsageError("--model: expected a folder, or a name on the hub; no model behind a URL is evaluated")
     folder = Path(model)
     if (folder / "checkpoints").is_dir():
         folder = model_of(folder, best=best)

@@ -63,17 +63,13 @@ def evaluate(
         typer.Option(
             "--model",
             metavar="MODEL",
-            help="Folder of a model, checkpoint or run, name on the hub, or URL of an OpenAI-compatible endpoint "
-            "(default: the spec's model).",
+            help="Folder of a model, checkpoint or run, or name on the hub (default: the spec's model).",
         ),
     ] = None,
     set_: SetOption = [],  # noqa: B006
     best: Annotated[
         bool, typer.Option("--best", help="Of a run: the checkpoint of the best evaluation (checkpoint.best).")
     ] = False,
-    served: Annotated[
-        str | None, typer.Option("--served", metavar="NAME", help="Model at the endpoint (default: the only one).")
-    ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="JSON file for the results with their intervals.")
     ] = None,
@@ -83,7 +79,7 @@ def evaluate(
     """Evaluate a model on the spec's held-out data and print the metrics.
 
     On prompts, only engines and reward workers are started. On offline data, the metrics are the loss and the metrics
-    of the spec's algorithm. The key of an endpoint is read from OPENAI_API_KEY.
+    of the spec's algorithm.
     """
     from troupe.orchestrator import library
     from troupe.orchestrator.telemetry.console import format_value
@@ -94,7 +90,6 @@ def evaluate(
         model,
         set=set_,
         best=best,
-        served=served,
         output=output,
         address=address,
         progress=sys.stderr,

@@ -26,7 +26,6 @@ from troupe.orchestrator.runs import session as run_module
 from troupe.orchestrator.runs.session import RunRequest
 from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.orchestrator.training.checkpoint import CheckpointStore
-from troupe.workers.rewards.thoughts import template_opens_thought
 
 GRPO = ROOT / "deploy" / "specs" / "tiny-grpo.yaml"
 RECORDED = ROOT / "tests" / "orchestrator" / "insight" / "verdicts" / "recorded"
@@ -132,32 +131,12 @@ def test_a_model_to_evaluate_is_named_directly_by_a_checkpoint_a_run_or_the_hub(
     assert library.evaluated_model("Qwen/Qwen2.5-0.5B") == Path("Qwen/Qwen2.5-0.5B")
     with pytest.raises(troupe.TroupeError, match="--best needs the folder of a run"):
         library.evaluated_model(newest, best=True)
-    assert library.is_endpoint("https://host/v1") and not library.is_endpoint("host/v1")
 
 
-def test_an_endpoint_has_its_own_chat_template(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That of the spec, which may open a thought, would need the tokenizer of a folder that does not exist."""
-    asked: list[RunRequest] = []
-
-    async def evaluate(request: RunRequest, *rest: Any) -> dict[str, float]:
-        asked.append(request)
-        return {}
-
-    monkeypatch.setattr("troupe.orchestrator.runs.evaluation.evaluate_on_prompts", evaluate)
-    template = tmp_path / "think.jinja"
-    template.write_text("{% for m in messages %}{{ m.content }}{% endfor %}<think>")
-    for chosen in (str(template), "none"):
-        troupe.evaluate(GRPO, "http://host/v1", set={"model.chat_template": chosen}, progress=False)
-    ours, plain = (request.spec.rollouts.model for request in asked if request.spec.rollouts is not None)
-    assert ours.chat_template is None and not template_opens_thought(ours)
-    assert plain.plain  # which is refused: an endpoint answers chat messages
-
-
-@pytest.mark.parametrize("url", ["https://me:pass@host/v1", "http://key@host/v1", "https://host/v1?api_key=x"])
-def test_the_url_of_an_endpoint_holds_no_credentials(url: str) -> None:
-    with pytest.raises(troupe.TroupeError, match="the URL holds credentials") as raised:
-        troupe.evaluate(GRPO, url)
-    assert url not in str(raised.value)
+def test_no_model_behind_a_url_is_evaluated() -> None:
+    with pytest.raises(troupe.TroupeError, match="no model behind a URL") as raised:
+        troupe.evaluate(GRPO, "http://me:secret@host/v1")
+    assert "secret" not in str(raised.value)
 
 
 def test_the_run_of_a_folder_has_its_records(tmp_path: Path) -> None:
