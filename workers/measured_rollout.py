@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import pyarrow as pa
-
 from troupe.workers.contract.config import RolloutConfig, SamplingConfig
-from troupe.workers.contract.measurements import BareBatch, EngineReading, FinishedSequence, UpdateParts
-from troupe.workers.contract.messages import GroupRequest
-from troupe.workers.data.chat import PromptRefused
+from troupe.workers.contract.measurements import EngineReading, FinishedSequence
 from troupe.workers.engine.settings import check_structured
 from troupe.workers.rollout import RolloutWorker
 
 if TYPE_CHECKING:
-    from vllm import SamplingParams
     from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-_EXTENSION = "troupe.workers.weights.measured_transfer.MeasuredExtension"
 
 
 class MeasuredRollout(RolloutWorker):
@@ -33,9 +24,8 @@ class MeasuredRollout(RolloutWorker):
         self.stat_loggers.append(lambda config, index: self._meter)
 
     def engine_args(self) -> AsyncEngineArgs:
-        """Arguments of a run's engine, which also reports its iterations in detail and times its weight updates."""
+        """Arguments of a run's engine, which also reports its iterations in detail."""
         arguments = super().engine_args()
-        arguments.worker_extension_cls = _EXTENSION
         arguments.enable_logging_iteration_details = True
         return arguments
 
@@ -47,48 +37,6 @@ class MeasuredRollout(RolloutWorker):
     async def read_meter(self) -> EngineReading:
         """Work of the engine since the last reading."""
         return self._meter.read(self.engine.name)
-
-    async def read_update(self) -> UpdateParts:
-        """Time of the engine's slowest process for weight updates since the last reading, by part."""
-        parts: list[dict[str, float]] = await self.engine.call(
-            self.engine.require_open().collective_rpc("troupe_update_parts")
-        )
-        slowest = max(parts, key=lambda one: sum(one.values()))
-        return UpdateParts(slowest.get("verify", 0.0), slowest.get("load", 0.0))
-
-    async def sample_bare(self, requests: Sequence[GroupRequest], prompts: pa.Table) -> BareBatch:
-        """Sample these groups by calling `AsyncLLM.generate` for all of their samples at once, and keep nothing.
-
-        Prompts are tokenized before the time is taken. Prompts that the worker would refuse are left out.
-
-        Args:
-            requests: The groups.
-            prompts: The whole PROMPTS pool.
-        """
-        engine = self.engine.require_open()
-        jobs: list[tuple[list[int], SamplingParams]] = []
-        for request in requests:
-            messages = prompts.slice(request.row, 1).column("messages").to_pylist()[0]
-            try:
-                prompt_ids = await self.generation.encode(messages, request.max_tokens)
-            except PromptRefused:
-                continue
-            jobs += [(prompt_ids, self.generation.sampling_params(request, index)) for index in range(request.samples)]
-        started = time.monotonic()
-        lengths = await asyncio.gather(
-            *(_sample(engine, f"bare/{started}/{number}", *job) for number, job in enumerate(jobs))
-        )
-        return BareBatch(time.monotonic() - started, len(lengths), sum(lengths))
-
-
-async def _sample(engine: AsyncLLM, request_id: str, prompt_ids: list[int], params: SamplingParams) -> int:
-    """Tokens of one sample."""
-    from vllm.inputs.engine import tokens_input
-
-    tokens = 0
-    async for output in engine.generate(tokens_input(prompt_ids), params, request_id):
-        tokens = len(output.outputs[0].token_ids)
-    return tokens
 
 
 class EngineMeter:

@@ -1,7 +1,7 @@
 """vLLM worker extension of `benchmarks.weight_sync`. vLLM imports this module in its worker process.
 
-It times also the opening of the file, and adds the two baselines: loading weights that are already in the process's
-memory (the limit), and vLLM's reload of a folder (the common practice).
+It times the parts of a weight update, by functions of a run's extension, and adds the two baselines: loading weights
+that are already in the process's memory (the limit), and vLLM's reload of a folder (the common practice).
 """
 
 from __future__ import annotations
@@ -16,16 +16,18 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from troupe.workers.contract.messages import WeightUpdate
+from troupe.workers.telemetry.timing import Parts
 from troupe.workers.weights import file as weight_file
 from troupe.workers.weights import vllm_transfer as weight_transfer
-from troupe.workers.weights.measured_transfer import PARTS
-from troupe.workers.weights.measured_transfer import MeasuredExtension as TimedExtension
+from troupe.workers.weights.reload import ModelReload
 from troupe.workers.weights.shared_memory import FileMapping
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+PARTS = Parts()
+"""`open`, `verify` and `load`."""
 _open_weights = weight_transfer.open_weights
 
 
@@ -40,13 +42,17 @@ def _watched_open(update: WeightUpdate, mapping: FileMapping | None = None) -> I
         opened.__exit__(None, None, None)
 
 
-class MeasuredExtension(TimedExtension):
+class MeasuredExtension(weight_transfer.EngineExtension):
     """Methods that vLLM adds to its worker class."""
 
     model_runner: GPUModelRunner
     model_config: ModelConfig
     device: torch.device
     _weights_held: Sequence[tuple[str, torch.Tensor]]
+
+    def troupe_update_parts(self) -> dict[str, float]:
+        """Seconds by part of the updates since the last call."""
+        return PARTS.read()
 
     def hold(self, update: dict[str, Any]) -> None:
         """Copy a published version into this process's own memory, on the model's device."""
@@ -75,3 +81,8 @@ class MeasuredExtension(TimedExtension):
 
 
 weight_transfer.open_weights = _watched_open
+PARTS.watch(weight_file.MappedWeights, "verify", "verify")
+PARTS.watch(weight_transfer, "checksums", "verify")
+PARTS.watch(weight_transfer, "weights_digest", "verify")
+for method in ("begin", "load", "end"):
+    PARTS.watch(ModelReload, method, "load")

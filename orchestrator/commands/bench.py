@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -33,7 +33,7 @@ from troupe.orchestrator.spec.locations import is_url
 if TYPE_CHECKING:
     from troupe.orchestrator.insight.bench.engines import BenchRequest
     from troupe.orchestrator.insight.bench.results import Result
-    from troupe.orchestrator.insight.bench.trainers import TrainResult, TransferResult
+    from troupe.orchestrator.insight.bench.trainers import TrainResult
 
 PAGE = "bench.html"
 
@@ -48,15 +48,8 @@ def bench(
         int | None, typer.Option(min=1, help="Prompts of a batch (default: schedule.prompts_per_step).")
     ] = None,
     batches: Annotated[int, typer.Option(min=1, help="Measured batches of every point.")] = 3,
-    baseline: Annotated[
-        Literal["vllm"] | None,
-        typer.Option(help="vllm: also sample the same prompts with bare AsyncLLM, alternating with the others."),
-    ] = None,
     train: Annotated[
         bool, typer.Option("--train", help="Also measure the trainers alone, on sequences as long as those sampled.")
-    ] = False,
-    weights: Annotated[
-        bool, typer.Option("--weights", help="Also measure updates of the engines' weights, by back-end.")
     ] = False,
     set_: SetOption = [],  # noqa: B006
     output: Annotated[
@@ -68,9 +61,9 @@ def bench(
     """Measure rollouts without training: tokens/s, latencies, caches and the bottleneck, for every point of a sweep.
 
     Only engines (and environments) are started, and points that differ in sampling or in the number of engines share
-    them. --train and --weights measure the fastest point afterwards. Writes one HTML page, and next to it the results
-    as JSON, which `troupe plan --measured` reads; both after every point, so that they also hold what was measured
-    before an interruption. The exit code is 1 if something could not be measured.
+    them. --train measures the fastest point afterwards. Writes one HTML page, and next to it the results as JSON, which
+    `troupe plan --measured` reads; both after every point, so that they also hold what was measured before an
+    interruption. The exit code is 1 if something could not be measured.
     """
     if taken():
         exit_on_signals()  # until Ray starts, there is nothing to end in order
@@ -85,16 +78,16 @@ def bench(
     with started_ahead(points[0].spec, address):  # it imports while this process does
         from troupe.orchestrator.insight.bench.engines import BenchRequest
 
-        complete = _measure(BenchRequest(points, batches, address, baseline == "vllm"), page, train, weights, as_json)
+        complete = _measure(BenchRequest(points, batches, address), page, train, as_json)
     if not complete:
         sys.exit(FAILURE)
 
 
-def _measure(rollouts: BenchRequest, page: Path, train: bool, weights: bool, as_json: bool) -> bool:
+def _measure(rollouts: BenchRequest, page: Path, train: bool, as_json: bool) -> bool:
     """Measure, write the page after every point, and print everything; whether all could be measured."""
     from troupe.orchestrator.insight.bench.bounds import best_of
     from troupe.orchestrator.insight.bench.engines import bench as measure
-    from troupe.orchestrator.insight.bench.trainers import TrainingRequest, measure_trainers, measure_transfers
+    from troupe.orchestrator.insight.bench.trainers import measure_trainers
     from troupe.orchestrator.telemetry.console import Console
 
     console = Console(sys.stderr)
@@ -102,12 +95,8 @@ def _measure(rollouts: BenchRequest, page: Path, train: bool, weights: bool, as_
     measured = _Measured(page, cores)
     try:
         measure(rollouts, console, measured.keep_rollouts)
-        if (fastest := best_of(measured.rollouts)) is not None:
-            request = TrainingRequest(fastest, rollouts.batches, rollouts.address)
-            if train:
-                measured.keep_trainers(measure_trainers(request, console))
-            for transfer in measure_transfers(request, console) if weights else ():
-                measured.keep_transfer(transfer)
+        if train and (fastest := best_of(measured.rollouts)) is not None:
+            measured.keep_trainers(measure_trainers(fastest, rollouts, console))
     finally:
         if measured.rollouts:
             measured.show(as_json=as_json)
@@ -123,13 +112,11 @@ class _Measured:
         self._cores = cores
         self.rollouts: Sequence[Result] = ()
         self._train: TrainResult | None = None
-        self._transfers: list[TransferResult] = []
 
     @property
     def is_incomplete(self) -> bool:
         """Whether something could not be measured."""
-        problems = [result.problem for result in [*self.rollouts, *self._transfers]]
-        return any(problems) or (self._train is not None and bool(self._train.problem))
+        return any(result.problem for result in [*self.rollouts, *([] if self._train is None else [self._train])])
 
     def keep_rollouts(self, results: Sequence[Result]) -> None:
         """Keep the results of the points instead of the ones before."""
@@ -141,11 +128,6 @@ class _Measured:
         self._train = result
         self._write()
 
-    def keep_transfer(self, result: TransferResult) -> None:
-        """Keep the result of a back-end."""
-        self._transfers.append(result)
-        self._write()
-
     def show(self, *, as_json: bool) -> None:
         """Print everything to standard output."""
         from troupe.orchestrator.commands.bench_table import show
@@ -153,7 +135,7 @@ class _Measured:
         if as_json:
             echo_json(self._record())
             return
-        show(self.rollouts, self._cores, self._train, self._transfers)
+        show(self.rollouts, self._cores, self._train)
         typer.echo(f"wrote {self._page}")
 
     def _write(self) -> None:
@@ -167,7 +149,7 @@ class _Measured:
     def _record(self) -> dict[str, Any]:
         from troupe.orchestrator.insight.bench.bounds import record_of
 
-        return record_of(self.rollouts, self._cores, self._train, self._transfers)
+        return record_of(self.rollouts, self._cores, self._train)
 
 
 def _points(path: Path, sweeps: list[Sweep], overrides: list[str], prompts: int | None) -> list[Point]:

@@ -12,7 +12,7 @@ from rich.table import Table
 from troupe.orchestrator.commands.options import UNBOUNDED, natural_width, output_width
 from troupe.orchestrator.insight.bench.bounds import best_of, bound_of
 from troupe.orchestrator.insight.bench.results import Measures, Result
-from troupe.orchestrator.insight.bench.trainers import TrainResult, TransferMeasures, TransferResult
+from troupe.orchestrator.insight.bench.trainers import TrainResult
 from troupe.workers.contract.units import GIB
 
 
@@ -29,9 +29,6 @@ COLUMNS = (
     MeasureColumn("± %", lambda m: _spread(m)),
     MeasureColumn("/engine", lambda m: f"{m.per_engine:.0f}"),
     MeasureColumn("/GPU", lambda m: "" if m.per_gpu is None else f"{m.per_gpu:.0f}"),
-    MeasureColumn("scaling", lambda m: "" if m.efficiency is None else f"{m.efficiency:.0%}"),
-    MeasureColumn("bare tok/s", lambda m: "" if m.bare_tokens_per_s is None else f"{m.bare_tokens_per_s:.0f}"),
-    MeasureColumn("of bare", lambda m: "" if m.against_bare is None else f"{m.against_bare:.3f}"),
     MeasureColumn("prefill/s", lambda m: f"{m.prefill_per_s:.0f}"),
     MeasureColumn("decode/s", lambda m: f"{m.decode_per_s:.0f}"),
     MeasureColumn("seq p50 s", lambda m: f"{m.latency_s.p50:.2f}"),
@@ -46,9 +43,7 @@ COLUMNS = (
 )
 
 
-def show(
-    results: Sequence[Result], cores: int | None, train: TrainResult | None, weights: Sequence[TransferResult]
-) -> None:
+def show(results: Sequence[Result], cores: int | None, train: TrainResult | None) -> None:
     """Print everything to standard output."""
     console = Console(highlight=False, markup=False, width=output_width())
     for table in render(results, console.width):
@@ -59,11 +54,6 @@ def show(
         console.print(f"trainers: not measured: {train.problem}", soft_wrap=True)
     elif train is not None:
         console.print(render_trainers(train, console.width))
-    if weights:
-        console.print(render_weights(weights, console.width))
-    for one in weights:
-        if one.problem:
-            console.print(f"weights through {one.backend}: not measured: {one.problem}", soft_wrap=True)
 
 
 def render_trainers(train: TrainResult, width: int = UNBOUNDED) -> Table:
@@ -82,29 +72,12 @@ def render_trainers(train: TrainResult, width: int = UNBOUNDED) -> Table:
         ]
         for one in train.trainers
     ]
-    table = _fitting(heads, rows, width)
-    table.caption = f"{train.sequences} sequences, {train.tokens} tokens a step"
-    return table
-
-
-def render_weights(weights: Sequence[TransferResult], width: int = UNBOUNDED) -> Table:
-    """A row for each back-end; for each number if they are too wide."""
-    heads = ["weights", "MB", "seconds", "publish", "transfer", "verify", "load"]
-    rows = [[one.backend, *(["-"] * 6 if one.measures is None else _seconds(one.measures))] for one in weights]
-    return _fitting(heads, rows, width)
-
-
-def _seconds(measures: TransferMeasures) -> list[str]:
-    parts = (measures.seconds, measures.publish_s, measures.transfer_s, measures.verify_s, measures.load_s)
-    return [f"{measures.nbytes / 1e6:.1f}", *(f"{part:.3f}" for part in parts)]
-
-
-def _fitting(heads: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> Table:
-    """A row for each item without its empty columns, or a column if rows are too wide."""
     kept = [i for i in range(len(heads)) if any(row[i] for row in rows)]
     shown = [heads[i] for i in kept], [[row[i] for i in kept] for row in rows]
     wide = _table(*shown)
-    return wide if natural_width(wide) <= width else _transposed(*shown)
+    table = wide if natural_width(wide) <= width else _transposed(*shown)
+    table.caption = f"{train.sequences} sequences, {train.tokens} tokens a step"
+    return table
 
 
 def render(results: Sequence[Result], width: int = UNBOUNDED) -> Iterator[Table]:

@@ -190,7 +190,8 @@ def measurements(plan: Plan) -> Iterator[str]:
     yield from plan.measured.lines
     if (step_s := plan.measured.step_s) is not None:
         whole = duration(plan.steps * step_s)
-        yield f"a step takes about {step_s:.2f} s, {plan.steps} steps {whole} (without scoring and the start)"
+        left_out = "without scoring, weight updates and the start"
+        yield f"a step takes about {step_s:.2f} s, {plan.steps} steps {whole} ({left_out})"
 
 
 def predictions(plan: Plan) -> Iterator[str]:

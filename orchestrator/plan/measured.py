@@ -17,9 +17,8 @@ from troupe.orchestrator.plan.placement import Node
 from troupe.orchestrator.plan.worker_memory import PERIODS, Part, Where, WorkerMemory
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.derived.digests import Settings, different, measured_settings
-from troupe.orchestrator.spec.derived.training import overlaps_steps, resolved_backend
+from troupe.orchestrator.spec.derived.training import overlaps_steps
 from troupe.orchestrator.spec.rollout import RolloutSpec
-from troupe.workers.contract.weight_backends import BACKENDS
 
 BENCH = "bench.json"
 """File of the folder of a benchmark with its results."""
@@ -40,7 +39,7 @@ class Measured:
     memory: Mapping[str, Peaks]
     """Peaks by role."""
     step_s: float | None
-    """Seconds of a step without scoring, or None if not all of its parts were measured."""
+    """Seconds of a step without scoring and weight updates, or None if not all of its parts were measured."""
     lines: tuple[str, ...]
     """What is used, and what is not, for the user."""
     sampling_s: float | None = None
@@ -59,19 +58,6 @@ class _Found:
     seconds: float | None = None
 
 
-@dataclass(frozen=True)
-class _WeightTransfer:
-    """What was measured of the way of the weights to the engines."""
-
-    line: str = ""
-    """See `_Found.line`."""
-    seconds: float = 0.0
-    trainers_s: float = 0.0
-    """The part of `seconds` in which a trainer cannot train."""
-    engines_s: float = 0.0
-    """The part of `seconds` in which an engine cannot sample."""
-
-
 class Recorded:
     """The results of one benchmark."""
 
@@ -81,7 +67,6 @@ class Recorded:
         self._device, self._gpu = record["device"], record["gpu"]
         self._points = [point for point in record["points"] if point["measures"]]
         self._train = record["train"] if record["train"] and not record["train"]["problem"] else None
-        self._weights = {one["backend"]: one for one in record["weights"] if one["measures"]}
 
     @classmethod
     def read(cls, path: Path) -> Recorded:
@@ -118,15 +103,14 @@ class Recorded:
         """What was measured with the spec's settings, of its model on its device."""
         engines = self._engines(spec, wanted)
         trainers = self._trainers(wanted)
-        weights = self._transfer(spec, wanted)
         memory = {**engines.memory, **trainers.memory}
         step_s = None
         if engines.seconds is not None and trainers.seconds is not None:
-            step_s = engines.seconds + trainers.seconds + weights.seconds
+            step_s = engines.seconds + trainers.seconds
             if overlaps_steps(spec):  # engines sample the next batch during the updates
-                step_s = max(engines.seconds + weights.engines_s, trainers.seconds + weights.trainers_s)
+                step_s = max(engines.seconds, trainers.seconds)
         first = [f"measured: memory of {', '.join(sorted(memory))} ({self._file})"] if memory else []
-        lines = [part.line for part in (engines, trainers, weights) if part.line]
+        lines = [part.line for part in (engines, trainers) if part.line]
         return Measured(self._file, memory, step_s, (*first, *lines), engines.seconds, trainers.seconds)
 
     def _engines(self, spec: RolloutSpec, wanted: Settings) -> _Found:
@@ -163,18 +147,6 @@ class Recorded:
             return _Found(f"the time of updates is not known: {why}", memory)
         rate, seconds = train["trainers"][0]["tokens_per_s"], train["step_s"]
         return _Found(f"measured: updates {rate:.0f} tokens/s, {seconds:.2f} s of a step", memory, seconds)
-
-    def _transfer(self, spec: RolloutSpec, wanted: Settings) -> _WeightTransfer:
-        """The seconds until all engines have new weights."""
-        backend = resolved_backend(spec)
-        found = self._weights.get(backend)
-        if found is None or different(found["spec"], wanted, "engine", "trainer"):
-            return _WeightTransfer()
-        seconds, publish_s = found["measures"]["seconds"], found["measures"]["publish_s"]
-        line = f"measured: weights through {backend} {seconds:.2f} s of a step"
-        if BACKENDS[backend].writes_file:  # trainers train once the file is written, and engines sample until then
-            return _WeightTransfer(line, seconds, publish_s, seconds - publish_s)
-        return _WeightTransfer(line, seconds, seconds, seconds)
 
 
 def with_peak(memory: WorkerMemory, peaks: Peaks) -> WorkerMemory:

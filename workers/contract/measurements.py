@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import pyarrow as pa
-
 from troupe.workers.contract.config import SamplingConfig
-from troupe.workers.contract.messages import GroupRequest
 from troupe.workers.contract.roles import Reply, RolloutEngine
 
 
@@ -65,25 +61,6 @@ class EngineReading:
         return sum(sequence.response_tokens for sequence in self.sequences)
 
 
-@dataclass(frozen=True)
-class BareBatch:
-    """Samples of vLLM's `AsyncLLM`, called directly."""
-
-    seconds: float
-    sequences: int
-    response_tokens: int
-
-
-@dataclass(frozen=True)
-class UpdateParts:
-    """Time that an engine spent on updates of its weights, in its slowest process."""
-
-    verify_s: float
-    """On the digest of what it received."""
-    load_s: float
-    """On loading it into the model."""
-
-
 class MeasuredEngine(RolloutEngine, Protocol):
     """A rollout engine that measures itself."""
 
@@ -93,12 +70,4 @@ class MeasuredEngine(RolloutEngine, Protocol):
 
     def read_meter(self) -> Reply[EngineReading]:
         """What the engine did since the last reading."""
-        ...
-
-    def sample_bare(self, requests: Sequence[GroupRequest], prompts: pa.Table) -> Reply[BareBatch]:
-        """Samples these groups by calling `AsyncLLM.generate` for all of their samples at once, and keeps nothing."""
-        ...
-
-    def read_update(self) -> Reply[UpdateParts]:
-        """What the engine spent on updates of its weights since the last reading."""
         ...

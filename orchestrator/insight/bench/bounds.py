@@ -18,7 +18,7 @@ from troupe.orchestrator.spec.derived.digests import measured_settings
 from troupe.orchestrator.spec.sections import environment_role
 
 if TYPE_CHECKING:
-    from troupe.orchestrator.insight.bench.trainers import TrainResult, TransferResult
+    from troupe.orchestrator.insight.bench.trainers import TrainResult
 
 MAX_NUM_SEQS = "roles.rollout.max_num_seqs"
 _FULL = 0.9
@@ -33,8 +33,6 @@ _DRAINS = 0.6
 """Share of the most sequences that run together below which their mean shows a long end of the batch."""
 _GAIN = 1.03
 """Least gain in throughput that counts as one."""
-_AS_FAST = 0.95
-"""Troupe counts as equally fast at this share of the throughput of bare `AsyncLLM`."""
 _MOST_GPU_MEMORY = 0.92
 Json = dict[str, Any]
 
@@ -155,10 +153,7 @@ def _driver(point: Point, measures: Measures) -> Bound:
     why = f"the engines compute {measures.busy:.0%} of the time"
     if point.workers > 1 and measures.most_running < point.spec.roles.rollout.max_num_seqs:
         return Bound(Kind.DRIVER, why, (f"{WORKERS}: {max(1, point.workers // 2)}",), "they have too little to do")
-    if measures.against_bare is not None and measures.against_bare >= _AS_FAST:
-        note = "bare AsyncLLM is as fast: vLLM itself takes the rest, between its iterations"
-    else:
-        note = "batches this short are dominated by what happens around them: measure with more --prompts"
+    note = "batches this short are dominated by what happens around them: measure with more --prompts"
     return Bound(Kind.DRIVER, why, (), note)
 
 
@@ -267,19 +262,13 @@ _EXPLAIN = {
 }
 
 
-def record_of(
-    results: Sequence[Result],
-    cores: int | None,
-    train: TrainResult | None = None,
-    weights: Sequence[TransferResult] = (),
-) -> Json:
+def record_of(results: Sequence[Result], cores: int | None, train: TrainResult | None = None) -> Json:
     """The whole benchmark.
 
     Args:
         results: The result of every point, in order.
         cores: CPU cores of the machine, or None for a cluster, whose free resources are unknown.
         train: The trainers alone, at the fastest point, or None if not measured.
-        weights: Updates of the weights by back-end, at the fastest point; empty if not measured.
     """
     spec, best = results[0].point.spec, best_of(results)
     settings = None if best is None else measured_settings(best.point.spec)
@@ -293,7 +282,6 @@ def record_of(
         "best": None if best is None else results.index(best),
         "points": [_point(result, bound_of(result, results, cores)) for result in results],
         "train": None if train is None else asdict(train) | {"spec": settings},
-        "weights": [asdict(one) | {"spec": settings} for one in weights],
     }
 
 

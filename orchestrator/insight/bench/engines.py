@@ -13,22 +13,21 @@ from troupe.orchestrator.cluster.event_loop import gather_all, rare_collections
 from troupe.orchestrator.cluster.worker_group import WorkerHandle
 from troupe.orchestrator.data.mixture import group_settings, prompt_order
 from troupe.orchestrator.data.pools import Pool
-from troupe.orchestrator.data.prompts import PromptPick, load_train_pool
-from troupe.orchestrator.errors import DoesNotFit, StopRequested, TroupeError, UsageError, WorkerError
+from troupe.orchestrator.data.prompts import load_train_pool
+from troupe.orchestrator.errors import DoesNotFit, StopRequested, TroupeError, WorkerError
 from troupe.orchestrator.hub.resolve import fetch
 from troupe.orchestrator.insight.bench.batches import BatchPrompts, GroupLengths, SamplingBatches
 from troupe.orchestrator.insight.bench.points import Point, launch_spec, launches, measured_spec
-from troupe.orchestrator.insight.bench.results import MeasuredBatch, Result, measures_of, with_efficiency
+from troupe.orchestrator.insight.bench.results import MeasuredBatch, Result, measures_of
 from troupe.orchestrator.roles.names import role_of
 from troupe.orchestrator.roles.table import SAMPLERS, named
-from troupe.orchestrator.rollouts.scheduler import group_request
 from troupe.orchestrator.runs.pools import RunPools
 from troupe.orchestrator.runs.session import RunRequest, Session, open_session
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.telemetry.console import Console
 from troupe.workers.contract.measurements import EngineReading, MeasuredEngine
 from troupe.workers.contract.messages import Peak
-from troupe.workers.contract.roles import RolloutEngine, TableRef
+from troupe.workers.contract.roles import RolloutEngine
 
 _WORKER = "troupe.workers.measured_rollout:MeasuredRollout"
 _METER_TIMEOUT_S = 60.0
@@ -43,8 +42,6 @@ class BenchRequest:
     """Measured batches of each point."""
     address: str | None
     """Ray cluster to join, or None to start one on this machine."""
-    baseline: bool
-    """Whether bare `AsyncLLM` samples the same prompts on the same engines, in batches that alternate with Troupe's."""
 
 
 OnResults = Callable[[Sequence[Result]], None]
@@ -62,8 +59,6 @@ def bench(request: BenchRequest, console: Console, on_results: OnResults) -> Non
     Raises:
         TroupeError: No cluster, no data, or the user stopped the command.
     """
-    if request.baseline and any(point.spec.roles.environments() for point in request.points):
-        raise UsageError("the baseline samples one response to a prompt, but the spec has roles.environment")
     asyncio.run(_bench(request, console, on_results))
 
 
@@ -73,7 +68,7 @@ async def _bench(request: BenchRequest, console: Console, on_results: OnResults)
 
     def add(result: Result) -> None:
         found[_key(result.point)] = result
-        on_results(with_efficiency([found[key] for point in request.points if (key := _key(point)) in found]))
+        on_results([found[key] for point in request.points if (key := _key(point)) in found])
 
     waiting = launches(request.points)
     while waiting:
@@ -168,54 +163,32 @@ class _PointBench:
         use = MeasuredEngine.use_sampling
         await gather_all(meter.call(use, _METER_TIMEOUT_S, spec.sampling) for meter in self._meters)
         sampling = SamplingBatches(spec, pools.engines, picks.next, table, self._settings)
-        product: list[MeasuredBatch] = []
-        bare: list[MeasuredBatch] = []
+        measured: list[MeasuredBatch] = []
         try:
             await pools.start()
             for number in range(batches):
                 self._session.console.phase("measure", number, batches)
-                bare_first = self._request.baseline and number % 2 == 1
-                if bare_first:
-                    bare.append(await self._bare(picks.by_batch[number], table))
-                product.append(await self._product(sampling))
-                if self._request.baseline and not bare_first:
-                    bare.append(await self._bare(picks.by_batch[number], table))
+                measured.append(await self._batch(sampling))
         finally:
             await sampling.close()
             await pools.close()
-        skip = self._unmeasured
         return Result(
             self._point,
-            measures_of(self._point, product[skip:], bare[skip:]),
-            groups=product[-1].groups,
+            measures_of(self._point, measured[self._unmeasured :]),
+            groups=measured[-1].groups,
             peak=await self._peak(),
             gpu_type=self._session.cluster.gpu_type() if spec.device == "cuda" else "",
         )
 
-    async def _product(self, sampling: SamplingBatches) -> MeasuredBatch:
-        await self._prepare()
+    async def _batch(self, sampling: SamplingBatches) -> MeasuredBatch:
+        """The next batch, with empty caches and meters at its beginning."""
+        timeout_s = self._spec.schedule.generate_timeout_s
+        await gather_all(engine.handle.call(RolloutEngine.reset_prefix_cache, timeout_s) for engine in self._engines)
+        await self._readings()
         batch = await sampling.run()
         readings = tuple(await self._readings())
         groups = tuple(GroupLengths.of(group.summary) for group in batch.groups)
         return MeasuredBatch(batch.seconds, batch.response_tokens, readings, groups)
-
-    async def _bare(self, picks: Sequence[PromptPick], prompts: TableRef) -> MeasuredBatch:
-        """The same prompts and seeds, spread evenly over the engines; an engine gets all of its samples at once."""
-        await self._prepare()
-        seed, settings = self._spec.seed, self._settings
-        requests = [group_request(seed, pick.prompt_uid, pick.row, settings[pick.row]) for pick in picks]
-        count, timeout_s = len(self._meters), self._spec.schedule.step_timeout_s
-        batches = await gather_all(
-            meter.call(MeasuredEngine.sample_bare, timeout_s, requests[number::count], prompts)
-            for number, meter in enumerate(self._meters)
-        )
-        return MeasuredBatch(max(batch.seconds for batch in batches), sum(batch.response_tokens for batch in batches))
-
-    async def _prepare(self) -> None:
-        """Every batch begins with empty caches and meters."""
-        timeout_s = self._spec.schedule.generate_timeout_s
-        await gather_all(engine.handle.call(RolloutEngine.reset_prefix_cache, timeout_s) for engine in self._engines)
-        await self._readings()
 
     async def _peak(self) -> Peak:
         """Memory of the largest engine."""

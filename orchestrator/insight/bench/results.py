@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import fmean, median
 
 import numpy as np
 
 from troupe.orchestrator.insight.bench.batches import GroupLengths
-from troupe.orchestrator.insight.bench.points import WORKERS, Point
+from troupe.orchestrator.insight.bench.points import Point
 from troupe.workers.contract.measurements import EngineReading, FinishedSequence
 from troupe.workers.contract.messages import Peak
 
@@ -22,10 +22,9 @@ class MeasuredBatch:
 
     seconds: float
     response_tokens: int
-    engines: tuple[EngineReading, ...] = ()
-    """Empty for the baseline."""
+    engines: tuple[EngineReading, ...]
     groups: tuple[GroupLengths, ...] = ()
-    """The sampled groups; empty for the baseline."""
+    """The sampled groups."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -106,12 +105,6 @@ class Measures:
     waiting: float
     """Sequences that wait in an engine, on average."""
     engines: tuple[EngineShare, ...]
-    bare_tokens_per_s: float | None = None
-    """Rate of bare `AsyncLLM` on the same engines, prompts and seeds, or None if not measured."""
-    against_bare: float | None = None
-    """Tokens per second relative to bare `AsyncLLM`: the median of the batches."""
-    efficiency: float | None = None
-    """Tokens per second and engine, relative to the point with the fewest engines, or None if engines are not swept."""
 
 
 @dataclass(frozen=True)
@@ -131,13 +124,12 @@ class Result:
     """Type of the engines' GPUs; empty if they have none or it is unknown."""
 
 
-def measures_of(point: Point, batches: Sequence[MeasuredBatch], bare: Sequence[MeasuredBatch]) -> Measures:
+def measures_of(point: Point, batches: Sequence[MeasuredBatch]) -> Measures:
     """The numbers of a point.
 
     Args:
         point: The point.
         batches: Its batches, at least one.
-        bare: Batches of bare `AsyncLLM`, one for each of `batches`, or none.
     """
     rates = [batch.tokens_per_s for batch in batches]
     readings = [reading for batch in batches for reading in batch.engines]
@@ -172,31 +164,7 @@ def measures_of(point: Point, batches: Sequence[MeasuredBatch], bare: Sequence[M
         most_running=max((reading.most_running for reading in readings), default=0),
         waiting=_weighted(readings, [reading.waiting for reading in readings]),
         engines=engines,
-        bare_tokens_per_s=median(batch.tokens_per_s for batch in bare) if bare else None,
-        against_bare=_against(batches, bare),
     )
-
-
-def with_efficiency(results: Sequence[Result]) -> list[Result]:
-    """The results with the scaling efficiency of results that differ only in the number of engines."""
-    families: dict[str, list[Result]] = {}
-    for result in results:
-        if result.measures is not None and WORKERS in result.point.settings:
-            others = {name: value for name, value in result.point.settings.items() if name != WORKERS}
-            families.setdefault(repr(others), []).append(result)
-    found: dict[int, float] = {}
-    for family in families.values():
-        base = min(family, key=lambda result: result.point.workers)
-        for result in family:
-            if base.measures is not None and result.measures is not None and base.measures.per_engine > 0:
-                found[id(result)] = result.measures.per_engine / base.measures.per_engine
-    return [_efficient(result, found.get(id(result))) for result in results]
-
-
-def _efficient(result: Result, efficiency: float | None) -> Result:
-    if result.measures is None or efficiency is None:
-        return result
-    return replace(result, measures=replace(result.measures, efficiency=efficiency))
 
 
 def _engines(batches: Sequence[MeasuredBatch]) -> tuple[EngineShare, ...]:
@@ -226,11 +194,6 @@ def _weighted(readings: Sequence[EngineReading], values: Sequence[float]) -> flo
 def _cached(sequences: Sequence[FinishedSequence]) -> float:
     prompts = sum(sequence.prompt_tokens for sequence in sequences)
     return sum(sequence.cached_tokens for sequence in sequences) / prompts if prompts else 0.0
-
-
-def _against(batches: Sequence[MeasuredBatch], bare: Sequence[MeasuredBatch]) -> float | None:
-    pairs = [one.tokens_per_s / other.tokens_per_s for one, other in zip(batches, bare, strict=False) if other.seconds]
-    return median(pairs) if pairs else None
 
 
 def _mean(values: Sequence[float]) -> float:

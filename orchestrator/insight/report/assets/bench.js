@@ -42,10 +42,9 @@ function fastestSection() {
   const best = record.points[record.best];
   const { measures } = best;
   const settings = Object.entries(best.settings).map(([field, value]) => `${field}: ${JSON.stringify(value)}`).join('\n');
-  const against = measures.against_bare === null ? '' : ` ${measures.against_bare.toFixed(3)} of bare AsyncLLM on the same engines.`;
   return section(
     'fastest', 'Fastest',
-    el('p', { class: 'banner good' }, el('b', { text: `${speed(measures.tokens_per_s)} ` }), `with ${best.workers} ${best.workers === 1 ? 'engine' : 'engines'}.${against}`),
+    el('p', { class: 'banner good' }, el('b', { text: `${speed(measures.tokens_per_s)} ` }), `with ${best.workers} ${best.workers === 1 ? 'engine' : 'engines'}.`),
     settings ? el('pre', { text: settings }) : null,
   );
 }
@@ -84,15 +83,13 @@ function curves() {
 }
 
 function throughputSection() {
-  const withBare = measured.some((point) => point.measures.bare_tokens_per_s !== null);
-  const most = Math.max(...measured.map((point) => Math.max(point.measures.tokens_per_s, point.measures.bare_tokens_per_s ?? 0)));
+  const most = Math.max(...measured.map((point) => point.measures.tokens_per_s));
   const rows = measured.map(({ measures, ...point }) => ({
     label: values(point),
-    parts: [{ value: measures.tokens_per_s, color: runColor(0) }, ...(withBare ? [{ value: measures.bare_tokens_per_s ?? 0, color: 'var(--quiet)' }] : [])],
-    text: measures.against_bare === null ? short(measures.tokens_per_s) : `${short(measures.tokens_per_s)} (${measures.against_bare.toFixed(3)})`,
+    parts: [{ value: measures.tokens_per_s, color: runColor(0) }],
+    text: short(measures.tokens_per_s),
   }));
-  const keys = withBare ? legend(['Troupe', runColor(0)], ['bare AsyncLLM', 'var(--quiet)']) : null;
-  return section('throughput', 'Throughput', el('div', { class: 'split' }, card('Sampled tokens per second', fields, bars(rows, most), keys), ...curves()));
+  return section('throughput', 'Throughput', el('div', { class: 'split' }, card('Sampled tokens per second', fields, bars(rows, most)), ...curves()));
 }
 
 function spreadCard(title, key) {
@@ -138,7 +135,6 @@ function timeSection() {
 // Two tables: all columns side by side are wider than a page.
 const SPEEDS = [
   ['tok/s', (m) => short(m.tokens_per_s)], ['range', (m) => `${short(m.slowest_batch)} to ${short(m.fastest_batch)}`], ['per engine', (m) => short(m.per_engine)], ['per GPU', (m) => (m.per_gpu === null ? '' : short(m.per_gpu))],
-  ['scaling', (m) => (m.efficiency === null ? '' : percent(m.efficiency))], ['bare tok/s', (m) => (m.bare_tokens_per_s === null ? '' : short(m.bare_tokens_per_s))], ['of bare', (m) => (m.against_bare === null ? '' : m.against_bare.toFixed(3))],
   ['prefill tok/s', (m) => short(m.prefill_per_s)], ['decode tok/s', (m) => short(m.decode_per_s)],
 ];
 const LOADS = [
@@ -173,26 +169,6 @@ function trainSection({ problem, trainers, ...train }) {
   );
 }
 
-const PARTS = [['publish', 'publish_s'], ['transfer', 'transfer_s'], ['verify', 'verify_s'], ['load', 'load_s']];
-
-function weightsSection(backends) {
-  const done = backends.filter((one) => one.measures);
-  const most = Math.max(...done.map((one) => one.measures.seconds));
-  const rows = done.map(({ backend, measures }) => el(
-    'div', { class: 'bar-row wide' }, el('span', { class: 'who', text: backend }),
-    el('div', { class: 'bar' }, PARTS.map(([, key], i) => el('i', { style: { width: `${(100 * Math.max(0, measures[key])) / (most || 1)}%`, background: runColor(i) } }))),
-    el('span', { class: 'much', text: seconds(measures.seconds) }),
-  ));
-  const bytes = done.length ? `${short(done[0].measures.nbytes / 1e6)} MB` : '';
-  const heads = ['back-end', 'MB', 'seconds', ...PARTS.map(([part]) => part)];
-  const cells = done.map(({ backend, measures }) => [backend, short(measures.nbytes / 1e6), measures.seconds.toFixed(3), ...PARTS.map(([, key]) => measures[key].toFixed(3))]);
-  return section(
-    'weights', 'Updates of the weights',
-    ...(done.length ? [el('div', { class: 'split' }, card('From the policy to the last engine', bytes, el('div', { class: 'bars' }, rows), legend(...PARTS.map(([part], i) => [part, runColor(i)])))), table(heads, cells, 1)] : []),
-    ...backends.filter((one) => one.problem).map((one) => el('p', { class: 'banner bad', text: `${one.backend} was not measured: ${visible(one.problem)}` })),
-  );
-}
-
 function header() {
   const batches = measured[0]?.measures.batches;
   const facts = [record.model.split('/').pop(), record.device === 'cuda' ? 'GPU' : 'CPU', record.points.length > 1 ? `${count(record.points.length)} points` : '', batches ? `${batches} batches each` : ''];
@@ -202,7 +178,7 @@ function header() {
   );
 }
 
-const sections = [fastestSection(), ...(measured.length ? [throughputSection(), timeSection()] : []), boundSection(), ...(record.train ? [trainSection(record.train)] : []), ...(record.weights.length ? [weightsSection(record.weights)] : []), ...(measured.length ? [numberSection()] : [])];
+const sections = [fastestSection(), ...(measured.length ? [throughputSection(), timeSection()] : []), boundSection(), ...(record.train ? [trainSection(record.train)] : []), ...(measured.length ? [numberSection()] : [])];
 const links = el('nav', { 'aria-label': 'Sections' }, sections.map((one) => el('a', { href: `#${one.id}`, text: one.dataset.title })));
 document.getElementById('page').replaceChildren(header(), links, el('main', {}, sections));
 document.documentElement.dataset.ready = 'true';

@@ -10,7 +10,7 @@ from typing import Any
 from tests.conftest import ROOT
 from troupe.orchestrator.insight.bench.points import Point
 from troupe.orchestrator.insight.bench.results import MeasuredBatch, Result, measures_of
-from troupe.orchestrator.insight.bench.trainers import TrainerMeasures, TrainResult, TransferMeasures, TransferResult
+from troupe.orchestrator.insight.bench.trainers import TrainerMeasures, TrainResult
 from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.workers.contract.measurements import EngineReading, FinishedSequence
 
@@ -44,7 +44,7 @@ def result(settings: Mapping[str, Any] | None = None, seconds: float = 1.0, **re
     own = point(settings)
     engines = tuple(replace(BUSY, **reading, engine=f"rollout-{number}") for number in range(own.workers))
     batch = MeasuredBatch(seconds, sum(engine.response_tokens for engine in engines), engines)
-    return Result(own, measures_of(own, [batch], []))
+    return Result(own, measures_of(own, [batch]))
 
 
 TRAINED = TrainResult(
@@ -53,8 +53,4 @@ TRAINED = TrainResult(
     sequences=64,
     tokens=4500,
     trainers=(TrainerMeasures("policy", 1, 9000.0, None, 0.0, host_bytes=1 << 30, gpu_bytes=0),),
-)
-SENT = (
-    TransferResult("shm", TransferMeasures(3, 12_900_000, 0.054, 0.010, 0.020, 0.004, 0.020)),
-    TransferResult("gloo", TransferMeasures(3, 12_900_000, 0.090, 0.0, 0.060, 0.010, 0.020)),
 )

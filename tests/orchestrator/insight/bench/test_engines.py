@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from tests.conftest import ROOT
 from tests.orchestrator.insight.bench.measured import GRPO, point, result
 from troupe.orchestrator.cli import app
-from troupe.orchestrator.errors import DoesNotFit, StopRequested, UsageError, WorkerDied, WorkerError
+from troupe.orchestrator.errors import DoesNotFit, StopRequested, WorkerDied, WorkerError
 from troupe.orchestrator.insight.bench import engines, trainers
 from troupe.orchestrator.insight.bench.engines import BenchRequest, bench
 from troupe.orchestrator.insight.bench.points import Point
@@ -28,7 +27,7 @@ WORKERS, SEQS, TOKENS = "roles.rollout.workers", "roles.rollout.max_num_seqs", "
 
 def measure(points: Sequence[Point]) -> list[Result]:
     results: list[Sequence[Result]] = [()]
-    bench(BenchRequest(points, 1, None, False), Console(io.StringIO()), results.append)
+    bench(BenchRequest(points, 1, None), Console(io.StringIO()), results.append)
     return list(results[-1])
 
 
@@ -89,16 +88,6 @@ def test_engines_that_do_not_start_fail_their_points_alone(cluster: Any) -> None
     cluster.refused[512] = WorkerError("rollout-0", "start", "no memory for the KV cache")
     results = measure([point({SEQS: n, TOKENS: tokens}) for n in (512, 16) for tokens in (4, 6)])
     assert ["no memory" in one.problem for one in results] == [True, True, False, False]
-
-
-def unexpected(results: Sequence[Result]) -> None:
-    raise AssertionError(f"nothing is measured: {results}")
-
-
-def test_the_baseline_needs_single_responses() -> None:
-    episodes = point({}, ROOT / "deploy" / "specs" / "tiny-environment.yaml")
-    with pytest.raises(UsageError, match=r"the spec has roles\.environment"):
-        bench(BenchRequest([episodes], 1, None, True), Console(io.StringIO()), unexpected)
 
 
 @pytest.mark.parametrize("how", [StopRequested("stopped"), KeyboardInterrupt(), OSError("the disk is gone")])

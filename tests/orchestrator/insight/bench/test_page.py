@@ -9,11 +9,10 @@ import pytest
 from rich.console import Console
 
 from tests.browser import CHROMIUM, browser_page
-from tests.orchestrator.insight.bench.measured import SENT, TRAINED, point, result
+from tests.orchestrator.insight.bench.measured import TRAINED, point, result
 from troupe.orchestrator.commands.bench_table import advice, render
 from troupe.orchestrator.insight.bench.bounds import record_of
-from troupe.orchestrator.insight.bench.results import Result, with_efficiency
-from troupe.orchestrator.insight.bench.trainers import TransferResult
+from troupe.orchestrator.insight.bench.results import Result
 from troupe.orchestrator.insight.report.page import write_bench_page
 
 WORKERS, SEQS = "roles.rollout.workers", "roles.rollout.max_num_seqs"
@@ -22,13 +21,12 @@ HOSTILE = "</script><script>window.hit = 1</script>"
 
 def results() -> list[Result]:
     """Three points that were measured, and one that was not."""
-    found = [
+    return [
         result({WORKERS: 1, SEQS: 32}, waiting=32.0),
         result({WORKERS: 2, SEQS: 32}, seconds=1.25),
         result({WORKERS: 2, SEQS: 64}, preemptions=7),
         Result(point({WORKERS: 4, SEQS: 64}), None, HOSTILE),
     ]
-    return with_efficiency(found)
 
 
 def text(width: int) -> str:
@@ -85,8 +83,7 @@ def test_points_whose_batches_overlap_are_equals_and_a_length_is_no_setting() ->
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install chromium")
 @pytest.mark.parametrize("width", [390, 1280])
 async def test_a_browser_draws_every_part_within_its_width(tmp_path: Path, width: int) -> None:
-    sent = [*SENT, TransferResult("nccl", None, HOSTILE)]
-    page_file = write_bench_page(record_of(results(), 2, TRAINED, sent), tmp_path / "bench.html")
+    page_file = write_bench_page(record_of(results(), 2, TRAINED), tmp_path / "bench.html")
     async with browser_page(width=width) as page:
         await page.open(page_file.as_uri())
         await page.run("window.dispatchEvent(new Event('beforeprint'))")
@@ -97,11 +94,9 @@ async def test_a_browser_draws_every_part_within_its_width(tmp_path: Path, width
         cut = "[...document.querySelectorAll('.scroll')].filter((one) => one.scrollWidth > one.clientWidth).length"
         assert await page.run(cut) == 0, "on a phone a table is a list; elsewhere it fits"
         sections = await page.run("[...document.querySelectorAll('section')].map((one) => one.id)")
-        assert sections == ["fastest", "throughput", "time", "bounds", "training", "weights", "numbers"]
+        assert sections == ["fastest", "throughput", "time", "bounds", "training", "numbers"]
         assert await page.run("document.querySelectorAll('#throughput svg').length") == 2
         assert await page.run("document.querySelectorAll('#bounds article').length") == 4
         assert await page.run("document.querySelectorAll('#numbers tbody tr').length") == 8
         assert "9000" in await page.run("document.querySelector('#training tbody').textContent")
-        assert await page.run("document.querySelectorAll('#weights tbody tr').length") == 2
-        assert "nccl was not measured" in await page.run("document.querySelector('#weights').textContent")
         assert "1280 tok/s" in await page.run("document.querySelector('#fastest').textContent")

@@ -1,4 +1,4 @@
-"""Trainers alone, and updates of the weights, from made-up measurements. Real ones: `tests/real/test_wheel.py`."""
+"""Trainers alone, from made-up measurements. Real ones: `tests/real/test_wheel.py`."""
 
 from __future__ import annotations
 
@@ -7,20 +7,10 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from tests.conftest import ROOT
-from tests.orchestrator.insight.bench.measured import SENT, TRAINED, point
-from troupe.orchestrator.commands.bench_table import render_trainers, render_weights
+from tests.orchestrator.insight.bench.measured import TRAINED
+from troupe.orchestrator.commands.bench_table import render_trainers
 from troupe.orchestrator.insight.bench.batches import GroupLengths, train_batch
-from troupe.orchestrator.insight.bench.trainers import (
-    TrainedStep,
-    Transfer,
-    TransferResult,
-    by_backend,
-    trainer_measures,
-    transfer_measures,
-)
-from troupe.orchestrator.spec.derived.training import resolved_backend
-from troupe.orchestrator.spec.load import load_rollout_spec
+from troupe.orchestrator.insight.bench.trainers import TrainedStep, trainer_measures
 from troupe.workers.contract.messages import TRAIN, GroupSummary, Peak, SampleSummary
 
 
@@ -56,36 +46,12 @@ def test_the_tokens_of_all_workers_count_and_a_step_is_the_mean_of_its_updates()
     assert trainer_measures("policy", 1, [step(1.0, padding=0.0, mfu=0.4)], Peak(0)).mfu == 0.4
 
 
-def test_what_no_part_of_an_update_explains_is_its_transfer() -> None:
-    sent = [Transfer(seconds, 0.25, 0.125, 0.5, 1000) for seconds in (1.0, 2.0, 8.0)]
-    found = transfer_measures(sent)
-    assert (found.updates, found.seconds, found.nbytes) == (3, 2.0, 1000)
-    assert (found.publish_s, found.transfer_s, found.verify_s, found.load_s) == (0.25, 1.125, 0.125, 0.5)
-
-
-def test_back_ends_that_the_workers_cannot_use_are_left_out() -> None:
-    on_cpus = by_backend(point().spec)
-    assert set(on_cpus) == {"shm", "gloo"}, "store needs a URL"
-    assert all(resolved_backend(spec) == name for name, spec in on_cpus.items())
-    on_gpus = ["roles.rollout.gpus=1", "roles.policy.gpus=1"]
-    apart = by_backend(load_rollout_spec(ROOT / "deploy" / "specs" / "tiny-grpo.yaml", on_gpus))
-    assert set(apart) == {"shm", "nccl"}
-    stored = ["weight_sync.backend=store", "weight_sync.url=file:///tmp/weights"]
-    with_store = by_backend(load_rollout_spec(ROOT / "deploy" / "specs" / "tiny-grpo.yaml", stored))
-    assert {name: spec.weight_sync.url for name, spec in with_store.items()} == {
-        "shm": None,
-        "gloo": None,
-        "store": "file:///tmp/weights",
-    }
-
-
 @pytest.mark.parametrize("width", [40, 200])
 def test_the_tables_fit_any_terminal_and_leave_out_what_was_not_measured(width: int) -> None:
     console = Console(width=width, record=True, force_terminal=False)
     console.print(render_trainers(TRAINED, width))
-    console.print(render_weights([*SENT, TransferResult("nccl", None, "no GPU")], width))
     shown = console.export_text()
-    assert "…" not in shown and "9000" in shown and "0.054" in shown and "MFU" not in shown and "GPU" not in shown
+    assert "…" not in shown and "9000" in shown and "MFU" not in shown and "GPU" not in shown
     with_mfu = replace(TRAINED, trainers=(replace(TRAINED.trainers[0], mfu=0.314),))
     console.print(render_trainers(with_mfu, width))
     assert "31.4%" in console.export_text()
