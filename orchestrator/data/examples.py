@@ -29,7 +29,7 @@ from troupe.orchestrator.data.conversations import (
     split_conversation,
     spoken_turns,
 )
-from troupe.orchestrator.data.pools import Pool, Repeats, asked_in, collect, of_sources
+from troupe.orchestrator.data.pools import Pool, Repeats, asked_in, collect, compared, of_sources
 from troupe.orchestrator.data.preferences import doubts
 from troupe.orchestrator.data.readers import RawValues, read_table, without_nulls
 from troupe.orchestrator.spec.offline import OfflineSpec, columns, data_format
@@ -93,8 +93,8 @@ def load_pool(spec: OfflineSpec, source: ExampleSource, label: str, without: Poo
         example_reader(source, format_, plain=spec.model.plain),
         label,
         spec.failures.on_bad_row,
-        lambda row: is_asked(row["messages"]),
-        Repeats(lambda row: " ".join([row["tools"] or "", row["messages"], *row["responses"]]), source.dedupe),
+        lambda row: is_asked(row["messages"], ""),
+        Repeats(lambda row: f"{row['tools']} {row['messages']} {_said(row)}", source.dedupe, _said),
     )
     contents = (
         json.dumps({name: value for name, value in row.items() if name != "origin" and value is not None})
@@ -107,6 +107,12 @@ def load_pool(spec: OfflineSpec, source: ExampleSource, label: str, without: Poo
     looked_at = islice(read_table(source, None, label), _LOOKED_AT)
     rows = [row.values for row in looked_at if not row.error]
     return replace(pool, doubts=tuple(doubts(source.chosen, source.rejected, rows)))
+
+
+def _said(row: Mapping[str, Any]) -> str:
+    """The responses of an example with their labels, as examples are compared."""
+    labels = (str(row[name]) for name in ("scores", "margin", "desirable"))
+    return compared(" ".join([*row["responses"], *labels]))
 
 
 def example_reader(source: ExampleSource, format_: DataFormat, *, plain: bool) -> Callable[[RawValues], dict[str, Any]]:

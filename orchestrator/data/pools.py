@@ -125,11 +125,13 @@ class Repeats(Generic[RowT]):
     def __call__(self, row: RowT) -> bool:
         """Whether an earlier row of the source has the content of this one."""
         content, answer = compared(self._content(row)), self._answer(row)
-        repeated = content in self._seen
+        forms = {content, _caseless(content, answer)}
+        repeated = not forms.isdisjoint(self._seen)
         known = self._seen.get(content, self._earlier.get(content))
-        self.shared += content in self._earlier and not (repeated and self.leave_out)
+        self.shared += not forms.isdisjoint(self._earlier) and not (repeated and self.leave_out)
         self.contradicted += known is not None and known != answer
-        self._seen.setdefault(content, answer)
+        for form in forms:
+            self._seen.setdefault(form, answer)
         return repeated
 
     def end(self) -> None:
@@ -199,17 +201,33 @@ def collect(
 
 
 def compared(text: str) -> str:
-    """JSON as prompts and examples are compared: without case, composed (NFC), with one space for each run of white
-    space and none at the ends of texts."""
+    """JSON as prompts and examples are compared: composed (NFC), with one space for each run of white space and none at
+    the ends of texts."""
     spaced = _ESCAPED.sub(lambda found: " " if found[1] in "nrt" else found[0], text)
     words = " ".join(unicodedata.normalize("NFC", spaced).split())
-    return words.replace('" ', '"').replace(' "', '"').casefold()
+    return words.replace('" ', '"').replace(' "', '"')
 
 
-def asked_in(pool: Pool | None) -> Callable[[str], bool]:
-    """Whether a pool has the prompt of messages in JSON, as prompts are compared."""
-    asked = frozenset[str]() if pool is None else {*map(compared, pool.table.column("messages").to_pylist())}
-    return lambda messages: bool(asked) and compared(messages) in asked
+def _caseless(content: str, answer: str) -> str:
+    """A prompt without case, with its answer: questions about letters are others in another case, and have another."""
+    return f"{content.casefold()}\0{answer}"
+
+
+def asked_in(pool: Pool | None) -> Callable[[str, str], bool]:
+    """Whether a pool has the prompt of messages in JSON, as prompts are compared: also in another case, if its answer
+    is this one."""
+    asked = set[str]()
+    if pool is not None:
+        contents = [compared(messages) for messages in pool.table.column("messages").to_pylist()]
+        has_answers = "answer" in pool.table.column_names
+        answers = pool.table.column("answer").to_pylist() if has_answers else [""] * pool.rows
+        asked = {*contents, *map(_caseless, contents, answers)}
+
+    def is_asked(messages: str, answer: str) -> bool:
+        content = compared(messages) if asked else ""
+        return content in asked or _caseless(content, answer) in asked
+
+    return is_asked
 
 
 def _why_empty(found: Collected[RowT]) -> str:

@@ -153,7 +153,7 @@ def load_pool(
         lambda raw: read_prompt(raw, source, plain=plain),
         label,
         on_bad_row,
-        lambda row: is_asked(row.messages),
+        lambda row: is_asked(row.messages, row.answer),
         Repeats(lambda row: row.messages, source.dedupe, lambda row: row.answer, earlier),
     )
     rows = found.rows

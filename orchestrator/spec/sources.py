@@ -133,8 +133,8 @@ class PromptRows(PromptText):
     """How rows become prompts."""
 
     dedupe: bool = False
-    """Use a prompt once, however many rows of the source have it, with whatever case and spaces: those after its first
-    row are left out. False: they are used, and counted at the start."""
+    """Use a prompt once, however many rows of the source have it, with whatever spaces, and in whatever case if the
+    answer is the same: those after its first row are left out. False: they are used, and counted at the start."""
 
 
 class Prompts(PromptRows, Columns):
@@ -350,8 +350,8 @@ class Examples(PromptText, Columns):
     separator: Annotated[str, EVALUATED_IF_SET] = Field(default="\n\n", min_length=1)
     """Text that ends each of the `steps` but the last. A step that has it is a bad row."""
     dedupe: bool = False
-    """Use an example once, however many rows have its prompt and answers: those after the first are left out. False:
-    they are used, and counted at the start."""
+    """Use an example once, however many rows have its prompt, answers and labels: those after the first are left out.
+    False: they are used, and counted at the start."""
 
 
 class MixedExamples(SourceShare, Examples):

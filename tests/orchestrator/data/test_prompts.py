@@ -541,3 +541,15 @@ def test_prompts_are_the_same_whatever_their_spaces_case_and_composition(tmp_pat
     assert (once.deduped, once.rows) == (len(ALIKE) - 1, len(OTHERS) + 1)
     counted = load_pool(source(kind="jsonl", path=str(other)))
     assert counted.repeated == len(ALIKE) - 1
+
+
+def test_prompts_in_another_case_are_the_same_only_if_their_answers_are(tmp_path: Path) -> None:
+    """How many a are in Anna? is another question than the one about ANNA."""
+    rows = [("How many a are in Anna?", "1"), ("How many a are in anna?", "2"), ("how many A are in anna?", "2")]
+    given = [{"prompt": prompt, "answer": answer} for prompt, answer in rows]
+    once = load_pool(jsonl(tmp_path, *given, dedupe=True))
+    assert (texts(once, "answer"), once.deduped, once.contradicted) == (["1", "2"], 1, 0)
+    (tmp_path / "eval").mkdir()
+    train, held_out = load_pool(jsonl(tmp_path, given[0])), jsonl(tmp_path / "eval", *given, given[0] | {"answer": "7"})
+    left = load_pool(held_out, without=train)
+    assert (texts(left, "answer"), left.left_out) == (["2", "2"], 2)

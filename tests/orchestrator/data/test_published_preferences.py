@@ -493,3 +493,33 @@ def test_a_column_has_the_system_message_of_a_row(tmp_path: Path) -> None:
     rows = [{"prompt": "Q", "chosen": "a", "rejected": "b", "sys": text} for text in ("Be brief.", "", None)]
     run = spec(write(rows, tmp_path / "rows.jsonl"), "orpo", "system_column: sys, system: Be kind.")
     assert [prompt[0] for prompt, _, _ in texts(run)] == ["Be brief.", "Be kind.", "Be kind."]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "columns", "row", "others"),
+    [
+        ("kto", "", {"response": "A", "label": True}, [{"label": False}, {"response": "a"}]),
+        (
+            "process_reward_model",
+            "",
+            {"completions": ["A", "B"], "labels": [1, 0]},
+            [{"labels": [1, 1]}, {"completions": ["A", "b"]}],
+        ),
+        ("reward_model", "margin: by", {"chosen": "A", "rejected": "B", "by": 1.0}, [{"by": 2.0}, {"chosen": "a"}]),
+        (
+            "reward_model",
+            "answers: all, scores: scores",
+            {"all": ["A", "B"], "scores": [2, 1]},
+            [{"scores": [3, 1]}, {"all": ["A", "b"]}],
+        ),
+        ("sft", "", {"response": "A"}, [{"response": "a"}, {"prompt": "R"}]),
+    ],
+    ids=["kto", "steps", "pairs", "ranked", "sft"],
+)
+def test_examples_with_other_labels_or_answers_in_another_case_are_no_doubles(
+    algorithm: str, columns: str, row: Row, others: list[Row], tmp_path: Path
+) -> None:
+    rows = [{"prompt": "Q", **row}, *({"prompt": "Q", **row, **one} for one in others), {"prompt": "q ", **row}]
+    file = write(rows, tmp_path / "rows.jsonl")
+    pool = load_data(spec(file, algorithm, ", ".join([part for part in (columns, "dedupe: true") if part]))).pools
+    assert (pool["train"].rows, pool["train"].deduped) == (3, 1)
