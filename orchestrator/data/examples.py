@@ -105,7 +105,7 @@ def load_pool(spec: OfflineSpec, source: ExampleSource, label: str, without: Poo
     if "chosen" not in fields:
         return pool
     looked_at = islice(read_table(source, None, label), _LOOKED_AT)
-    rows = [row.values for row in looked_at if not row.error]
+    rows = [row.values for row in looked_at if not row.error and not row.left_out]
     return replace(pool, doubts=tuple(doubts(source.chosen, source.rejected, rows)))
 
 
@@ -141,19 +141,27 @@ def as_examples(source: ExampleSource, rows: Iterable[RawValues]) -> Iterator[Ra
     if not source.one_in_a_row:
         yield from rows
         return
-    shared = {source.prompt, source.system_column, source.tools}
+    shared, left_out = {source.prompt, source.system_column, source.tools}, list[RawValues]()
+
+    def used() -> Iterator[RawValues]:
+        for row in rows:
+            if row.left_out:
+                left_out.append(row)
+            else:
+                yield row
 
     def asked(row: RawValues) -> str:
         own = row.values.items()
         return (row.error and row.origin) or json.dumps([one for name, one in own if name in shared], default=str)
 
-    for _, same in groupby(rows, asked):
+    for _, same in groupby(used(), asked):
         first, *others = same
         joined = {
             name: value if name in shared else [row.values[name] for row in (first, *others)]
             for name, value in first.values.items()
         }
         yield replace(first, values=joined)
+    yield from left_out
 
 
 def _demonstration(values: Mapping[str, Any], form: _Form) -> _Example:

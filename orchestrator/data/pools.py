@@ -166,6 +166,8 @@ def collect(
         try:
             if raw.error:
                 raise BadRow(raw.error)
+            if raw.left_out:
+                raise SkippedRow("rows by where")
             row = read(raw)
         except SkippedRow as kind:
             found.skipped[str(kind)] += 1

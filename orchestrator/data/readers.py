@@ -16,11 +16,13 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from troupe.orchestrator.errors import DataError, nearest
+from troupe.orchestrator.spec.conditions import Condition
 from troupe.orchestrator.spec.locations import matching_files
 from troupe.orchestrator.spec.sources import (
     Columns,
@@ -57,6 +59,8 @@ class RawRow:
     metadata: dict[str, Any] = field(default_factory=dict)
     error: str = ""
     """Why the row could not be read; empty if it could."""
+    left_out: bool = False
+    """Whether the row does not meet `where`."""
     candidates: Any = None
     system: Any = None
 
@@ -70,6 +74,8 @@ class RawValues:
     """The values by column."""
     error: str = ""
     """Why the row could not be read; empty if it could."""
+    left_out: bool = False
+    """Whether the row does not meet `where`."""
     padded: bool = False
     """Whether an object's key may be null because the object of another row has it (Arrow)."""
 
@@ -95,7 +101,7 @@ def read_rows(source: DataSource, label: str) -> Iterator[RawRow]:
 
 
 def read_table(source: TableSource | Columns, fields: Fields, label: str) -> Iterator[RawValues]:
-    """Rows of a source with named columns, in its own order.
+    """Rows of a source with named columns, in its own order, and the rows that do not meet `where`.
 
     Args:
         source: The source's section of the spec.
@@ -105,6 +111,23 @@ def read_table(source: TableSource | Columns, fields: Fields, label: str) -> Ite
     Raises:
         DataError: The source as a whole cannot be used.
     """
+    if not isinstance(source, Columns) or source.where is None:
+        return _rows(source, fields, label)
+    condition = Condition.parse(source.where)
+    own = {f"where.{number}": column for number, column in enumerate(condition.columns)}
+    return (_met(condition, row) for row in _rows(source, None if fields is None else {**fields, **own}, label))
+
+
+def _met(condition: Condition, row: RawValues) -> RawValues:
+    """The row, with whether it meets a condition."""
+    try:
+        left_out = not (row.error or condition.holds(partial(find_column, row.values)))
+    except ValueError as error:
+        return RawValues(row.origin, error=f"where {error}")
+    return dataclasses.replace(row, left_out=left_out)
+
+
+def _rows(source: TableSource | Columns, fields: Fields, label: str) -> Iterator[RawValues]:
     if isinstance(source, DatasetsFolder):
         rows = _datasets(source, fields, label)
     elif isinstance(source, HubFiles):
@@ -131,8 +154,8 @@ def prompt_fields(source: Prompts) -> dict[str, str]:
 
 def prompt_row(source: Prompts, row: RawValues) -> RawRow:
     """A row of prompts, of the values of its columns."""
-    if row.error:
-        return RawRow(row.origin, error=row.error)
+    if row.error or row.left_out:
+        return RawRow(row.origin, error=row.error, left_out=row.left_out)
     answer = "" if source.answer is None else row.values[source.answer]
     metadata = {name: row.values[name] for name in source.metadata}
     further = (source.candidates, source.system_column)
@@ -280,7 +303,7 @@ def _open(path: Path) -> Opened:
 
 
 def _csv(path: Path, fields: Fields, label: str) -> Iterator[RawValues]:
-    """Rows of RFC 4180: a quoted value may hold commas and line breaks. Without commas, `;` or tabs separate."""
+    """Rows of RFC 4180: a quoted value may hold commas and line breaks. What the first line has most separates."""
     csv.field_size_limit(MAX_LINE_BYTES)  # of the whole process; the default of 128 KiB would end the file
     try:
         with _open(path) as data:
@@ -288,7 +311,7 @@ def _csv(path: Path, fields: Fields, label: str) -> Iterator[RawValues]:
             encoding = "utf-16" if is_utf16 else "utf-8-sig"
             file = io.TextIOWrapper(data, encoding, newline="")
             header = file.readline()
-            separator = next((one for one in ",;\t" if one in header), ",")
+            separator = max([one for one in "\t;," if one in header] or [","], key=header.count)
             rows = csv.reader(chain([header], file), strict=True, delimiter=separator)
             columns = next(rows, [])
             require_columns(fields, label, path.name, dict.fromkeys(columns, ""))
@@ -401,7 +424,8 @@ def require_columns(fields: Mapping[str, str] | None, label: str, where: str, th
     """
     for name, column in (fields or {}).items():
         if not has_column(there, column):
-            raise DataError(_missing(f"{label}.{name}", column, where, there))
+            field_ = "where" if name.startswith("where.") else name
+            raise DataError(_missing(f"{label}.{field_}", column, where, there))
 
 
 def _missing(field: str, column: str, where: str, there: Tree) -> str:
@@ -449,6 +473,7 @@ _SUFFIXES = {
     ".parquet": "parquet",
     ".jsonl": "jsonl",
     ".csv": "csv",
+    ".tsv": "csv",
     ".json": "json",
 }
 """Format of a file by the end of its name, without the suffix of a compression."""

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
-from pydantic import Field, create_model
+from pydantic import Field, create_model, field_validator
 
+from troupe.orchestrator.spec.conditions import Condition
 from troupe.workers.contract.config import EvalSampling, Frozen, RewardFunctionConfig
 from troupe.workers.contract.consequences import (
     AS_SAMPLED,
@@ -45,8 +46,8 @@ class TableFile(Located):
 
     kind: Literal["jsonl", "json", "parquet", "csv"]
     """Format: `jsonl`, one JSON object per line; `json`, one array of objects, alone or in an object (or one object per
-    line); `parquet`; `csv` in UTF-8 or UTF-16, whose first line names the columns, separated by commas, semicolons or
-    tabs, and every value is text. JSON and CSV may be compressed (`.gz`, `.zst`)."""
+    line); `parquet`; `csv` (or TSV) in UTF-8 or UTF-16, whose first line names the columns, separated by commas,
+    semicolons or tabs, and every value is text. JSON and CSV may be compressed (`.gz`, `.zst`)."""
 
 
 class DatasetsFolder(Located):
@@ -111,6 +112,17 @@ class NamedHubFiles(SourceName, HubFiles):
 
 class Columns(Frozen):
     """What a purpose reads from the columns of a table."""
+
+    where: Annotated[str | None, EVALUATED_IF_SET] = None
+    """Use only the rows that meet this condition, a Python expression over columns: `score_ratio > 2`, `len(code) < 400
+    and lang == "en"`, `source.name in ["a", "b"]`; null: all rows. Other rows are counted, and are part of `limit`."""
+
+    @field_validator("where")
+    @classmethod
+    def _is_condition(cls, value: str | None) -> str | None:
+        if value is not None:
+            Condition.parse(value)
+        return value
 
     if TYPE_CHECKING:
         # The section of a source has the fields of a table as well.

@@ -24,8 +24,8 @@ _ROWS = 1000
 """Rows that are looked at."""
 _NO_SPLIT = f"the data have no split called {', '.join(HELD_OUT[:-1])} or {HELD_OUT[-1]}"
 _FORMS = (
-    "a .jsonl, .json, .csv or .parquet file, a pattern of files, a folder of the `datasets` library, a name on the "
-    f"Hugging Face hub (org/name or org/name:subset), or {GYM}TASK"
+    "a .jsonl, .json, .csv, .tsv or .parquet file, a pattern of files, a folder of the `datasets` library, a name on "
+    f"the Hugging Face hub (org/name or org/name:subset), or {GYM}TASK"
 )
 
 Section = dict[str, Any]

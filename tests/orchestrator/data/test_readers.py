@@ -8,6 +8,7 @@ import os
 import pickle
 import tracemalloc
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,12 @@ from pydantic import TypeAdapter
 
 from troupe.orchestrator.data.bad_rows import BadRow
 from troupe.orchestrator.data.conversations import read_messages
+from troupe.orchestrator.data.examples import as_examples
 from troupe.orchestrator.data.pools import Pool
 from troupe.orchestrator.data.prompts import load_pool
-from troupe.orchestrator.data.readers import arrow_columns, file_format, find_column, read_table
+from troupe.orchestrator.data.readers import RawValues, arrow_columns, file_format, find_column, read_table
 from troupe.orchestrator.errors import DataError
-from troupe.orchestrator.spec.sources import DataSource, TableFile
+from troupe.orchestrator.spec.sources import DataSource, Examples, TableFile
 
 
 def source(**fields: Any) -> DataSource:
@@ -428,3 +430,86 @@ def test_an_object_with_a_list_is_a_row_of_json_lines_under_the_name_json(tmp_pa
     path = tmp_path / "rows.json"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert load_pool(source(kind="json", path=str(path))).rows == len(lines)
+
+
+ROWS_TO_CHOOSE = [
+    {"prompt": "a", "answer": "1", "score": 3, "from": {"name": "x"}, "tags": ["u"]},
+    {"prompt": "b", "answer": "22", "score": 1.5, "from": {"name": "y"}, "tags": []},
+    {"prompt": "c", "answer": "3", "score": None, "from": {"name": "z"}, "tags": ["u", "v"]},
+]
+
+
+@pytest.mark.parametrize("write", WRITERS)
+@pytest.mark.parametrize(
+    ("where", "used", "bad"),
+    [
+        ("score > 2", "a", 1),
+        ("score is not None and score * 2 <= 3", "b", 0),
+        ('row["from.name"] in ["x", "z"]', "ac", 0),
+        ('row["from"]["name"] == "y"', "b", 0),
+        ("len(answer) == 1 and not 'v' in tags", "a", 0),
+        ("prompt == 'c' or 1 < score < 2", "bc", 0),
+        ("answer == '22'", "b", 0),
+    ],
+)
+def test_only_rows_that_meet_a_condition_are_used_and_others_are_counted(
+    where: str, used: str, bad: int, write: Writer, tmp_path: Path
+) -> None:
+    rows = ROWS_TO_CHOOSE
+    pool = load(write(tmp_path, rows), where=where)
+    assert ("".join(prompts(pool)), pool.bad_rows) == (used, bad)
+    assert pool.skipped == {"rows by where": len(rows) - len(used) - bad}
+
+
+@pytest.mark.parametrize(
+    ("where", "why"),
+    [
+        ("answer == 1", r"where cannot be evaluated: answer is '1', which 1 never equals"),
+        ("answer in [1, 2]", r"answer is '1', which 1 never equals"),
+        ("score == '3'", r"score is 3, which '3' never equals"),
+        ("answer > 1", r"answer is '1', which 1 never equals"),
+        ("score", r"where is 3, neither true nor false"),
+        ("f'{answer}' == '1'", r"cannot evaluate f'"),
+        ("level > 2", r"no column 'level' \(data\.train\.where\)"),
+    ],
+)
+def test_a_condition_that_means_nothing_for_the_rows_is_an_error(where: str, why: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(ROWS_TO_CHOOSE[0]) + "\n")
+    with pytest.raises(DataError, match=why):
+        load_pool(source(kind="jsonl", path=str(path), where=where))
+
+
+@pytest.mark.parametrize("where", ["score >", "2 > 1", "x = 2", "", "x.upper() == 'A'"])
+def test_a_condition_that_is_no_expression_over_columns_is_refused_with_the_spec(where: str) -> None:
+    with pytest.raises(ValueError, match=r"no Python expression|names no column|calls x.upper; functions are abs,"):
+        source(kind="jsonl", path="x", where=where)
+
+
+def test_conditions_on_answers_in_rows_of_their_own_do_not_part_them(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    rows = [("p", "a", 1, 1), ("p", "b", 2, 0), ("p", "c", 3, 1), ("q", "d", 1, 1), ("q", "e", 2, 1)]
+    named = ({"prompt": p, "answer": a, "score": s, "ok": ok} for p, a, s, ok in rows)
+    path.write_text("".join(json.dumps(row) + "\n" for row in named))
+    examples = Examples(answers="answer", scores="score", one_in_a_row=True, where="ok == 1")
+    read = [RawValues(str(n), row) for n, row in enumerate(map(json.loads, path.read_text().splitlines()))]
+    left = [replace(row, left_out=not row.values["ok"]) for row in read]
+    joined = list(as_examples(examples, left))
+    assert [row.values["answer"] for row in joined if not row.left_out] == [["a", "c"], ["d", "e"]]
+    assert sum(row.left_out for row in joined) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("rows.tsv", "prompt\tanswer, exact\na, b\t1\n"),
+        ("rows.tsv.gz", "prompt\tanswer, exact\na, b\t1\n"),
+        ("rows.csv", "prompt;answer, exact;x;y\na, b;1;2;3\n"),
+    ],
+)
+def test_commas_in_the_names_of_columns_separate_nothing(name: str, content: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(content.encode()) if name.endswith(".gz") else content.encode())
+    pool = load_pool(source(kind=file_format(name), path=str(path), answer="answer, exact"))
+    assert prompts(pool) == ["a, b"]
+    assert pool.table.column("answer").to_pylist() == ["1"]

@@ -181,7 +181,7 @@ CPU_CASES = [
     case(
         "source_typo",
         (
-            "30: data.train.colum: unknown field (fields of data.train: path, limit, kind, system, "
+            "30: data.train.colum: unknown field (fields of data.train: path, limit, kind, where, system, "
             "template, max_chars, dedupe, prompt, system_column, answer, metadata, candidates)"
         ),
         ("    path: train.jsonl", "    path: train.jsonl\n    colum: x"),
@@ -189,7 +189,7 @@ CPU_CASES = [
     case(
         "wrong_kind_field",
         (
-            "30: data.train.recipes: unknown field (fields of data.train: path, limit, kind, system, "
+            "30: data.train.recipes: unknown field (fields of data.train: path, limit, kind, where, system, "
             "template, max_chars, dedupe, prompt, system_column, answer, metadata, candidates)"
         ),
         ("    path: train.jsonl", "    path: train.jsonl\n    recipes: []"),
