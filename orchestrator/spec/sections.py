@@ -603,7 +603,7 @@ class FailureConfig(BaseFailures):
     """Watch for reward hacking."""
 
 
-SinkName = Literal["tensorboard", "wandb", "mlflow"]
+SinkName = Literal["tensorboard", "wandb", "mlflow", "trackio", "swanlab"]
 """A destination of metrics."""
 
 
@@ -632,10 +632,10 @@ class BaseOutput(Frozen):
     folder: Annotated[str, Consequences(path="path")] = Field(default="runs", min_length=1)
     """Folder of runs: each is written to a folder in it, named after the spec."""
     sinks: tuple[SinkName, ...] = ()
-    """Where metrics go besides `metrics.jsonl`: `tensorboard` (event files in the run folder), `wandb`, `mlflow`
-    (packages of these names, configured by their own environment variables)."""
+    """Where metrics go besides `metrics.jsonl`: `tensorboard` (event files in the run folder), `wandb`, `mlflow`,
+    `trackio`, `swanlab` (packages of these names, configured by their own environment variables)."""
     project: str = Field(default="troupe", min_length=1)
-    """Project (wandb) or experiment (mlflow) of the run."""
+    """Project of the run; MLflow's experiment."""
     prometheus: PrometheusConfig | None = None
     """Serve the metrics of the latest step to Prometheus, from the controller's node."""
     profile: ProfileConfig | None = None

@@ -1,4 +1,4 @@
-"""Destinations of a run's metrics: `metrics.jsonl`, TensorBoard, Weights & Biases, MLflow and Prometheus."""
+"""Destinations of a run's metrics: `metrics.jsonl`, TensorBoard, trackers and Prometheus."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class LoggedRun:
     resume_at: int = 0
     """Steps that the run has completed. Records of later steps are dropped if possible; at 0, all."""
     project: str = "troupe"
-    """Project (wandb) or experiment (MLflow) of the run."""
+    """Project of the run; MLflow's experiment."""
     config: Mapping[str, object] = field(default_factory=dict)
     """The resolved spec, without secrets: others may see a tracker."""
 
@@ -163,38 +163,65 @@ class TensorBoardSink:
         self._records.close()
 
 
-class WandbSink:
-    """One run of wandb; a resumed run continues it. Its files are in `wandb/` in the run folder."""
+@dataclass(frozen=True)
+class Tracker:
+    """A tracker whose package has wandb's functions: `init`, and a run's `log` and `finish`."""
 
-    def __init__(self, run: LoggedRun) -> None:
+    package: SinkName
+    arguments: Callable[[LoggedRun, str], dict[str, Any]]
+    """Arguments of `init` besides the project and the configuration, from the run and its id there."""
+    names_step: bool = False
+    """Whether steps are a metric: wandb's own step must not decrease, but a resumed run records steps again."""
+
+
+_TRACKERS = (
+    Tracker(
+        "wandb",
+        lambda run, identity: {
+            "name": run.name,
+            "id": identity,
+            "dir": str(run.folder),
+            "reinit": "create_new",
+            "allow_val_change": True,
+        },
+        names_step=True,
+    ),
+    Tracker(
+        "swanlab",
+        lambda run, identity: {"name": run.name, "id": identity, "log_dir": str(run.folder / "swanlog")},
+    ),
+    Tracker("trackio", lambda run, identity: {"name": f"{run.name}-{identity}", "embed": False}),
+)
+"""trackio knows runs by name alone."""
+
+
+class TrackerSink:
+    """One run of a tracker; a resumed run continues it."""
+
+    def __init__(self, tracker: Tracker, run: LoggedRun) -> None:
         """Start or continue the run. May wait for the server."""
-        wandb: Any = importlib.import_module("wandb")
-        self._run = wandb.init(
-            project=run.project,
-            name=run.name,
-            id=_identity(run),
-            resume="allow",
-            dir=str(run.folder),
-            config=dict(run.config),
-            reinit="create_new",
-            allow_val_change=True,
-        )
-        # wandb's own step must not decrease, but a resumed run records steps again.
-        self._run.define_metric(_STEP)
-        self._run.define_metric("*", step_metric=_STEP)
+        module, arguments = importlib.import_module(tracker.package), tracker.arguments(run, _identity(run, tracker))
+        self._run: Any = module.init(project=run.project, config=dict(run.config), resume="allow", **arguments)
+        self._names_step = tracker.names_step
+        if self._names_step:
+            self._run.define_metric(_STEP)
+            self._run.define_metric("*", step_metric=_STEP)
 
     def write(self, step: int, metrics: Metrics) -> None:
         """Record every number."""
-        self._run.log({_STEP: step, **numbers(metrics)})
+        if self._names_step:
+            self._run.log({_STEP: step, **numbers(metrics)})
+        else:
+            self._run.log(numbers(metrics), step=step)
 
     def close(self) -> None:
         """Wait until everything is sent."""
         self._run.finish()
 
 
-def _identity(run: LoggedRun) -> str:
-    """The id of the run at wandb: kept in the run folder, and new for a run that starts from the beginning."""
-    file = run.folder / "wandb-id"
+def _identity(run: LoggedRun, tracker: Tracker) -> str:
+    """The id of the run at a tracker: kept in the run folder, and new for a run that starts from the beginning."""
+    file = run.folder / f"{tracker.package}-id"
     if run.resume_at > 0 and file.exists():
         return file.read_text().strip()
     name = secrets.token_hex(8)
@@ -306,10 +333,14 @@ class PrometheusSink:
             self._thread.join()
 
 
+def _of(tracker: Tracker) -> Callable[[LoggedRun], MetricSink]:
+    return lambda run: BackgroundSink(tracker.package, lambda: TrackerSink(tracker, run))
+
+
 _SINKS: dict[SinkName, Callable[[LoggedRun], MetricSink]] = {
     "tensorboard": lambda run: TensorBoardSink(run.folder / "tensorboard", run.keep_through),
-    "wandb": lambda run: BackgroundSink("wandb", lambda: WandbSink(run)),
     "mlflow": lambda run: BackgroundSink("mlflow", lambda: MlflowSink(run)),
+    **{tracker.package: _of(tracker) for tracker in _TRACKERS},
 }
 
 

@@ -28,7 +28,7 @@ from troupe.workers.contract.imports import EXTRAS
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
-IMPORTERS = {"import_module", "_library"}
+IMPORTERS = {"import_module", "_library", "Tracker"}
 """Functions whose first argument is the name of a module to import."""
 NO_DEPENDENCIES = {
     "pydantic_core",  # a part of pydantic

@@ -117,7 +117,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "lora": ("peft",),
     "math": ("math_verify", "sympy"),
     "metrics": ("prometheus_client", "tensorboard"),
-    "trackers": ("mlflow", "wandb"),
+    "trackers": ("mlflow", "swanlab", "trackio", "wandb"),
 }
 """Modules by the extra in `pyproject.toml` that installs them."""
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import resource
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -319,6 +321,25 @@ def test_wandb_offline_has_one_run_over_a_resume(tmp_path: Path) -> None:
     assert len(parts) == 2 and all(part.name.endswith(identity) for part in parts)
     recorded = [b"".join(file.read_bytes() for file in part.glob("*.wandb")) for part in parts]
     assert all(b"reward/mean" in content for content in recorded) and b"0.75" in recorded[0]
+
+
+def test_trackio_has_one_run_over_a_resume(tmp_path: Path) -> None:
+    pytest.importorskip("trackio")
+    in_own_process(RECORD.replace("NAME", "trackio"), tmp_path, TRACKIO_DIR=str(tmp_path / "trackio"))
+    with contextlib.closing(sqlite3.connect(tmp_path / "trackio" / "p.db")) as found:
+        rows = found.execute("select run_name, step, metrics from metrics order by id").fetchall()
+    name = f"r-{(tmp_path / 'trackio-id').read_text().strip()}"
+    assert [(row[0], row[1], json.loads(row[2])["reward/mean"]) for row in rows] == [
+        (name, step, step / 4) for step in (1, 2, 3, 3, 4)
+    ]
+
+
+def test_swanlab_offline_has_one_run_over_a_resume(tmp_path: Path) -> None:
+    pytest.importorskip("swanlab")
+    in_own_process(RECORD.replace("NAME", "swanlab"), tmp_path, SWANLAB_MODE="offline")
+    identity = (tmp_path / "swanlab-id").read_text().strip()
+    parts = sorted(tmp_path.glob(f"swanlog/run-*-{identity}/run-{identity}.swanlab"))
+    assert len(parts) == 2 and all(b"reward/mean" in part.read_bytes() for part in parts)
 
 
 def test_mlflow_without_a_server_has_one_run_over_a_resume(tmp_path: Path) -> None:
