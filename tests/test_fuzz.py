@@ -278,6 +278,7 @@ def test_data_of_another_shape(tmp_path: Path) -> None:
         ("reward_model", [{"chosen": published.hh("good"), "rejected": published.hh("bad")}], "prompt: null"),
         ("reward_model", published.one_in_a_row(0, 4, 3), "answers: response, scores: helpfulness, one_in_a_row: true"),
         (PROCESS, [{"prompt": "1?", "completions": ["a", "b"], "labels": [True, 0.5]}], "separator: c"),
+        (PROCESS, [{"q": "1?", "s": published.tree()}], "prompt: q, steps: s, step_labels: null"),
         (PROCESS, [{"input": "1? Step 1: a ки\nb ки", "label": "1? Step 1: a +\nb -"}], MARKED),
     ],
 )

@@ -32,6 +32,7 @@ from troupe.orchestrator.data.conversations import (
 from troupe.orchestrator.data.pools import Pool, Repeats, asked_in, collect, compared, of_sources
 from troupe.orchestrator.data.preferences import doubts
 from troupe.orchestrator.data.readers import RawValues, read_table, without_nulls
+from troupe.orchestrator.data.step_trees import branches
 from troupe.orchestrator.spec.offline import OfflineSpec, columns, data_format
 from troupe.orchestrator.spec.sources import NEGATIVE, ExampleSource, Preferred
 from troupe.workers.contract.offline_messages import EXAMPLE_TEXTS
@@ -109,6 +110,21 @@ def load_pool(spec: OfflineSpec, source: ExampleSource, label: str, without: Poo
     return replace(pool, doubts=tuple(doubts(source.chosen, source.rejected, rows)))
 
 
+def _ways(source: ExampleSource, row: RawValues) -> Iterator[RawValues]:
+    """A row for each way through its tree of steps."""
+    if row.error or row.left_out:
+        yield row
+        return
+    try:
+        ways = list(branches(row.values[source.steps]))
+    except BadRow as bad:
+        yield replace(row, error=str(bad))
+        return
+    if not ways:
+        yield replace(row, error="no step has a rating")
+    yield from (replace(row, values=row.values | {source.steps: way}) for way in ways)
+
+
 def _said(row: Mapping[str, Any]) -> str:
     """The responses of an example with their labels, as examples are compared."""
     labels = (str(row[name]) for name in ("scores", "margin", "desirable"))
@@ -137,7 +153,11 @@ def example_reader(source: ExampleSource, format_: DataFormat, *, plain: bool) -
 
 
 def as_examples(source: ExampleSource, rows: Iterable[RawValues]) -> Iterator[RawValues]:
-    """The rows of a source, those with one answer each (`one_in_a_row`) joined to lists."""
+    """The rows of a source, those with one answer each (`one_in_a_row`) joined to lists, and those with a tree of steps
+    (`step_labels: null`) once for each way through it."""
+    if source.step_labels is None:
+        yield from chain.from_iterable(_ways(source, row) for row in rows)
+        return
     if not source.one_in_a_row:
         yield from rows
         return
@@ -288,8 +308,11 @@ def _labelled(values: Mapping[str, Any], form: _Form) -> _Example:
 
 def _in_steps(values: Mapping[str, Any], form: _Form) -> _Example:
     """The steps of a response, each as a response, with their labels as scores."""
-    prompt, steps, labels = values.get("prompt"), values["steps"], values["step_labels"]
-    if isinstance(steps, str) and isinstance(labels, str):
+    prompt, steps, labels = values.get("prompt"), values["steps"], values.get("step_labels")
+    if form.source.step_labels is None:
+        labels = [_rating(rating, form.source.neutral) for _, rating in steps]
+        steps = [text for text, _ in steps]
+    elif isinstance(steps, str) and isinstance(labels, str):
         begins, steps, labels = marked_steps(steps, labels)
         prompt = begins if prompt is None else prompt
     if not isinstance(steps, list) or not all(isinstance(step, str) and step.strip() for step in steps) or not steps:
@@ -314,6 +337,14 @@ def _step_label(value: Any) -> float:
         if 0.0 <= number <= 1.0:
             return number
     raise WrongForm("step_labels", f"the label of a step is {value!r:.60}: neither true nor false, nor from 0 to 1")
+
+
+def _rating(value: Any, neutral: float) -> float:
+    """The label of a step that is rated -1, 0 or 1. Raises WrongForm."""
+    labels = {"-1": 0.0, "0": neutral, "1": 1.0}
+    if _word(value) not in labels:
+        raise WrongForm("steps", f"the rating of a step is {value!r:.60}: neither -1, 0 nor 1")
+    return labels[_word(value)]
 
 
 def _response(values: Mapping[str, Any], form: _Form) -> tuple[Any, list[Message]]:

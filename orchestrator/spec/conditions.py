@@ -43,7 +43,8 @@ class Condition:
             for column, literal in self._compared:
                 own = values[column]
                 if isinstance(own, _SINGLE) and isinstance(own, str) != isinstance(literal, str):
-                    raise ValueError(f"{column} is {own!r:.60}, which {literal!r} never equals (as in CSV: float(...))")
+                    hint = f"; of numbers as text write float({column})" if isinstance(own, str) else ""
+                    raise ValueError(f"{column} is {own!r:.60}, which is never {literal!r}{hint}")
             found = evaluate(self._test, lambda op, a, b: BINARY[type(op)](a, b), values)
         except Exception as error:  # a null has no order, and a text is no number
             raise ValueError(f"cannot be evaluated: {error}") from None

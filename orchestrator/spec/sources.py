@@ -355,10 +355,14 @@ class Examples(PromptText, Columns):
     refuses the file."""
     steps: Annotated[str, EVALUATED_IF_SET] = "completions"
     """Column with the steps of a response (process_reward_model): a list of texts, or one text in which `ки` ends each
-    step (Math-Shepherd), which begins with the prompt if `prompt` is null."""
-    step_labels: Annotated[str, EVALUATED_IF_SET] = "labels"
+    step (Math-Shepherd), which begins with the prompt if `prompt` is null, or steps with `completions` that have a
+    `text` and a `rating` (PRM800K), which become an example for each way through them."""
+    step_labels: Annotated[str | None, EVALUATED_IF_SET] = "labels"
     """Column with a label for each of the `steps`: true or false, 1 or 0, or the chance that the step is right; or, of
-    one text, the same text with `+` or `-` in the places of `ки`. Another value refuses the file."""
+    one text, the same text with `+` or `-` in the places of `ки`. Another value refuses the file. null: the steps have
+    ratings of -1, 0 and 1."""
+    neutral: Annotated[float, EVALUATED_IF_SET] = Field(default=1.0, ge=0.0, le=1.0)
+    """Label of a step that is rated 0: neither good nor bad."""
     separator: Annotated[str, EVALUATED_IF_SET] = Field(default="\n\n", min_length=1)
     """Text that ends each of the `steps` but the last. A step that has it is a bad row."""
     dedupe: bool = False

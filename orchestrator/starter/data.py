@@ -188,6 +188,8 @@ def _in_steps(table: Table, data: str) -> tuple[dict[str, Any], list[str]]:
         return {**_named(("prompt",), table, data)}, ["completions"]
     if all(isinstance(row.get(name), str) for name in ("input", "label")) and STEP_END in row["input"]:
         return {"prompt": None, "steps": "input", "step_labels": "label"}, ["input"]
+    if isinstance(row.get("label.steps"), list) and "question.problem" in row:  # PRM800K
+        return {"prompt": "question.problem", "steps": "label.steps", "step_labels": None}, ["label.steps"]
     raise UsageError(
         f"--data: {data} has no labels of steps (it has: {', '.join(row)}): name a list of steps completions, and a "
         "list of their labels labels"

@@ -24,7 +24,7 @@ from troupe.workers.contract.offline_config import RewardLossConfig
 
 _COLUMNS = (
     *("prompt", "response", "messages", "chosen", "rejected", "margin", "answers", "scores", "ranks", "preferred"),
-    *("one_in_a_row", "label", "min_margin", "steps", "step_labels", "separator"),
+    *("one_in_a_row", "label", "min_margin", "steps", "step_labels", "neutral", "separator"),
 )
 _ORDERS = ("scores", "ranks", "preferred")
 """Fields that order answers; a source has at most one."""
@@ -105,6 +105,8 @@ def check_data(spec: OfflineSpec) -> Iterator[Finding]:
         read = {name.partition(".")[0] for name in columns(format_, source)}
         read |= {"answers", "one_in_a_row", *_ORDERS} if format_ == "ranked" or "answers" in read else set()
         read |= {"min_margin"} if format_ == "pairs" else {"separator"} if format_ == "steps" else set()
+        read |= {"step_labels"} if format_ == "steps" else set()
+        read |= {"neutral"} if source.step_labels is None else set()
         if spec.trains != "reward_model" and not source.min_margin:
             read.discard("margin")
         if source.prompt is None:  # the prompt is in the conversations

@@ -523,3 +523,77 @@ def test_examples_with_other_labels_or_answers_in_another_case_are_no_doubles(
     file = write(rows, tmp_path / "rows.jsonl")
     pool = load_data(spec(file, algorithm, ", ".join([part for part in (columns, "dedupe: true") if part]))).pools
     assert (pool["train"].rows, pool["train"].deduped) == (3, 1)
+
+
+def rated(text: str, rating: int | None = 1) -> Row:
+    return {"text": text, "rating": rating, "flagged": False}
+
+
+def step(*completions: Row, chosen: int | None = None, human: str | None = None) -> Row:
+    written = None if human is None else {"text": human, "rating": None}
+    return {"completions": list(completions), "chosen_completion": chosen, "human_completion": written}
+
+
+def tree() -> list[Row]:
+    """Two steps of PRM800K, one of them with three completions, and one that a person wrote."""
+    return [
+        step(rated("a"), rated("b", -1), rated("c", None), chosen=0),
+        step(rated("d", 0), chosen=0),
+        step(rated("e", -1), human="f"),
+    ]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+@pytest.mark.parametrize(
+    ("steps", "ways"),
+    [
+        (tree(), {"b": [0], "a d e": [1, 0.25, 0], "a d f": [1, 0.25, 1]}),
+        ([step(rated("a"), chosen=0), step(rated("b", 0), chosen=0)], {"a b": [1, 0.25]}),
+        # The solution ends with a wrong step: what is before it is part of that way.
+        ([step(rated("a"), chosen=0), step(rated("b", -1))], {"a b": [1, 0]}),
+        # Nobody has rated the way on.
+        ([step(rated("a"), chosen=0), step(rated("b", None), chosen=0), step(rated("c"), chosen=0)], {"a": [1]}),
+        ([step(rated("a"), rated("b", -1)), step(rated("c"), chosen=0)], {"a": [1], "b": [0]}),
+        ([step(human="a"), step()], {"a": [1]}),
+    ],
+)
+def test_every_way_through_a_tree_of_steps_is_an_example(
+    steps: list[Row], ways: dict[str, list[float]], suffix: str, tmp_path: Path
+) -> None:
+    rows = [{"question": {"problem": "1?"}, "label": {"steps": one, "finish_reason": "x"}} for one in (steps, tree())]
+    columns = 'prompt: question.problem, steps: label.steps, step_labels: null, neutral: 0.25, separator: "\\n"'
+    pool = load_data(spec(write(rows, tmp_path / f"rows{suffix}"), "process_reward_model", columns)).pools["train"]
+    found = {
+        " ".join(json.loads(turns)[0]["content"].strip() for turns in row["responses"]): row["scores"]
+        for row in pool.table.to_pylist()
+        if row["origin"].endswith(":1")
+    }
+    assert found == ways and pool.bad_rows == 0
+
+
+@pytest.mark.parametrize(
+    ("steps", "why"),
+    [
+        ([], "no step has a rating"),
+        ([step(rated("a", None))], "no step has a rating"),
+        ("text", "the steps are no list"),
+        ([{"completions": "a"}], "the completions are no list"),
+        ([["a"]], "a step is no object"),
+        ([step(rated("a"), chosen=1)], "the chosen completion is 1, of 1"),
+        ([{"completions": [{"rating": 1}]}], "a completion of a step has no text"),
+        ([step(rated(" "), chosen=0)], "the steps are not a list of texts"),
+    ],
+)
+def test_a_tree_without_ways_is_a_bad_row(steps: Any, why: str, tmp_path: Path) -> None:
+    rows = [{"prompt": "1?", "steps": one} for one in (tree(), steps)]
+    columns = "steps: steps, step_labels: null"
+    pool = load_data(spec(write(rows, tmp_path / "rows.jsonl"), "process_reward_model", columns)).pools["train"]
+    assert (pool.rows, pool.bad_rows) == (3, 1) and f"rows.jsonl:2: {why}" in pool.problems[0]
+
+
+@pytest.mark.parametrize("rating", [2, "good", 0.5])
+def test_a_rating_of_another_scale_refuses_the_file(rating: Any, tmp_path: Path) -> None:
+    rows = [{"prompt": "1?", "steps": [step(rated("a"), rated("b", rating), chosen=0)]}]
+    file = write(rows, tmp_path / "rows.jsonl")
+    with pytest.raises(DataError, match=r"^data\.train\.steps: does not fit 1 rows; .*neither -1, 0 nor 1"):
+        load_data(spec(file, "process_reward_model", "steps: steps, step_labels: null"))

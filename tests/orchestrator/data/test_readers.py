@@ -464,10 +464,10 @@ def test_only_rows_that_meet_a_condition_are_used_and_others_are_counted(
 @pytest.mark.parametrize(
     ("where", "why"),
     [
-        ("answer == 1", r"where cannot be evaluated: answer is '1', which 1 never equals"),
-        ("answer in [1, 2]", r"answer is '1', which 1 never equals"),
-        ("score == '3'", r"score is 3, which '3' never equals"),
-        ("answer > 1", r"answer is '1', which 1 never equals"),
+        ("answer == 1", r"where cannot be evaluated: answer is '1', which is never 1; of numbers as text write float"),
+        ("answer in [1, 2]", r"answer is '1', which is never 1; of numbers as text write float"),
+        ("score == '3'", r"score is 3, which is never '3'"),
+        ("answer > 1", r"answer is '1', which is never 1; of numbers as text write float"),
         ("score", r"where is 3, neither true nor false"),
         ("f'{answer}' == '1'", r"cannot evaluate f'"),
         ("level > 2", r"no column 'level' \(data\.train\.where\)"),

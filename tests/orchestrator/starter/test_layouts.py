@@ -88,6 +88,11 @@ COMPARED: dict[str, tuple[str, dict[str, Any], int]] = {
         {"prompt": None, "steps": "input", "step_labels": "label"},
         2,
     ),
+    "prm800k.jsonl": (
+        "process_reward_model",
+        {"prompt": "question.problem", "steps": "label.steps", "step_labels": None},
+        5,
+    ),
     "preferences/kto.csv": ("kto", {"response": "completion"}, 6),
     "preferences/kto_01s.jsonl": ("kto", {"response": "completion"}, 6),
     "preferences/kto_str.jsonl": ("kto", {"response": "completion"}, 6),
