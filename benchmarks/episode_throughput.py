@@ -26,7 +26,7 @@ from benchmarks.support.processes import Meter
 from benchmarks.support.workload import Settings, add_settings, encode_prompts, grpo_spec, without_eos
 from troupe.workers.agents.environments.base import Environment
 from troupe.workers.contract.environments import OK, Message, Observation, Row
-from troupe.workers.contract.messages import GroupRequest, GroupSummary
+from troupe.workers.contract.messages import GroupRequest, GroupSummary, engine_prompt_tokens, sampled_tokens
 from troupe.workers.contract.roles import RolloutEngine
 from troupe.workers.rollout import RolloutWorker
 
@@ -148,8 +148,8 @@ def counts(summary: GroupSummary) -> tuple[int, int, int]:
     for sample in summary.samples:
         if sample.status != OK:
             raise NotCorrect(sample.status)
-    sampled = sum(sample.sampled_tokens for sample in summary.samples)
-    return sampled, summary.cached_tokens, sum(sample.engine_prompt_tokens for sample in summary.samples)
+    sampled = sum(sampled_tokens(summary.samples))
+    return sampled, summary.cached_tokens, sum(engine_prompt_tokens(summary.samples))
 
 
 async def measure(given: argparse.Namespace) -> Report:

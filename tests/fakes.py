@@ -602,9 +602,9 @@ class FakePolicy(FakeTrainer):
         self.sources.append(request.sources)
         # Over Ray (`benchmarks.controller_cost`) tables are references.
         values = [table for table in tables if isinstance(table, FakeTable) and table.kind == "values"]
-        uids = dict.fromkeys(uid for uid, _ in request.keep)
+        uids = dict(request.keep)
         self.values.append({uid: [table.versions[0] for table in values if uid in table.uids] for uid in uids})
-        table = FakeTable("train", tuple(uid for uid, _ in request.keep))
+        table = FakeTable("train", tuple([uid for uid, _ in request.keep]))
         return TrainSummary(self._rows(request), {"advantages/std": 1.0}), table
 
     async def compute_logprobs(self, plan: RankPlan, *rollouts: FakeTable) -> tuple[int, FakeTable]:

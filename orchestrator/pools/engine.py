@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -144,10 +143,9 @@ class Dispatch:
     def update(self, engine: Engine) -> None:
         """Indexes the engine by its current load, or forgets it if it receives no groups."""
         self.discard(engine)
-        if not engine.receives:
-            return
-        self._load[engine] = engine.load
-        self._by_load.setdefault(engine.load, {})[engine] = None
+        if engine.receives:
+            load = self._load[engine] = engine.load
+            self._by_load.setdefault(load, {})[engine] = None
 
     def discard(self, engine: Engine) -> None:
         """Removes the engine from the index; does nothing if it is not there."""
@@ -179,7 +177,7 @@ class Queues:
 
 
 class GenerationMeter:
-    """Counts tokens, and the time in which at least one engine has a group.
+    """Counts tokens, and the time in which at least one engine has a group: each group is generated inside the meter.
 
     Other parts of a step, such as the updates of synchronous training, do not count.
     """
@@ -192,18 +190,17 @@ class GenerationMeter:
         self._seconds = 0.0
         self._tokens = 0
 
-    @contextmanager
-    def generating(self) -> Iterator[None]:
-        """The context in which one group is generated."""
+    def __enter__(self) -> None:
+        """Begins the generation of a group; as many may run at once as like."""
         if self._active == 0:
             self._since = self._clock()
         self._active += 1
-        try:
-            yield
-        finally:
-            self._active -= 1
-            if self._active == 0:
-                self._seconds += self._clock() - self._since
+
+    def __exit__(self, *raised: object) -> None:
+        """Ends it."""
+        self._active -= 1
+        if self._active == 0:
+            self._seconds += self._clock() - self._since
 
     def add(self, tokens: int) -> None:
         """Counts the tokens of a finished group."""

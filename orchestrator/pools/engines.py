@@ -30,7 +30,7 @@ from troupe.orchestrator.pools.replicas import ReplicaPool, RestartBudget
 from troupe.orchestrator.spec.derived.sizes import engine_load
 from troupe.orchestrator.spec.derived.training import resolved_sleep
 from troupe.orchestrator.spec.rollout import RolloutSpec
-from troupe.workers.contract.messages import FinishedSamples, GroupRequest, GroupSummary
+from troupe.workers.contract.messages import FinishedSamples, GroupRequest, GroupSummary, sampled_tokens
 from troupe.workers.contract.roles import RolloutEngine, TableRef
 
 logger = logging.getLogger(__name__)
@@ -113,12 +113,11 @@ class EnginePool(ReplicaPool[Engine]):
     ) -> tuple[GroupSummary, TableRef]:
         """Runs a request on an engine returned by `acquire`; `finished` has the rows of `request.finished`."""
         timeout_s = self.spec.schedule.generate_timeout_s
-        with self.meter.generating():
+        with self.meter:
             summary, rollouts = await engine.handle.call_for_table(
                 RolloutEngine.generate, timeout_s, request, prompts, finished
             )
-        before = sum(sample.sampled_tokens for sample in request.finished)
-        self.meter.add(sum(sample.sampled_tokens for sample in summary.samples) - before)
+        self.meter.add(sum(sampled_tokens(summary.samples)) - sum(sampled_tokens(request.finished)))
         engine.finished_ahead = summary.finished_ahead
         engine.finished_groups += 1
         return summary, rollouts
@@ -134,7 +133,7 @@ class EnginePool(ReplicaPool[Engine]):
             return await waiter
         except asyncio.CancelledError:
             if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
-                await self.release(waiter.result(), samples)  # assigned just before the cancellation
+                self.release(waiter.result(), samples)  # assigned just before the cancellation
             raise
 
     def hold(self) -> Engine | None:
@@ -150,7 +149,7 @@ class EnginePool(ReplicaPool[Engine]):
 
     async def none_held(self) -> None:
         """Waits until every engine whose hold has ended receives groups again, or is lost."""
-        await self._wait_for(lambda: not any(engine.held for engine in self.workers))
+        await self._changes.wait_for(lambda: not any(engine.held for engine in self.workers))
 
     async def reserve(self, engine: Engine, samples: int) -> bool:
         """Reserves `samples` on a held engine; returns False if it is lost or leaves. One caller may wait at a time."""
@@ -161,7 +160,7 @@ class EnginePool(ReplicaPool[Engine]):
         def room() -> bool:
             return engine.state is EngineState.SERVING and self.dispatch.has_room(engine, samples)
 
-        await self._wait_for(lambda: gone() or room())
+        await self._changes.wait_for(lambda: gone() or room())
         if gone():
             return False
         engine.outstanding += samples
@@ -173,14 +172,14 @@ class EnginePool(ReplicaPool[Engine]):
         self._replacing.add(task)
         task.add_done_callback(self._replaced)
 
-    async def release(self, engine: Engine, samples: int) -> None:
+    def release(self, engine: Engine, samples: int) -> None:
         """Returns what `acquire` or `reserve` reserved."""
         engine.outstanding -= samples
         if engine.receives:
             self.dispatch.update(engine)
             self.dispatch.assign()
         else:
-            await self._notify()
+            self._notify()
 
     async def report_failure(self, engine: Engine, error: WorkerError, *, in_transfer: bool = False) -> None:
         """Probes an engine after a failed call, and replaces it unless it answers as healthy.
@@ -209,7 +208,7 @@ class EnginePool(ReplicaPool[Engine]):
         else:
             if engine.state is EngineState.SUSPECT:
                 self._set_state(engine, EngineState.SERVING)
-                await self._notify()
+                self._notify()
 
     async def _probe(self, engine: Engine) -> WorkerError | None:
         """Why the engine is not healthy, or None if it is."""
@@ -305,9 +304,9 @@ class EnginePool(ReplicaPool[Engine]):
                             await self.weights.load(engine)
                         engine.held = False
                         self.dispatch.update(engine)
-                        await self._notify()
+                        self._notify()
                         return
-                await self._wait_for(lambda: not engine.outstanding or engine not in self.workers)
+                await self._changes.wait_for(lambda: not engine.outstanding or engine not in self.workers)
 
         try:
             await self.weights.renewing(admit)
@@ -323,15 +322,15 @@ class EnginePool(ReplicaPool[Engine]):
         self._set_state(worker, EngineState.LEAVING if worker in self.workers else EngineState.GONE)
 
     async def _drained(self, worker: Engine) -> None:
-        await self._wait_for(lambda: not worker.outstanding)
+        await self._changes.wait_for(lambda: not worker.outstanding)
 
     async def _remove(self, worker: Engine) -> None:
         async with self.weights.lock:
             await super()._remove(worker)
 
-    async def _notify(self) -> None:
+    def _notify(self) -> None:
         self.dispatch.assign()
-        await super()._notify()
+        super()._notify()
 
 
 async def sample_group(
@@ -348,7 +347,7 @@ async def sample_group(
             if not attempts:
                 raise
         finally:
-            await pool.release(engine, request.samples)
+            pool.release(engine, request.samples)
 
 
 async def finished_samples(

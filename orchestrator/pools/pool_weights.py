@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 
 from troupe.orchestrator.errors import UpdateDamaged
 from troupe.orchestrator.pools.engine import Engine
+from troupe.orchestrator.pools.replicas import Changes
 
 logger = logging.getLogger(__name__)
 
@@ -80,34 +81,27 @@ class MemoryLock:
     def __init__(self) -> None:
         self._training = False
         self._starting = 0
-        self._changed = asyncio.Condition()
+        self._changes = Changes()
 
     @asynccontextmanager
     async def training(self) -> AsyncIterator[None]:
         """Held by the trainers. Waits for engines that are starting; each start has a bound."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: not self._training)
-            self._training = True
+        await self._changes.wait_for(lambda: not self._training)
+        self._training = True
         try:
-            async with self._changed:
-                await self._changed.wait_for(lambda: not self._starting)
+            await self._changes.wait_for(lambda: not self._starting)
             yield
         finally:
             self._training = False
-            await self._notify()
+            self._changes.notify()
 
     @asynccontextmanager
     async def starting(self) -> AsyncIterator[None]:
         """Held by an engine that starts or loads its first weights; several can hold it. Waits for the trainers."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: not self._training)
-            self._starting += 1
+        await self._changes.wait_for(lambda: not self._training)
+        self._starting += 1
         try:
             yield
         finally:
             self._starting -= 1
-            await self._notify()
-
-    async def _notify(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
+            self._changes.notify()

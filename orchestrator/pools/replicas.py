@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Generic, Protocol, TypeVar
 
 from troupe.orchestrator.errors import WorkerDied, WorkerError, WorkerTimeout
@@ -89,6 +89,23 @@ class RestartBudget:
         return f"{self.used} of {self._limit} restarts used: failures.{self.role}_restarts"
 
 
+class Changes:
+    """Wakes the tasks that wait for a condition when something has changed on which it may depend."""
+
+    def __init__(self) -> None:
+        self._next = asyncio.Event()
+
+    async def wait_for(self, condition: Callable[[], object]) -> None:
+        """Waits until the condition holds, now or after a change."""
+        while not condition():
+            await self._next.wait()
+
+    def notify(self) -> None:
+        """Wakes the waiting tasks, which test their conditions."""
+        self._next.set()
+        self._next = asyncio.Event()
+
+
 class ReplicaPool(Generic[ReplicaT]):
     """The replicas of one role.
 
@@ -128,7 +145,7 @@ class ReplicaPool(Generic[ReplicaT]):
         """Running calls of each worker."""
         self._closed = False
         self._replacing: set[asyncio.Task[None]] = set()
-        self._changed = asyncio.Condition()
+        self._changes = Changes()
 
     @property
     def serving(self) -> list[ReplicaT]:
@@ -150,26 +167,28 @@ class ReplicaPool(Generic[ReplicaT]):
         """
         while True:
             if not (serving := self.serving):
-                await self._wait_for(lambda: self.serving or not self.starting)
+                await self._changes.wait_for(lambda: self.serving or not self.starting)
                 if not (serving := self.serving):
                     raise self.exhausted()
             worker = min(serving, key=self._calls.__getitem__)
             try:
-                async with self.busy(worker):
+                with self.busy(worker):
                     return await call(worker)
             except (WorkerDied, WorkerTimeout) as error:
                 await self.lose(worker, error)
 
-    @asynccontextmanager
-    async def busy(self, *workers: ReplicaT) -> AsyncIterator[None]:
+    @contextmanager
+    def busy(self, *workers: ReplicaT) -> Iterator[None]:
         """Counts a call of these workers while the block runs; a worker is not removed before its calls have ended."""
-        self._calls.update(workers)
+        for worker in workers:
+            self._calls[worker] += 1
         try:
             yield
         finally:
-            self._calls.subtract(workers)
-            if self._leaving.intersection(workers):
-                await self._notify()
+            for worker in workers:
+                self._calls[worker] -= 1
+            if self._leaving:
+                self._notify()
 
     async def join(self, name: str) -> None:
         """Starts one more worker.
@@ -204,11 +223,11 @@ class ReplicaPool(Generic[ReplicaT]):
             logger.warning("%s is removed with unfinished work after %g s", name, timeout_s)
         await self._remove(worker)
         self._leaving.discard(worker)
-        await self._notify()
+        self._notify()
 
     async def until_started(self, name: str) -> None:
         """Waits until no worker of this name is being started."""
-        await self._wait_for(lambda: name not in self.starting)
+        await self._changes.wait_for(lambda: name not in self.starting)
 
     async def lose(self, worker: ReplicaT, error: WorkerError, may_replace: bool = True) -> None:
         """Ends the process of a lost worker and starts a replacement, if the restart budget allows one.
@@ -266,7 +285,7 @@ class ReplicaPool(Generic[ReplicaT]):
 
     async def _drained(self, worker: ReplicaT) -> None:
         """Waits until a leaving worker has finished its work."""
-        await self._wait_for(lambda: not self._calls[worker])
+        await self._changes.wait_for(lambda: not self._calls[worker])
 
     async def _remove(self, worker: ReplicaT) -> None:
         """Removes a worker that has finished its work."""
@@ -313,15 +332,8 @@ class ReplicaPool(Generic[ReplicaT]):
 
     async def _membership_changed(self) -> None:
         """Called after a worker has begun to serve or serves no more, and after a start has failed."""
-        await self._notify()
+        self._notify()
 
-    async def _wait_for(self, condition: Callable[[], object]) -> None:
-        """Waits until the condition holds after a change of the pool."""
-        if not condition():
-            async with self._changed:
-                await self._changed.wait_for(condition)
-
-    async def _notify(self) -> None:
-        """Wakes the waiting calls after a change."""
-        async with self._changed:
-            self._changed.notify_all()
+    def _notify(self) -> None:
+        """Called after every change that a waiting task may wait for."""
+        self._changes.notify()

@@ -26,7 +26,7 @@ from troupe.orchestrator.rollouts.scheduler import sampling_seed
 from troupe.orchestrator.rollouts.scoring import RewardPool
 from troupe.orchestrator.spec.derived.sampling import HeldOutSettings, held_out_sets
 from troupe.orchestrator.spec.rollout import RolloutSpec
-from troupe.workers.contract.messages import GroupRequest, GroupSummary
+from troupe.workers.contract.messages import GroupRequest, GroupSummary, sampled_tokens
 from troupe.workers.contract.roles import TableRef
 from troupe.workers.contract.text import one_line
 
@@ -73,7 +73,7 @@ def held_sampler(pool: EnginePool, engine: Engine, version: int) -> Sampler:
                     raise
                 continue
             finally:
-                await pool.release(engine, request.samples)
+                pool.release(engine, request.samples)
             if any({one.oldest_version, one.newest_version} != {version} for one in summary.samples):
                 raise EvaluationLost(f"{engine.name} has received other weights")
             return summary, rollouts
@@ -266,7 +266,7 @@ class Evaluator:
             else:
                 result = PromptResult(
                     rewards=rewards.rewards,
-                    lengths=tuple(sample.sampled_tokens for sample in summary.samples),
+                    lengths=tuple(sampled_tokens(summary.samples)),
                     truncated=sum(sample.finish_reason == "length" for sample in summary.samples),
                     answers=rewards.answers,
                     level=held_out.levels[pick.row] if held_out.levels else "",

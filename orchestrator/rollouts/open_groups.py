@@ -63,6 +63,7 @@ class ScheduledGroup:
     order: int
     pick: PromptPick
     attempt: int
+    settings: GroupSettings
     running: bool = False
     """Whether it is being generated or scored."""
     started_at_version: int = 0
@@ -114,9 +115,9 @@ class OpenGroups:
         """Samples that failed since the last batch, by prompt_uid, of groups that have some."""
         return {uid: group.failed for uid, group in self._by_uid.items() if group.failed}
 
-    def add(self, pick: PromptPick, attempt: int) -> ScheduledGroup:
+    def add(self, pick: PromptPick, attempt: int, settings: GroupSettings) -> ScheduledGroup:
         """Adds the group of a prompt, which runs later."""
-        group = self._by_uid[pick.prompt_uid] = ScheduledGroup(self._added, pick, attempt)
+        group = self._by_uid[pick.prompt_uid] = ScheduledGroup(self._added, pick, attempt, settings)
         self._added += 1
         return group
 

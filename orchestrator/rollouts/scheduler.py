@@ -275,11 +275,11 @@ class RolloutScheduler:
 
     def _launch(self, pick: PromptPick, attempt: int) -> None:
         """Starts the task of a group."""
-        self._create_task(pick.prompt_uid, self._run, self.groups.add(pick, attempt))
+        self._create_task(pick.prompt_uid, self._run, self.groups.add(pick, attempt, self.settings[pick.row]))
 
     def _continue(self, pick: PromptPick, progress: GroupProgress, failed: int) -> None:
         """Opens a group with its existing progress; `failed` of its samples failed since the last batch."""
-        group = self.groups.add(pick, progress.attempt)
+        group = self.groups.add(pick, progress.attempt, self.settings[pick.row])
         group.started_at_version, group.finished, group.failed = progress.started_at_version, progress.finished, failed
         if progress.scored is not None:
             self.groups.mark_scored(group, replace(progress.scored, row=pick.row))
@@ -332,7 +332,7 @@ class RolloutScheduler:
             self._replace(group, f"prompt refused: {summary.refused}", failed=False)
             return
         group.finished = Samples(FinishedSamples(summary.prompt_uid, summary.attempt, summary.samples), rollouts)
-        functions = self.settings[group.pick.row].rewards
+        functions = group.settings.rewards
         scored = await self._scorer.score(summary, rollouts, group.pick.row, functions)
         if greedy:
             rewards, _ = await self._scorer.rewards.score(greedy[0][1], functions)
@@ -355,8 +355,7 @@ class RolloutScheduler:
         Raises:
             WorkerError: The error of the last attempt.
         """
-        settings = self.settings[group.pick.row]
-        tries = 0
+        settings, tries = group.settings, 0
         while True:
             done = () if group.finished is None else group.finished.summary.samples
             samples = settings.samples - len(done) + self._greedy_baseline
@@ -390,7 +389,7 @@ class RolloutScheduler:
                     raise
                 continue
             finally:
-                await self._pool.release(engine, samples)
+                self._pool.release(engine, samples)
             if self._ledger.is_current(request.prompt_uid, request.attempt):
                 return results
 
@@ -411,9 +410,8 @@ class RolloutScheduler:
         if failures:
             group.failed += len(failures)
             self.counts.fail(len(failures))
-        settings = self.settings[scored.row]
-        if self.counts.may_replace and (why := self._signal.problem(scored, settings)):
-            self.counts.replace_without_signal(scored, settings)
+        if self.counts.may_replace and (why := self._signal.problem(scored, group.settings)):
+            self.counts.replace_without_signal(scored, group.settings)
             self._drop(group, f"no signal: {why}")
             if self._observe is not None:
                 self._observe(group.pick.row, scored.rewards)
@@ -431,7 +429,7 @@ class RolloutScheduler:
         logger.warning("%s dropped: %s %s", group.pick.prompt_uid, reason, detail)
         self._drop(group, reason)
         if failed:
-            self.counts.replace_failed(scored, self.settings[group.pick.row])
+            self.counts.replace_failed(scored, group.settings)
         else:
             self.counts.refuse(reason)
         self._dispatch()

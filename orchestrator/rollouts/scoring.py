@@ -13,6 +13,7 @@ import logging
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from troupe.orchestrator.cluster.event_loop import gather_all
@@ -29,6 +30,8 @@ from troupe.workers.contract.roles import Reward, TableRef
 logger = logging.getLogger(__name__)
 
 _JUDGE_PAUSE_S = 1.0
+_GROUPS_AT_ONCE = 2
+"""Groups that a reward worker has: while it scores one, the next is there already, and no round trip divides them."""
 
 
 @dataclass(frozen=True)
@@ -49,10 +52,10 @@ class ScoredGroup:
     candidates: RewardSummary | None = None
     """Rewards of the answers from other sources, if the prompt has some."""
 
-    @property
+    @cached_property
     def truncated(self) -> frozenset[int]:
         """Indices of the samples that were cut at the longest response."""
-        return frozenset(s.sample_index for s in self.summary.samples if s.finish_reason == "length")
+        return frozenset([s.sample_index for s in self.summary.samples if s.finish_reason == "length"])
 
     @property
     def has_signal(self) -> bool:
@@ -61,7 +64,7 @@ class ScoredGroup:
         rewards = (reward for reward in (*self.rewards.rewards, *others) if reward is not None)
         return self.rewards.steps_differ or differ(rewards)
 
-    @property
+    @cached_property
     def rewarded(self) -> list[int]:
         """Indices of the samples that have a reward."""
         return [i for i, status in enumerate(self.rewards.statuses) if status == "ok"]
@@ -102,11 +105,29 @@ class SignalTest:
         return ""
 
 
+class _Turns:
+    """The groups that one reward worker has; others wait in order of arrival."""
+
+    def __init__(self) -> None:
+        self._room = asyncio.Semaphore(_GROUPS_AT_ONCE)
+        self._groups = 0
+
+    async def __aenter__(self) -> int:
+        """The place of the group among those that the worker has, from 1."""
+        await self._room.acquire()
+        self._groups += 1
+        return self._groups
+
+    async def __aexit__(self, *raised: object) -> None:
+        self._groups -= 1
+        self._room.release()
+
+
 class RewardPool(ReplicaPool[WorkerHandle[Reward]]):
     """The reward workers; the least-loaded one scores each group.
 
-    A worker gets one group at a time, so that the timeout covers one group: if reward functions time out, groups
-    wait long for each other, and the worker is not lost.
+    A worker has `_GROUPS_AT_ONCE` groups at most, and for each of them the time of one: if reward functions time out,
+    groups wait long for each other, and the worker is not lost.
     """
 
     def __init__(
@@ -130,8 +151,7 @@ class RewardPool(ReplicaPool[WorkerHandle[Reward]]):
         self._timeout_s = timeout_s
         self._judge_start_s = judge_start_s
         self._faults = FaultLog()
-        self._turns: defaultdict[WorkerHandle[Reward], asyncio.Lock] = defaultdict(asyncio.Lock)
-        """Held by the group that a worker scores."""
+        self._turns: defaultdict[WorkerHandle[Reward], _Turns] = defaultdict(_Turns)
 
     async def score(
         self, rollouts: TableRef, rewards: str = "", *, vote: bool = False
@@ -152,8 +172,8 @@ class RewardPool(ReplicaPool[WorkerHandle[Reward]]):
         """
 
         async def ask(worker: WorkerHandle[Reward]) -> tuple[RewardSummary, TableRef]:
-            async with self._turns[worker]:
-                return await worker.call_for_table(Reward.score, self._timeout_s, rollouts, rewards, vote)
+            async with self._turns[worker] as place:
+                return await worker.call_for_table(Reward.score, place * self._timeout_s, rollouts, rewards, vote)
 
         deadline: float | None = None
         while True:
@@ -289,7 +309,7 @@ class TokenScorer:
                 raise pool.exhausted()
             self._group.workers = tuple(workers)
             try:
-                async with pool.busy(*workers):
+                with pool.busy(*workers):
                     return await self._on_all_ranks(lengths, rollouts)
             except (WorkerDied, WorkerTimeout) as error:
                 (lost,) = [worker for worker in workers if worker.name == error.worker]
@@ -318,7 +338,7 @@ class Scorer:
         Raises:
             WorkerError: The first call that failed; the others are cancelled.
         """
-        lengths = row_lengths(summary)
+        lengths = row_lengths(summary) if self.token_scorers else []
         scorers = (scorer.score(lengths, rollouts) for scorer in self.token_scorers)
         (rewards, reward_table), *tokens = await gather_all([self.rewards.score(rollouts, functions), *scorers])
         group = ScoredGroup(

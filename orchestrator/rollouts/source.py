@@ -36,7 +36,7 @@ from troupe.orchestrator.training.batch import Batch, BatchSource, SourceSnapsho
 from troupe.orchestrator.training.checkpoint import SAMPLES, Checkpoint
 from troupe.orchestrator.training.ledger import Ledger
 from troupe.workers.contract.advantage_state import AdvantageState
-from troupe.workers.contract.messages import PrepareRequest, SampleSummary
+from troupe.workers.contract.messages import PrepareRequest, SampleSummary, engine_prompt_tokens, sampled_tokens
 from troupe.workers.contract.rewards import differ, is_solved
 from troupe.workers.contract.roles import TableRef
 
@@ -148,7 +148,7 @@ class RolloutSource(BatchSource):
         ledger = self._components.ledger
         for group in self._groups:
             uid, masked = group.summary.prompt_uid, self._masked(group)
-            ledger.mark_trained(uid, *(i for i in group.rewarded if i not in masked))
+            ledger.mark_trained(uid, *[i for i in group.rewarded if i not in masked])
             for i in masked:
                 ledger.mark_dropped(uid, i, "truncated: it carries no loss")
         if self._components.texts is not None:
@@ -297,19 +297,21 @@ class RolloutSource(BatchSource):
         """Arguments of `PolicyGroup.prepare` besides the tables."""
         rows = {group.summary.prompt_uid: group.row for group in groups}
         greedy = {g.summary.prompt_uid: g.greedy_reward for g in groups if g.greedy_reward is not None}
-        keep = tuple((group.summary.prompt_uid, i) for group in groups for i in group.rewarded)
-        masked = tuple((group.summary.prompt_uid, i) for group in groups for i in self._masked(group))
-        candidates = tuple((group.summary.prompt_uid, i) for group in groups for i in group.rewarded_candidates)
+        # Lists cost no call for each of thousands of samples, as generators do.
+        keep = [(group.summary.prompt_uid, i) for group in groups for i in group.rewarded]
+        masked = [(group.summary.prompt_uid, i) for group in groups for i in self._masked(group)]
+        candidates = [(group.summary.prompt_uid, i) for group in groups for i in group.rewarded_candidates]
         state = self._advantage_state.of_rows(rows.values())
         sources = {uid: name for uid, row in rows.items() if (name := self._components.scheduler.settings[row].source)}
         by_source = sources if self._spec.algorithm.by_source else {}
-        return PrepareRequest(keep + candidates, state, rows, greedy, masked, candidates, by_source)
+        kept, others = tuple(keep + candidates), tuple(candidates)
+        return PrepareRequest(kept, state, rows, greedy, tuple(masked), others, by_source)
 
     def _masked(self, group: ScoredGroup) -> list[int]:
         """Indices of the samples that have a reward and carry no loss."""
-        masks = self._components.scheduler.settings[group.row].mask_truncated
-        truncated = group.truncated if masks else frozenset()
-        return [i for i in group.rewarded if i in truncated]
+        if not self._components.scheduler.settings[group.row].mask_truncated:
+            return []
+        return [i for i in group.rewarded if i in group.truncated]
 
     def _check_staleness(self, version: int, groups: Sequence[ScoredGroup]) -> None:
         """Raises TroupeError if a sample is older than the staleness limit (an invariant of the scheduler)."""
@@ -351,12 +353,9 @@ def batch_metrics(groups: Sequence[ScoredGroup], version: int, seconds: float) -
         and the share of prompt tokens found in the engines' prefix caches.
     """
     rewards = [reward for group in groups for reward in group.rewards.rewards if reward is not None]
-    counts = (
-        (one.engine_prompt_tokens, one.sampled_tokens, one.oldest_version, one.finish_reason)
-        for group in groups
-        for one in group.summary.samples
-    )
-    prompts, responses, oldest, reasons = zip(*counts, strict=True)  # one pass over thousands of samples
+    samples = [sample for group in groups for sample in group.summary.samples]
+    prompts, responses = engine_prompt_tokens(samples), sampled_tokens(samples)
+    oldest = [sample.oldest_version for sample in samples]
     metrics = {
         "reward/mean": fmean(rewards),
         "reward/std": std(rewards),
@@ -365,7 +364,7 @@ def batch_metrics(groups: Sequence[ScoredGroup], version: int, seconds: float) -
         "prompt_tokens/cached": sum(group.summary.cached_tokens for group in groups) / sum(prompts),
         "response_tokens/mean": fmean(responses),
         "response_tokens/max": float(max(responses)),
-        "truncated": reasons.count("length") / len(reasons),
+        "truncated": fmean([sample.finish_reason == "length" for sample in samples]),
         "staleness/mean": version - fmean(oldest),
         "staleness/max": float(version - min(oldest)),
         "tokens": float(sum(prompts) + sum(responses)),
@@ -380,7 +379,7 @@ def batch_metrics(groups: Sequence[ScoredGroup], version: int, seconds: float) -
 
 def _is_mixed(group: ScoredGroup) -> bool:
     """Whether the rewards of its samples differ."""
-    return differ(reward for reward in group.rewards.rewards if reward is not None)
+    return differ([reward for reward in group.rewards.rewards if reward is not None])
 
 
 def source_metrics(
@@ -411,7 +410,7 @@ def source_metrics(
         rewards = [reward for group in members for reward in group.rewards.rewards if reward is not None]
         metrics |= {
             f"{name}/reward": fmean(rewards),
-            f"{name}/response_tokens": fmean(sample.sampled_tokens for sample in samples),
+            f"{name}/response_tokens": fmean(sampled_tokens(samples)),
             f"{name}/truncated": fmean(sample.finish_reason == "length" for sample in samples),
             f"{name}/mixed": fmean(_is_mixed(group) for group in members),
         }

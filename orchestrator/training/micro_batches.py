@@ -119,7 +119,7 @@ def plan_update(
     """
     lengths = [row.tokens for row in rows]
     samples = sample_rows(rows, chosen)
-    totals = sum(rows[r].loss_tokens for r in chosen), len(samples)
+    totals = sum([rows[r].loss_tokens for r in chosen]), len(samples)
     if whole_samples and len(samples) < len(chosen):
         signals = [unit for unit in samples if not skip_zero_advantage or any(rows[r].has_signal for r in unit)]
         with_loss = [[r for r in unit if rows[r].loss_tokens > 0] for unit in signals]

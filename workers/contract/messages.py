@@ -10,7 +10,7 @@ so that multi-turn environments and process rewards need no new layout.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 import pyarrow as pa
@@ -286,19 +286,19 @@ class SampleSummary:
     """None if the sample is one response to its prompt."""
 
     @property
-    def sampled_tokens(self) -> int:
-        """Tokens that the policy sampled."""
-        return self.response_tokens if self.episode is None else self.episode.sampled_tokens
-
-    @property
-    def engine_prompt_tokens(self) -> int:
-        """Tokens of the prompts that the engine got: of every turn of an episode."""
-        return self.prompt_tokens if self.episode is None else self.episode.engine_prompt_tokens
-
-    @property
     def row_lengths(self) -> tuple[int, ...]:
         """Tokens of each row of the sample, prompt included."""
         return self.segments or (self.prompt_tokens + self.response_tokens,)
+
+
+def sampled_tokens(samples: Iterable[SampleSummary]) -> list[int]:
+    """Tokens that the policy sampled, by sample: one call for a group or a batch."""
+    return [one.response_tokens if one.episode is None else one.episode.sampled_tokens for one in samples]
+
+
+def engine_prompt_tokens(samples: Iterable[SampleSummary]) -> list[int]:
+    """Tokens of the prompts that the engine got, by sample: of every turn of an episode."""
+    return [one.prompt_tokens if one.episode is None else one.episode.engine_prompt_tokens for one in samples]
 
 
 @dataclass(frozen=True)

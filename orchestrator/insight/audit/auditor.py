@@ -26,7 +26,7 @@ from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.training.batch import plan_rows
 from troupe.workers.contract.audit import DOUBLED, MISSING, STALE, PromptDifference, ScoreRequest, TokenScores
 from troupe.workers.contract.imports import resolve
-from troupe.workers.contract.messages import GroupRequest, GroupSummary
+from troupe.workers.contract.messages import GroupRequest, GroupSummary, sampled_tokens
 from troupe.workers.contract.roles import RolloutEngine, TableRef
 
 _WEIGHTS = "the update did not reach all weights that are used"
@@ -304,7 +304,7 @@ class Auditor:
             ]
             found = await asyncio.gather(*(sample_group(self._pool, request, self._table) for request in requests))
             groups += [group for group in found if not group[0].refused]
-            sampled = sum(sample.sampled_tokens for summary, _ in groups for sample in summary.samples)
+            sampled = sum(count for summary, _ in groups for count in sampled_tokens(summary.samples))
             if sampled >= audit.tokens:
                 break
             short = audit.tokens - sampled

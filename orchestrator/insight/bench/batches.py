@@ -19,7 +19,7 @@ from troupe.orchestrator.rollouts.scoring import RewardPool, ScoredGroup, Scorer
 from troupe.orchestrator.spec.derived.sampling import GroupSettings
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.training.ledger import Ledger
-from troupe.workers.contract.messages import TRAIN, GroupSummary, RewardSummary, TrainRow, TrainSummary
+from troupe.workers.contract.messages import TRAIN, GroupSummary, RewardSummary, TrainRow, TrainSummary, sampled_tokens
 from troupe.workers.contract.roles import TableRef
 
 _LOGPROB = -8.0
@@ -49,7 +49,7 @@ class SampledBatch:
     @property
     def response_tokens(self) -> int:
         """Tokens that were sampled."""
-        return sum(sample.sampled_tokens for group in self.groups for sample in group.summary.samples)
+        return sum(count for group in self.groups for count in sampled_tokens(group.summary.samples))
 
 
 class SamplingBatches:

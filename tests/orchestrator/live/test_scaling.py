@@ -222,7 +222,7 @@ def test_a_removed_engine_gets_no_new_groups_and_finishes_its_own() -> None:
             assert (await pool.acquire(4)).name == "rollout-0"
         assert pool.names == ["rollout-0"]
         order.append("finished")
-        await pool.release(next(e for e in (first, second) if e.name == "rollout-1"), 4)
+        pool.release(next(e for e in (first, second) if e.name == "rollout-1"), 4)
         await removing
         assert [engine.name for engine in pool.workers] == ["rollout-0"]
         return order
@@ -394,7 +394,7 @@ def test_an_engine_that_dies_while_it_is_removed_is_not_replaced() -> None:
         removing = asyncio.create_task(pool.retire("rollout-1", 5.0))
         await asyncio.sleep(0.001)
         await pool.report_failure(engine, WorkerDied("rollout-1", "generate", "killed"))
-        await pool.release(engine, 4)
+        pool.release(engine, 4)
         await removing
         return pool.names, pool.budget.total
 

@@ -27,7 +27,7 @@ async def test_acquire_returns_the_least_loaded_engine() -> None:
     rng, held = random.Random(5), list[Engine]()
     for _ in range(200):
         if held and (len(held) == 12 or rng.random() < 0.5):
-            await pool.release(held.pop(rng.randrange(len(held))), 2)
+            pool.release(held.pop(rng.randrange(len(held))), 2)
         else:
             least = min(engine.outstanding for engine in pool.workers)
             held.append(await pool.acquire(2))
@@ -46,10 +46,10 @@ async def test_waiting_callers_are_served_in_order_and_within_the_load_limit() -
 
     tasks = [asyncio.create_task(acquire(name, 2)) for name in "abc"]
     await asyncio.sleep(0)
-    await pool.release(engine, 2)
+    pool.release(engine, 2)
     await asyncio.sleep(0)
     assert served == ["a"] and engine.outstanding == 4
-    await pool.release(engine, 4)
+    pool.release(engine, 4)
     await asyncio.gather(*tasks)
     assert served == ["a", "b", "c"] and engine.outstanding == 4
 
@@ -93,7 +93,7 @@ async def test_finished_samples_free_their_slots_before_their_group_ends() -> No
         try:
             await pool.generate(GroupRequest(uid, 0, 0, size, 0), prompts, acquired)
         finally:
-            await pool.release(acquired, size)
+            pool.release(acquired, size)
 
     async def settle() -> None:
         for _ in range(20):
@@ -132,7 +132,7 @@ async def test_an_engine_assigned_to_a_cancelled_caller_is_free_again() -> None:
     engine = await pool.acquire(4)
     cancelled, waiting = asyncio.create_task(pool.acquire(4)), asyncio.create_task(pool.acquire(4))
     await asyncio.sleep(0)
-    await pool.release(engine, 4)  # assigned to `cancelled`, which has not run since
+    pool.release(engine, 4)  # assigned to `cancelled`, which has not run since
     cancelled.cancel()
     assert await waiting is engine
     assert cancelled.cancelled() and engine.outstanding == 4
@@ -211,7 +211,7 @@ async def test_a_replacement_that_dies_of_the_same_fault_before_a_first_group_en
     for _ in range(groups):
         held = await pool.acquire(2)
         await pool.generate(GroupRequest("p", 0, 0, 2, 0), FakeTable("prompts", ()), held)
-        await pool.release(held, 2)
+        pool.release(held, 2)
     await lose(pool, second)
     if ends:
         with pytest.raises(EnginesLost, match=r"rollout-0 died like the engine .* first group: .*ValueError: x"):

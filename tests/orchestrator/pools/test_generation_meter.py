@@ -18,9 +18,9 @@ def test_only_the_time_with_groups_counts_and_once() -> None:
     clock = Clock()
     meter = GenerationMeter(clock)
     clock.now = 5.0
-    with meter.generating():
+    with meter:
         clock.now = 6.0
-        with meter.generating():
+        with meter:
             clock.now = 8.0
         meter.add(100)
         clock.now = 9.0
@@ -33,7 +33,7 @@ def test_only_the_time_with_groups_counts_and_once() -> None:
 def test_a_reading_splits_a_stretch_that_goes_on() -> None:
     clock = Clock()
     meter = GenerationMeter(clock)
-    with meter.generating():
+    with meter:
         clock.now = 2.0
         meter.add(10)
         assert meter.read() == 5.0
@@ -46,13 +46,13 @@ def test_a_group_that_fails_takes_time_and_gives_no_tokens() -> None:
     clock = Clock()
     meter = GenerationMeter(clock)
     try:
-        with meter.generating():
+        with meter:
             clock.now = 1.0
             raise RuntimeError("lost")
     except RuntimeError:
         clock.now = 3.0
     assert meter.read() == 0.0
-    with meter.generating():
+    with meter:
         clock.now = 4.0
     meter.add(7)
     assert meter.read() == 7.0

@@ -85,6 +85,43 @@ def test_a_group_that_waits_for_others_of_its_worker_is_no_loss() -> None:
     on_virtual_time(run())
 
 
+def test_a_worker_has_the_next_group_while_it_scores_one() -> None:
+    """A round trip between two groups would leave it idle; with more groups, a loss would be noticed later."""
+    present: list[int] = []
+
+    class Counting(FakeReward):
+        def __init__(self) -> None:
+            self.turn, self.groups = asyncio.Lock(), 0
+
+        async def score(self, rollouts: FakeTable, rewards: str = "", vote: bool = False) -> Any:
+            self.groups += 1
+            async with self.turn:
+                await asyncio.sleep(0.1)
+                present.append(self.groups)
+                self.groups -= 1
+            return await super().score(rollouts, rewards, vote)
+
+    async def run() -> None:
+        pool = RewardPool([FaultyWorker("reward-0", Counting())], timeout_s=1.0)
+        await asyncio.gather(*(pool.score(TABLE) for _ in range(6)))
+
+    on_virtual_time(run())
+    assert present == [2, 2, 2, 2, 2, 1], "with the group that it has scored"
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+def test_a_frozen_worker_is_lost_within_the_time_of_the_groups_that_it_has(groups: int) -> None:
+    async def test(pool: RewardPool, started: Started) -> None:
+        await pool.score(TABLE)
+        started.workers[0].frozen = True
+        began = asyncio.get_running_loop().time()
+        await asyncio.gather(*(pool.score(TABLE) for _ in range(groups)))
+        assert asyncio.get_running_loop().time() - began < 0.25, "the first of them has the time of one"
+        assert started.workers[0].dead
+
+    with_pool(test)
+
+
 def test_groups_of_a_lost_worker_do_not_wait_for_its_replacement() -> None:
     async def test(pool: RewardPool, started: Started) -> None:
         started.workers[0].kill()

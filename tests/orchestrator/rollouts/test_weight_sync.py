@@ -596,7 +596,7 @@ def test_an_engine_that_is_let_go_gets_weights_without_samples_and_not_those_of_
         pool.end_hold(held)
         await asyncio.sleep(0.01)
         assert held.version == 1 and held.held
-        await pool.release(held, 1)
+        pool.release(held, 1)
         await asyncio.sleep(0.01)
         assert held.held and held in pool.workers
         assert (await pool.acquire(1)) is not held
