@@ -119,7 +119,7 @@ def user(environment: Path, tmp_path_factory: pytest.TempPathFactory) -> User:
 def test_the_command_and_its_packages_are_those_of_the_wheel(user: User) -> None:
     for file in user.types("python", "-c", PROBE).split():
         assert Path(file).is_relative_to(user.environment)
-    assert user.types("troupe", "--version").startswith("troupe 0.1.0\n")
+    assert user.types("troupe", "--version").startswith("troupe 0.2.0\n")
     assert "tiny-grpo " in user.types("troupe", "demo", "--list")
 
 

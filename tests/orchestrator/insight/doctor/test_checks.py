@@ -35,7 +35,7 @@ PACKAGES = {
     "transformers": "5.19.0",
     "pyarrow": "26.0.1",
     "safetensors": "0.6.2",
-    "troupe-rl": "0.1.0",
+    "troupe-rl": "0.2.0",
     "fastapi": "0.120",
     "ninja": "1.13",
     "nvidia-nccl-cu13": "2.29.3",
