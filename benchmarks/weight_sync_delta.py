@@ -153,7 +153,7 @@ class DeltaContenders:
 
     def _arrive(self, update: WeightUpdate, delta: Bytes) -> tuple[int, float]:
         """Bring a version to the other node, and verify it. Returns the bytes on the link and their seconds."""
-        from troupe.workers.weights.file import WeightDigestMismatch, change_payload, verify, write_payload
+        from troupe.workers.weights.file import WeightDigestMismatch, change_payload, read_payload, write_payload
 
         payload: Any = delta if delta.nbytes else self._worker.read_weights(update)[1]
         began = time.monotonic()
@@ -164,7 +164,7 @@ class DeltaContenders:
         else:
             write_payload(self._there(update), arrived)
         try:
-            verify(self._there(update))
+            read_payload(self._there(update))
         except WeightDigestMismatch as error:
             raise NotCorrect(str(error)) from error
         self._verified += 1

@@ -10,7 +10,7 @@ import multiprocessing
 import os
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 
@@ -57,8 +57,7 @@ class ReferenceWorker:
 
     def score(self, plan: RankPlan, *rollouts: pa.Table) -> tuple[ScoreSummary, pa.Table]:
         """(summary, token_scores table): `ref_logprobs` of the plan's rows. Raises RuntimeError before `start`."""
-        scored = self._started.score(plan, rollouts)
-        return ScoreSummary(scored.rows, peak=scored.peak), scored.table
+        return self._started.score(plan, rollouts)
 
     def health(self) -> WorkerHealth:
         """Health of the worker."""
@@ -82,15 +81,6 @@ logger = logging.getLogger(__name__)
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
-@dataclass(frozen=True)
-class RankScores:
-    """Scores of one rank."""
-
-    rows: int
-    table: pa.Table
-    peak: Peak
-
-
 class ReferenceModel:
     """A frozen causal model, whole or this rank's part of it, that scores micro-batches."""
 
@@ -101,7 +91,8 @@ class ReferenceModel:
             OSError: The model is missing.
         """
         self._device = torch.device(config.device)
-        model = load_causal(config.model, _partitioner(config) if config.shards > 1 else None)
+        dtype = torch_dtype(config.model.dtype)
+        model = load_causal(config.model, ZeroPartitioner(_trainer(config), dtype) if config.shards > 1 else None)
         chunks = head_chunks(model.config.get_text_config().vocab_size, config.micro_batch_tokens, config.device)
         module = CausalLogprobs(model, config.temperature, chunks)
         self.packs = adapt(module, model, config.device, packing=True)
@@ -109,10 +100,10 @@ class ReferenceModel:
         self._placed: FrozenModule = place_frozen(module, _trainer(config), self._device)
         self._config = config
 
-    def score(self, plan: RankPlan, rollouts: Sequence[pa.Table]) -> RankScores:
-        """`ref_logprobs` of the plan's rows. Collective if the model is divided."""
+    def score(self, plan: RankPlan, rollouts: Sequence[pa.Table]) -> tuple[ScoreSummary, pa.Table]:
+        """`ref_logprobs` of the plan's rows, and this rank's peak. Collective if the model is divided."""
         rows, table = score_plan(self._placed.module, plan, rollouts, "ref_logprobs", self._device)
-        return RankScores(rows, table, own_peak(self._config.device))
+        return ScoreSummary(rows, peak=own_peak(self._config.device)), table
 
 
 class ShardedReference:
@@ -138,7 +129,7 @@ class ShardedReference:
         self.packs = self._model.packs
         """Whether the model packs rows, as in `ReferenceModel.packs`."""
 
-    def score(self, plan: RankPlan, rollouts: Sequence[pa.Table]) -> RankScores:
+    def score(self, plan: RankPlan, rollouts: Sequence[pa.Table]) -> tuple[ScoreSummary, pa.Table]:
         """`ref_logprobs` of the plan's rows, whose micro-batches are shared by the ranks.
 
         After an error the model cannot be used any more: the other ranks' answers would be taken for the next
@@ -153,12 +144,13 @@ class ShardedReference:
                 connection.send((share, rollouts))
             scored = [self._model.score(own, rollouts)]
             scored += [connection.recv() for connection in self._connections]
+            summaries, tables = zip(*scored, strict=True)
         except BaseException:
             self._end_ranks()  # they may wait for this one in a collective
             raise
-        peaks = [part.peak for part in scored]
+        peaks = [one.peak for one in summaries if one.peak is not None]
         peak = Peak(sum(part.host for part in peaks), max(part.gpu for part in peaks))
-        return RankScores(sum(part.rows for part in scored), pa.concat_tables(part.table for part in scored), peak)
+        return ScoreSummary(sum(one.rows for one in summaries), peak=peak), pa.concat_tables(tables)
 
     def close(self) -> None:
         """End the other ranks and leave their group."""
@@ -212,10 +204,6 @@ def _serve(config: ReferenceConfig, rank: int, port: int, requests: Connection, 
 
 def _rendezvous(config: ReferenceConfig, rank: int, port: int) -> Rendezvous:
     return Rendezvous(address=LOOPBACK, port=port, rank=rank, world_size=config.shards)
-
-
-def _partitioner(config: ReferenceConfig) -> ZeroPartitioner:
-    return ZeroPartitioner(_trainer(config), torch_dtype(config.model.dtype))
 
 
 def _trainer(config: ReferenceConfig) -> TrainerConfig:

@@ -8,7 +8,7 @@ token or response, and cost nothing next to the model.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -135,10 +135,6 @@ class ObjectiveOutput:
     """The loss and its parts; they add up over micro-batches and ranks."""
     tally: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
     """name -> (total, weight). Both add up over micro-batches and ranks; their quotient is the mean."""
-
-    def statistics(self) -> ObjectiveOutput:
-        """The same without the graph of the loss, which may keep activations alive after the backward pass."""
-        return replace(self, loss=self.loss.detach())
 
 
 def sft(scored: Scored, config: SftLossConfig, totals: Totals) -> ObjectiveOutput:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 import torch.nn.functional as F
@@ -39,10 +39,6 @@ class LossOutput:
     sums: Mapping[str, torch.Tensor]
     """Sums over loss tokens. Summed over micro-batches and ranks and divided by the sum `tokens`, they are means."""
     maxima: Mapping[str, torch.Tensor]
-
-    def statistics(self) -> LossOutput:
-        """The same without the graph of the loss, which may keep activations alive after the backward pass."""
-        return replace(self, loss=self.loss.detach())
 
 
 def token_weights(
@@ -373,16 +369,8 @@ def _custom(
 ) -> TokenLoss:
     if config.custom is None:
         raise ValueError("the custom objective needs the name of the user's algorithm")
-    given = LossTokens(
-        logprobs=tokens.logprobs,
-        old_logprobs=old_logprobs,
-        rollout_logprobs=tokens.rollout_logprobs,
-        ref_logprobs=tokens.ref_logprobs,
-        advantages=tokens.advantages,
-        loss_mask=tokens.loss_mask,
-        sequence=tokens.sequence,
-    )
-    return custom_loss(config.custom, given)
+    given = vars(tokens) | {"old_logprobs": old_logprobs}
+    return custom_loss(config.custom, LossTokens(**{one.name: given[one.name] for one in fields(LossTokens)}))
 
 
 SURROGATES: Mapping[str, Surrogate] = {
@@ -421,7 +409,10 @@ def policy_loss(tokens: PolicyTokens, config: PolicyLossConfig, kl_old_coef: flo
         ValueError: `kl_coef` is set, but there are no `ref_logprobs`.
     """
     tokens = tokens.masked()
-    part = _of_samples(tokens) if config.objective == "likelihood" else _of_ratio(tokens, config, kl_old_coef)
+    if config.has_ratio:
+        part = _of_ratio(tokens, config, kl_old_coef)
+    else:  # of a likelihood, who sampled a token does not matter
+        part = _LossTerms({"policy_loss": -(tokens.weights * tokens.advantages * tokens.logprobs).sum()}, {}, {})
     terms, sums = dict(part.terms), {"tokens": tokens.loss_mask.float(), **part.sums, "entropy": tokens.entropy}
     if config.entropy_coef:
         terms["entropy_loss"] = -config.entropy_coef * (tokens.weights * tokens.entropy).sum()
@@ -462,11 +453,6 @@ def _of_ratio(tokens: PolicyTokens, config: PolicyLossConfig, kl_old_coef: float
         "rollout_logprob_gap": gap,
     }
     return _LossTerms(terms, sums, {"rollout_logprob_gap_max": gap, "ratio_max": _masked(ratio, mask)})
-
-
-def _of_samples(tokens: PolicyTokens) -> _LossTerms:
-    """The part of a likelihood: who sampled a token does not matter."""
-    return _LossTerms({"policy_loss": -(tokens.weights * tokens.advantages * tokens.logprobs).sum()}, {}, {})
 
 
 def value_loss(

@@ -99,18 +99,6 @@ def read_adapter(folder: str | Path) -> AdapterFolder:
     return AdapterFolder(path, config, tensors, base)
 
 
-def add_folder(model: PreTrainedModel, folder: str | Path, base: str | Path) -> None:
-    """Add an adapter to the weights of a model that was loaded from the folder `base`.
-
-    Raises:
-        OSError: A folder cannot be read.
-        ValueError: The adapter was trained on another model, or does not fit this one.
-    """
-    adapter = read_adapter(folder)
-    adapter.require_base(base)
-    add_adapter(model, adapter)
-
-
 @torch.no_grad()
 def add_adapter(model: PreTrainedModel, adapter: AdapterFolder) -> int:
     """Add an adapter to the weights of a model in place, in float32 before rounding once.

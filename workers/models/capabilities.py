@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 """Largest difference of two ways to compute the same, as a fraction of the largest number, by the type of the weights:
 rounding stays below it."""
-_ROUNDING = {torch.float32: 1e-3, torch.float16: 5e-3, torch.bfloat16: 4e-2}
+ROUNDING = {torch.float32: 1e-3, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 """Largest distance of two ways to compute the same states, as a fraction of their length, by the type of the weights.
 Rounding gives 0.01 in bfloat16; a wrong position 0.1, and a token that is seen wrongly 0.2."""
 _NOISE = ("drop", "jitter", "noise")
@@ -241,7 +241,7 @@ def _amplifies_rounding(model: PreTrainedModel, device: Device) -> bool:
 def _near(model: PreTrainedModel, found: torch.Tensor, expected: torch.Tensor) -> bool:
     """Whether two ways to compute the same states differ by rounding only."""
     found, expected = found.detach().float(), expected.detach().float()
-    return bool((found - expected).norm() <= _ROUNDING[model.dtype] * expected.norm())
+    return bool((found - expected).norm() <= ROUNDING[model.dtype] * expected.norm())
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from troupe.workers.contract.config import CHUNK_LOGITS, Device, Dtype, ModelCon
 from troupe.workers.contract.kept_tokens import BITMAP, bitmap_words
 from troupe.workers.contract.messages import RankPlan
 from troupe.workers.contract.model_files import check_model_files
-from troupe.workers.models.adapter_files import add_folder
+from troupe.workers.models.adapter_files import add_adapter, read_adapter
 from troupe.workers.models.attention import choose_attention
 from troupe.workers.models.cpu import OneDnnLinear, use_onednn
 from troupe.workers.models.exact import disable_dropout
@@ -148,7 +148,9 @@ def _add_adapter(model: PreTrainedModel, config: ModelConfig, partitioner: Parti
         raise ValueError(
             f"{config.adapter}: an adapter cannot be added to a model that is partitioned while it is read"
         )
-    add_folder(model, config.adapter, config.path)
+    adapter = read_adapter(config.adapter)
+    adapter.require_base(config.path)
+    add_adapter(model, adapter)
 
 
 def _prepared(model: PreTrainedModel, partitioner: Partitioner | None) -> PreTrainedModel:

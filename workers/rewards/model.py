@@ -6,8 +6,9 @@ import json
 import logging
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
+from operator import itemgetter
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ from troupe.workers.data.tokenizer import load_tokenizer, render, token_ids
 from troupe.workers.data.turn_ends import padding_besides, turn_ends
 from troupe.workers.models.adapter_files import PREFIX, add_adapter, read_adapter
 from troupe.workers.models.attention import choose_attention
-from troupe.workers.models.capabilities import takes_segments
+from troupe.workers.models.capabilities import ROUNDING, takes_segments
 from troupe.workers.models.cpu import use_onednn
 from troupe.workers.models.exact import ieee_float32
 from troupe.workers.models.heads import Float32Head
@@ -37,12 +38,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_OUTCOMES: Mapping[ScoreLevel, Callable[[Sequence[float]], float]] = {
+    "min": min,
+    "mean": fmean,
+    "last": itemgetter(-1),
+    "step": fmean,
+}
+"""What becomes of the chances of a response's steps, by the level."""
 Places = Sequence[Sequence[int]] | None
 """The places of the scores in each sequence; None: where a classifier reads its score."""
-
-_TOLERANCE = {torch.float32: 1e-3, torch.float16: 5e-3, torch.bfloat16: 4e-2}
-"""Largest difference of two ways to compute a score, as a fraction of the largest score, by the type of the weights.
-The head computes in float32; states in bfloat16 give a difference of up to 0.03."""
 
 
 class RewardModel:
@@ -199,7 +203,8 @@ class RewardModel:
             return False
         sequences = ([3, 5, 7, 11], [13, 17], [19, 23, 29])
         packed, padded = (torch.tensor(run(sequences)) for run in (self._packed, self._padded))
-        return bool((packed - padded).abs().max() <= _TOLERANCE[self.model.dtype] * padded.abs().max())
+        # As a fraction of the largest score. States in bfloat16 give a difference of up to 0.03.
+        return bool((packed - padded).abs().max() <= ROUNDING[self.model.dtype] * padded.abs().max())
 
     @torch.inference_mode()
     def _packed(self, sequences: Sequence[Sequence[int]], places: Places = None) -> list[float]:
@@ -240,9 +245,8 @@ class RewardModel:
 def _of_steps(level: ScoreLevel, ends: Sequence[int], scores: Sequence[float]) -> RewardResult:
     """The outcome of a response whose steps end at these positions and have these scores: sigmoids, as trained."""
     chances = [1.0 / (1.0 + math.exp(-max(score, -700.0))) for score in scores]
-    if level == "step":
-        return RewardResult(fmean(chances), steps=tuple(zip(ends, chances, strict=True)))
-    return RewardResult(chances[-1] if level == "last" else min(chances) if level == "min" else fmean(chances))
+    steps = tuple(zip(ends, chances, strict=True)) if level == "step" else ()
+    return RewardResult(_OUTCOMES[level](chances), steps=steps)
 
 
 def _score_in_float32(model: PreTrainedModel) -> None:

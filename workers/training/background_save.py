@@ -12,13 +12,14 @@ import logging
 import re
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.utils._pytree import tree_leaves
 
 from troupe.workers.contract.messages import SaveStatus
 
@@ -51,8 +52,8 @@ class HostCopies:
     def of(self, state: dict[str, Any]) -> dict[str, Any]:
         """A copy of a state. It is overwritten by the next copy of the same tensors."""
         copied = cast("dict[str, Any]", self._stager.stage(state))
-        for copy, tensor in zip(_tensors(copied), _tensors(state), strict=True):
-            if tensor.requires_grad:  # which is saved with a tensor, and not copied
+        for copy, tensor in zip(tree_leaves(copied), tree_leaves(state), strict=True):
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:  # which is saved with a tensor, not copied
                 copy.requires_grad_()
         return copied
 
@@ -133,15 +134,3 @@ def whole_files(folder: str) -> Iterator[None]:
         there = next(path for path in (Path(folder), *Path(folder).parents) if path.exists())
         free = f"{shutil.disk_usage(there).free >> 20} MiB are free on its disk"
         raise OSError(errno.EIO, f"a file was not written whole: {free} (torch: {reason})", folder) from error
-
-
-def _tensors(node: object) -> Iterator[torch.Tensor]:
-    """Every tensor in nested dictionaries, lists and tuples, in order."""
-    if isinstance(node, torch.Tensor):
-        yield node
-    elif isinstance(node, Mapping):
-        for value in cast("Mapping[object, object]", node).values():
-            yield from _tensors(value)
-    elif isinstance(node, list | tuple):
-        for value in cast("Sequence[object]", node):
-            yield from _tensors(value)

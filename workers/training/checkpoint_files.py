@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -86,30 +86,43 @@ Copy = Callable[[dict[str, Any]], dict[str, Any]]
 """Copies a state, so that the original may change."""
 
 
-class ShardFiles(Protocol):
-    """Reads and writes the files of a DeepSpeed engine's checkpoints."""
+class ShardFiles:
+    """How the files of a DeepSpeed engine's checkpoints are written."""
 
-    def copied(self, copy: Copy) -> AbstractContextManager[list[Callable[[], None]]]:
+    copying: tuple[Copy, list[Callable[[], None]]] | None = None
+    """Makes copies of what is saved instead of writing it, and the functions that write them."""
+    trying = False
+    """Whether what is saved is written without its numbers, and read again."""
+
+    @contextmanager
+    def copied(self, copy: Copy) -> Iterator[list[Callable[[], None]]]:
         """Copy what DeepSpeed saves in the block instead of writing it; yields functions that write the copies."""
-        ...
+        writes: list[Callable[[], None]] = []
+        self.copying = copy, writes
+        try:
+            yield writes
+        finally:
+            self.copying = None
 
-    def tried(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def tried(self) -> Iterator[None]:
         """Write what DeepSpeed saves in the block without its numbers, and read it again.
 
         Saving raises ValueError for what `read_shard` does not read.
         """
-        ...
+        self.trying = True
+        try:
+            yield
+        finally:
+            self.trying = False
 
 
 def restrict_loading(engine: Any) -> ShardFiles:
     """Let a DeepSpeed engine read its checkpoints with `read_shard` only; returns how it reads and writes them."""
     from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
-    class RestrictedCheckpointEngine(TorchCheckpointEngine):
+    class RestrictedCheckpointEngine(ShardFiles, TorchCheckpointEngine):
         """DeepSpeed's files, read without unpickling, and written at once or later."""
-
-        _copying: tuple[Copy, list[Callable[[], None]]] | None = None
-        _tried = False
 
         def load(self, path: str, map_location: Any = None) -> dict[str, Any]:
             """Contents of one file, on the CPU: DeepSpeed copies what it needs to its device."""
@@ -117,41 +130,19 @@ def restrict_loading(engine: Any) -> ShardFiles:
 
         def save(self, state_dict: dict[str, Any], path: str) -> None:
             """Write one file, or keep a copy of its contents, or try whether it can be written."""
-            if self._tried:
-                super().save(_without_numbers(state_dict), path)
+            if self.trying:
+                empty = tree_map_only(torch.Tensor, lambda tensor: torch.empty(0, dtype=tensor.dtype), state_dict)
+                super().save(empty, path)
                 self.load(path)
-            elif self._copying is None:
+            elif self.copying is None:
                 super().save(state_dict, path)
             else:
-                copy, writes = self._copying
+                copy, writes = self.copying
                 writes.append(partial(super().save, copy(state_dict), path))
-
-        @contextmanager
-        def copied(self, copy: Copy) -> Iterator[list[Callable[[], None]]]:
-            """Copy what DeepSpeed saves in the block instead of writing it; yields functions that write the copies."""
-            writes: list[Callable[[], None]] = []
-            self._copying = copy, writes
-            try:
-                yield writes
-            finally:
-                self._copying = None
-
-        @contextmanager
-        def tried(self) -> Iterator[None]:
-            """Write what DeepSpeed saves in the block without its numbers, and read it again."""
-            self._tried = True
-            try:
-                yield
-            finally:
-                self._tried = False
 
     files = RestrictedCheckpointEngine(engine._config)
     engine.checkpoint_engine = files
     return files
-
-
-def _without_numbers(state: dict[str, Any]) -> dict[str, Any]:
-    return tree_map_only(torch.Tensor, lambda tensor: torch.empty(0, dtype=tensor.dtype), state)
 
 
 def save_trained_only(engine: Any) -> None:

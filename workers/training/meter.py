@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -93,39 +92,26 @@ def profiled(trace: str, device: Device) -> Iterator[None]:
     profiler.export_chrome_trace(trace)
 
 
-@dataclass(frozen=True)
-class _RecordedBatch:
-    """One micro-batch. The tensors stay on their device until the update has ended: a copy would wait for it."""
-
-    rows: torch.Tensor
-    lengths: torch.Tensor
-    logprobs: torch.Tensor
-    entropy: torch.Tensor
-
-
 class TokenRecorder:
     """Log-probs and entropies of the rows that a rank trained on, since they were last taken."""
 
     def __init__(self) -> None:
-        self._parts: list[_RecordedBatch] = []
+        self._parts: list[tuple[torch.Tensor, ...]] = []
+        """Rows, lengths, log-probs and entropies of each micro-batch. They stay on their device until the update has
+        ended: a copy would wait for it."""
         self._updates: list[pa.Table] = []
 
     def note(self, batch: TokenBatch, logprobs: torch.Tensor, entropy: torch.Tensor) -> None:
         """Keeps what a micro-batch gave: float [T] over its response tokens."""
         if len(batch.rows):
-            self._parts.append(
-                _RecordedBatch(batch.rows, batch.lengths, logprobs.detach().clone(), entropy.detach().clone())
-            )
+            self._parts.append((batch.rows, batch.lengths, logprobs.detach().clone(), entropy.detach().clone()))
 
     def end_update(self, table: pa.Table) -> None:
         """Takes the micro-batches noted since the last update as one update's, on rows of this TRAIN table."""
         parts, self._parts = self._parts, []
         if not parts:
             return
-        rows, lengths, logprobs, entropy = (
-            torch.cat([getattr(part, name) for part in parts]).cpu()
-            for name in ("rows", "lengths", "logprobs", "entropy")
-        )
+        rows, lengths, logprobs, entropy = (torch.cat(column).cpu() for column in zip(*parts, strict=True))
         identity = table.select(TOKEN_RECORDS.names[:-2]).take(pa.array(rows.numpy()))
         columns = [list_column(values.float(), lengths, pa.float32()) for values in (logprobs, entropy)]
         arrays = [*(column.combine_chunks() for column in identity.columns), *columns]

@@ -6,21 +6,10 @@ DeepSpeed's own `offload_states` accepts only its FusedAdam, which is compiled a
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
-
-
-@dataclass(frozen=True)
-class _Moved:
-    """A tensor whose data are in host memory."""
-
-    tensor: torch.Tensor
-    """Its data are in host memory, readable and saved from there."""
-    before: torch.Tensor
-    """The data on the device, with no memory allocated."""
 
 
 class StateOffload:
@@ -37,7 +26,9 @@ class StateOffload:
             device: Device of the tensors while they are in use.
         """
         self._device = device
-        self._moved: list[_Moved] = []
+        self._moved: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Tensors whose data are in host memory, readable and saved from there, and the data on the device, with no
+        memory allocated."""
         self._freed: list[tuple[torch.Tensor, int]] = []
         """Tensors that are empty between two updates, and the bytes of their storages."""
         self._buffers: list[torch.Tensor] = []
@@ -64,13 +55,13 @@ class StateOffload:
         for number, tensor in enumerate(self._whole(kept)):
             host = self._buffer(number, tensor)
             host.copy_(tensor, non_blocking=True)
-            self._moved.append(_Moved(tensor, tensor.data))
+            self._moved.append((tensor, tensor.data))
             tensor.data = host
         self._freed = [(tensor, tensor.untyped_storage().nbytes()) for tensor in self._whole(scratch)]
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         released = 0
-        for tensor in (*(moved.before for moved in self._moved), *(tensor for tensor, _ in self._freed)):
+        for tensor in (*(before for _, before in self._moved), *(tensor for tensor, _ in self._freed)):
             released += tensor.untyped_storage().nbytes()
             tensor.untyped_storage().resize_(0)
         return released
@@ -78,17 +69,16 @@ class StateOffload:
     @torch.no_grad()
     def reload(self) -> None:
         """Allocate the device's memory again, and copy the tensors back. Does nothing if they are there."""
-        for moved in self._moved:
-            storage = moved.before.untyped_storage()
-            storage.resize_(moved.before.nbytes)
-            moved.before.copy_(moved.tensor, non_blocking=True)
+        for tensor, before in self._moved:
+            before.untyped_storage().resize_(before.nbytes)
+            before.copy_(tensor, non_blocking=True)
         for tensor, nbytes in self._freed:
             tensor.untyped_storage().resize_(nbytes)
             tensor.zero_()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        for moved in self._moved:
-            moved.tensor.data = moved.before
+        for tensor, before in self._moved:
+            tensor.data = before
         self._moved, self._freed = [], []
 
     def _whole(self, tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:

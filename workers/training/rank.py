@@ -7,12 +7,13 @@ import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Generic, Protocol, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Generic, TypeVar, cast
 
 import pyarrow as pa
 import torch
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]: it is documented
 
+from troupe.workers.algorithms.offline_objectives import ObjectiveOutput
 from troupe.workers.algorithms.policy_loss import LossOutput
 from troupe.workers.contract.arrow import pickle_tables
 from troupe.workers.contract.config import Device, ModelConfig, RankConfig, Rendezvous
@@ -53,20 +54,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class Output(Protocol):
-    """What is computed of one micro-batch."""
-
-    @property
-    def loss(self) -> torch.Tensor:
-        """Scalar, with gradient."""
-        ...
-
-    def statistics(self) -> Self:
-        """The same without the graph of the loss."""
-        ...
-
-
-OutputT = TypeVar("OutputT", bound=Output)
+OutputT = TypeVar("OutputT", LossOutput, ObjectiveOutput)
 ConfigT = TypeVar("ConfigT", bound=RankConfig)
 
 Work = Callable[[Forward], tuple[TokenBatch, OutputT]]
@@ -250,7 +238,8 @@ class TrainingRank(ABC, Generic[ConfigT]):
         def loss_of(forward: Forward, compute: Work[OutputT]) -> torch.Tensor:
             micro_batch, output = compute(forward)
             meter.note(micro_batch)
-            outputs.append(output.statistics())
+            # Without the graph of the loss, which may keep activations alive after the backward pass.
+            outputs.append(replace(output, loss=output.loss.detach()))
             return output.loss
 
         with profiled(plan.trace, self._device):

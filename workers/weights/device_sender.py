@@ -13,7 +13,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -37,22 +37,6 @@ from troupe.workers.weights.transfer_group import BOUND_S, TransferFailed, Trans
 
 T = TypeVar("T")
 NamedTensors = Iterator[tuple[str, torch.Tensor]]
-
-
-class DeviceSender(Protocol):
-    """Sends versions of the weights to the engines of one link."""
-
-    def send(self, version: int, tensors: NamedTensors) -> WeightsSent | None:
-        """Send these weights as `version`. Collective; only rank 0 returns what was sent.
-
-        Raises:
-            TransferFailed: An engine failed or did not answer; the sender is of no more use.
-        """
-        ...
-
-    def close(self) -> None:
-        """Leave the engines."""
-        ...
 
 
 def device_sender(
@@ -88,8 +72,8 @@ def device_sender(
     return resolve(row.sender)(link, buckets, described, rank, device)
 
 
-class _Sender:
-    """Base of both kinds of sender."""
+class DeviceSender:
+    """Sends versions of the weights to the engines of one link."""
 
     def __init__(
         self, link: EngineLink, buckets: Sequence[Bucket], described: dict[str, Any], rank: int, device: torch.device
@@ -111,6 +95,17 @@ class _Sender:
             self._join(described)
 
     @abstractmethod
+    def send(self, version: int, tensors: NamedTensors) -> WeightsSent | None:
+        """Send these weights as `version`. Collective; only rank 0 returns what was sent.
+
+        Raises:
+            TransferFailed: An engine failed or did not answer; the sender is of no more use.
+        """
+
+    def close(self) -> None:
+        """Leave the engines."""
+
+    @abstractmethod
     def _join(self, described: dict[str, Any]) -> None:
         """Make the engines join; called on rank 0."""
 
@@ -121,7 +116,7 @@ class _Sender:
         return WeightsSent(version, digest, sum(bucket.nbytes for bucket in self._buckets), tuple(acks))
 
 
-class GroupSender(_Sender):
+class GroupSender(DeviceSender):
     """Broadcasts from rank 0 of the trainers to every engine process."""
 
     _group: TransferGroup | None = None
@@ -181,7 +176,7 @@ class GroupSender(_Sender):
         return sums
 
 
-class SharedGpuSender(_Sender):
+class SharedGpuSender(DeviceSender):
     """Makes the engine processes copy every bucket from a buffer on the GPU that they share with a trainer rank."""
 
     def __init__(
@@ -214,9 +209,6 @@ class SharedGpuSender(_Sender):
                 pass
             raise
         return self._finish(version, sums) if self._rank == 0 else None
-
-    def close(self) -> None:
-        """Leave the engines."""
 
     def _begin(self) -> None:
         """Allocate the buffer. Rank 0 makes the engines begin."""

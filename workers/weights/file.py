@@ -39,8 +39,7 @@ from troupe.workers.weights.shared_memory import (
     WeightFileRefused,
     check_name,
     new_path,
-    open_for_change,
-    open_for_reading,
+    open_existing,
     open_for_writing,
     remove_stale,
     shared_directory,
@@ -269,18 +268,12 @@ def open_weights(update: WeightUpdate, mapping: FileMapping | None = None) -> It
     """
     with ExitStack() as stack:
         try:
-            fd, size = stack.enter_context(open_for_reading(update.path))
+            fd, size = stack.enter_context(open_existing(update.path))
         except FileNotFoundError:  # its publisher is dead, or someone has removed it
             raise WeightDigestMismatch(update.path, update.digest, "none: the file is not there") from None
         if size < update.nbytes:
             raise WeightDigestMismatch(update.path, update.digest, f"none: {size} of {update.nbytes} bytes")
         yield MappedWeights(update, (mapping or FileMapping(mmap.PROT_READ)).of(fd, update.nbytes))
-
-
-def verify(update: WeightUpdate) -> None:
-    """Raise :class:`WeightDigestMismatch` unless the file holds what was published (see :func:`open_weights`)."""
-    with open_weights(update) as weights:
-        weights.verify()
 
 
 def read_weights(update: WeightUpdate) -> Iterator[tuple[str, torch.Tensor]]:
@@ -324,7 +317,7 @@ def change_payload(update: WeightUpdate, delta: Bytes) -> None:
     """
     path = Path(update.path)
     check_name(path)
-    with open_for_change(path) as (fd, size):
+    with open_existing(path, change=True) as (fd, size):
         if size < update.nbytes:
             raise DeltaRefused(f"{path} has {size} of {update.nbytes} bytes")
         apply_delta(delta, FileMapping(mmap.PROT_READ | mmap.PROT_WRITE).of(fd, update.nbytes))

@@ -62,7 +62,7 @@ def open_for_writing(path: Path) -> Iterator[int]:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(fd)
-        remove(path)
+        path.unlink(missing_ok=True)
         fd = _create(path)
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     try:
@@ -72,38 +72,22 @@ def open_for_writing(path: Path) -> Iterator[int]:
 
 
 @contextmanager
-def open_for_change(path: Path) -> Iterator[tuple[int, int]]:
-    """(descriptor, size in bytes) of an existing file that nobody reads, locked to change it in place.
-
-    Raises:
-        WeightFileRefused: the file is a link or belongs to another user.
-        FileNotFoundError: the file does not exist.
-        BlockingIOError: a reader still uses the file.
-    """
-    with _locked(path, os.O_RDWR, fcntl.LOCK_EX) as opened:
-        yield opened
-
-
-@contextmanager
-def open_for_reading(path: str | Path) -> Iterator[tuple[int, int]]:
+def open_existing(path: str | Path, *, change: bool = False) -> Iterator[tuple[int, int]]:
     """(descriptor, size in bytes) of a file that its writer cannot change until the context ends.
 
+    Args:
+        path: The file.
+        change: Whether it is opened to change it in place; then nobody can read it.
+
     Raises:
         WeightFileRefused: the file is a link or belongs to another user.
         FileNotFoundError: the file does not exist.
-        BlockingIOError: the file is being written.
+        BlockingIOError: the file is being written, or to be changed while a reader uses it.
     """
-    with _locked(path, os.O_RDONLY, fcntl.LOCK_SH) as opened:
-        yield opened
-
-
-@contextmanager
-def _locked(path: str | Path, access: int, lock: int) -> Iterator[tuple[int, int]]:
-    """(descriptor, size in bytes) of an existing file, locked without waiting until the context ends."""
-    fd = os.open(path, access | os.O_CLOEXEC | _no_links(path))
+    fd = os.open(path, (os.O_RDWR if change else os.O_RDONLY) | os.O_CLOEXEC | _no_links(path))
     try:
         size = _checked_size(fd, path)
-        fcntl.flock(fd, lock | fcntl.LOCK_NB)
+        fcntl.flock(fd, (fcntl.LOCK_EX if change else fcntl.LOCK_SH) | fcntl.LOCK_NB)
         yield fd, size
     finally:
         _unlock(fd)
@@ -142,11 +126,6 @@ class FileMapping:
         self._file, self._bytes = (0, 0, 0), NOTHING
 
 
-def remove(path: str | Path) -> None:
-    """Remove a weight file, if it exists."""
-    Path(path).unlink(missing_ok=True)
-
-
 def remove_stale(directory: Path, run_id: str) -> list[Path]:
     """Remove this user's files of run `run_id` whose publisher on this machine is dead; returns what was removed."""
     removed = []
@@ -155,7 +134,7 @@ def remove_stale(directory: Path, run_id: str) -> list[Path]:
         if parts is None or parts["run_id"] != run_id or process_lives(int(parts["pid"])):
             continue
         if path.lstat().st_uid == os.geteuid():
-            remove(path)
+            path.unlink(missing_ok=True)
             removed.append(path)
     return removed
 

@@ -29,11 +29,10 @@ from troupe.workers.weights.file import (
     WeightPublisher,
     change_payload,
     read_payload,
-    verify,
     write_payload,
 )
 from troupe.workers.weights.receiver import NodeFile
-from troupe.workers.weights.shared_memory import Bytes, open_for_reading
+from troupe.workers.weights.shared_memory import Bytes, open_existing
 
 MIB = 1 << 20
 
@@ -207,7 +206,7 @@ def test_a_node_that_has_the_version_before_makes_the_next_one_from_what_changed
         delta = trainer.publisher.delta(update)
         assert 0 < delta.nbytes * 10 < update.nbytes and base_of(delta) == before.digest
         change_payload(trainer.elsewhere(update), delta)
-        verify(trainer.elsewhere(update))
+        read_payload(trainer.elsewhere(update))
     assert update.digest != before.digest
 
 
@@ -220,7 +219,7 @@ def test_a_delta_applied_to_another_version_is_found_before_loading(trainer: Tra
     third = trainer.publish(second.digest)
     change_payload(trainer.elsewhere(third), trainer.publisher.delta(third))
     with pytest.raises(WeightDigestMismatch):
-        verify(trainer.elsewhere(third))
+        read_payload(trainer.elsewhere(third))
 
 
 def test_a_worker_changes_a_file_only_if_it_is_the_base_of_the_delta(trainer: Trainer) -> None:
@@ -238,7 +237,7 @@ def test_a_worker_changes_a_file_only_if_it_is_the_base_of_the_delta(trainer: Tr
             return done
 
     assert not asyncio.run(changed(replace(first, digest="another")))
-    assert asyncio.run(changed(first, verify))
+    assert asyncio.run(changed(first, read_payload))
 
 
 def _other_base(trainer: Trainer, update: WeightUpdate) -> str:
@@ -283,7 +282,7 @@ def test_without_a_base_or_with_too_much_there_is_no_delta(
     update = trainer.publish()
     update = trainer.publish(cause(trainer, update))
     assert not trainer.publisher.delta(update).nbytes
-    verify(update)
+    read_payload(update)
 
 
 def test_after_large_updates_a_sample_of_a_small_one_brings_deltas_back(trainer: Trainer) -> None:
@@ -293,16 +292,16 @@ def test_after_large_updates_a_sample_of_a_small_one_brings_deltas_back(trainer:
         update = trainer.publish(change(trainer, update))
         sizes.append(trainer.publisher.delta(update).nbytes)
     assert [size > 0 for size in sizes] == [False, False, False, True, True]
-    verify(update)
+    read_payload(update)
 
 
 def test_a_file_that_a_reader_held_is_written_anew_and_has_no_delta(trainer: Trainer) -> None:
     first = trainer.publish()
     trainer.step()
-    with open_for_reading(first.path):
+    with open_existing(first.path):
         second = trainer.publish(first.digest)
     assert not trainer.publisher.delta(second).nbytes
-    verify(second)
+    read_payload(second)
 
 
 def test_only_the_last_version_has_a_delta(trainer: Trainer) -> None:
@@ -323,7 +322,7 @@ def test_a_file_that_is_gone_or_read_or_too_short_is_not_changed(trainer: Traine
     with pytest.raises(FileNotFoundError):
         change_payload(elsewhere, delta)
     write_payload(elsewhere, read_payload(second))
-    with open_for_reading(elsewhere.path), pytest.raises(BlockingIOError):
+    with open_existing(elsewhere.path), pytest.raises(BlockingIOError):
         change_payload(elsewhere, delta)
     with Path(elsewhere.path).open("r+b") as file:
         file.truncate(100)
@@ -359,10 +358,10 @@ def test_a_file_whose_writer_was_killed_within_a_delta_is_of_no_version_and_gets
     assert process.exitcode == -signal.SIGKILL
     for version in (first, second):
         with pytest.raises(WeightDigestMismatch):
-            verify(trainer.elsewhere(version))
+            read_payload(trainer.elsewhere(version))
     write_payload(trainer.elsewhere(second), read_payload(second))
-    verify(trainer.elsewhere(second))
+    read_payload(trainer.elsewhere(second))
     trainer.step()
     third = trainer.publish(second.digest)
     change_payload(trainer.elsewhere(third), trainer.publisher.delta(third))
-    verify(trainer.elsewhere(third))
+    read_payload(trainer.elsewhere(third))
