@@ -74,14 +74,10 @@ class EngineMeter:
             self._preemptions += iteration_stats.num_preempted_reqs
             self._sequences += [_finished(request) for request in iteration_stats.finished_requests]
 
-    def log_engine_initialized(self) -> None:
-        """Part of vLLM's interface; there is nothing to log."""
+    def log(self, *_: object) -> None:
+        """Part of vLLM's interface: `read` returns the measurements, and engines do not sleep while they are measured."""
 
-    def log(self) -> None:
-        """Part of vLLM's interface; `read` returns the measurements."""
-
-    def record_sleep_state(self, is_awake: int, level: int) -> None:
-        """Part of vLLM's interface; engines do not sleep while they are measured."""
+    log_engine_initialized = record_sleep_state = log
 
     def read(self, engine: str) -> EngineReading:
         """The measurements since the last reading.

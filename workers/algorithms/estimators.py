@@ -160,7 +160,7 @@ def _returns(config: AdvantageConfig, batch: SampledTokens, state: AdvantageStat
     credited = totals[batch.sequence]
     if config.reward_to_go:
         credited = returns_to_go(shaped.token_rewards, batch.lengths, config.gamma)
-    above = BASELINES[config.baseline](totals, shaped, batch, state)
+    above = _above_baseline(config, totals, shaped, batch, state)
     # In this order, a whole return credited to every token leaves `above` bitwise unchanged.
     advantages = (credited - totals[batch.sequence]) + above[batch.sequence]
     if shaped.own_rewards is not None:
@@ -224,49 +224,29 @@ class _Shaped:
     metrics: Mapping[str, float]
 
 
-Baseline = Callable[[torch.Tensor, _Shaped, SampledTokens, AdvantageState], torch.Tensor]
-"""From the returns of the samples to float64 [N]: returns minus the baseline."""
-
-
-def _above_nothing(returns: torch.Tensor, shaped: _Shaped, batch: SampledTokens, state: AdvantageState) -> torch.Tensor:
-    return returns
-
-
-def _above_running_mean(
-    returns: torch.Tensor, shaped: _Shaped, batch: SampledTokens, state: AdvantageState
+def _above_baseline(
+    config: AdvantageConfig, returns: torch.Tensor, shaped: _Shaped, batch: SampledTokens, state: AdvantageState
 ) -> torch.Tensor:
-    # Earlier batches only: a baseline that includes the sample itself would bias the gradient.
-    above = torch.zeros_like(returns)
-    for name, members in batch.parts():
-        above[members] = returns[members] - state.moments(name).returns.mean
-    return above
-
-
-def _above_group_mean(
-    returns: torch.Tensor, shaped: _Shaped, batch: SampledTokens, state: AdvantageState
-) -> torch.Tensor:
-    return group_advantages(returns, batch.groups, normalize_by_std=False)
-
-
-def _above_the_others(
-    returns: torch.Tensor, shaped: _Shaped, batch: SampledTokens, state: AdvantageState
-) -> torch.Tensor:
-    return leave_one_out_advantages(returns, batch.groups)
-
-
-def _above_greedy(returns: torch.Tensor, shaped: _Shaped, batch: SampledTokens, state: AdvantageState) -> torch.Tensor:
-    if shaped.greedy_rewards is None:
-        raise ValueError("the greedy baseline needs the rewards of greedy responses, but greedy_rewards is empty")
-    return returns - shaped.greedy_rewards
-
-
-BASELINES: dict[str, Baseline] = {
-    "none": _above_nothing,
-    "running_mean": _above_running_mean,
-    "group_mean": _above_group_mean,
-    "leave_one_out": _above_the_others,
-    "greedy": _above_greedy,
-}
+    """float64 [N]: the returns of the samples minus the baseline."""
+    match config.baseline:
+        case "none":
+            return returns
+        case "group_mean":
+            return group_advantages(returns, batch.groups, normalize_by_std=False)
+        case "leave_one_out":
+            return leave_one_out_advantages(returns, batch.groups)
+        case "running_mean":
+            # Earlier batches only: a baseline that includes the sample itself would bias the gradient.
+            above = torch.zeros_like(returns)
+            for name, members in batch.parts():
+                above[members] = returns[members] - state.moments(name).returns.mean
+            return above
+        case "greedy":
+            if shaped.greedy_rewards is None:
+                raise ValueError(
+                    "the greedy baseline needs the rewards of greedy responses, but greedy_rewards is empty"
+                )
+            return returns - shaped.greedy_rewards
 
 
 def _shape(config: AdvantageConfig, batch: SampledTokens, state: AdvantageState) -> _Shaped:

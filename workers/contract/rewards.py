@@ -17,22 +17,23 @@ CONSISTENCY = "consistency"
 NO_ANSWER = -1.0
 """Number in a vote of a response that states no answer."""
 
-REWARD_FUNCTIONS = (
-    ENVIRONMENT_REWARD,
-    JUDGE_REWARD,
-    "exact_match",
-    "choice",
-    "last_number",
-    "numeric",
-    "regex",
-    "length",
-    "overlong",
-    "reasoning_gym",
-    "letter_share",
-    "equations",
-    "python_tests",
-)
-"""Names of the built-in reward functions. `workers/rewards/loading.py` has each one's module."""
+SHIPPED = {
+    "exact_match": "troupe.workers.rewards.functions:exact_match",
+    "choice": "troupe.workers.rewards.functions:choice",
+    "last_number": "troupe.workers.rewards.functions:last_number",
+    "numeric": "troupe.workers.rewards.numeric:numeric",
+    "regex": "troupe.workers.rewards.functions:regex",
+    "length": "troupe.workers.rewards.functions:length",
+    "overlong": "troupe.workers.rewards.functions:overlong",
+    "reasoning_gym": "troupe.workers.rewards.gym:reasoning_gym",
+    "letter_share": "troupe.workers.rewards.functions:letter_share",
+    "equations": "troupe.workers.rewards.equations:equations",
+    "python_tests": "troupe.workers.agents.interface:python_tests",
+}
+"""The built-in functions of a response, by their names."""
+
+REWARD_FUNCTIONS = (ENVIRONMENT_REWARD, JUDGE_REWARD, *SHIPPED)
+"""Names of the built-in reward functions."""
 
 STEP_FUNCTIONS = (ENVIRONMENT_REWARD, "letter_share", "equations")
 """Built-in reward functions that can return process rewards."""

@@ -31,7 +31,8 @@ from troupe.workers.contract.config import Device
 from troupe.workers.isolation.lifetime import exit_with, remove_at_death
 from troupe.workers.telemetry.process_end import ended_by, log_of
 
-IMPORTED_AHEAD = ["vllm.v1.engine.core", "vllm.v1.worker.cpu_worker"]
+_CORE = "vllm.v1.engine.core"
+IMPORTED_AHEAD = [_CORE, "vllm.v1.worker.cpu_worker"]
 FRONT_END = "vllm.v1.engine.async_llm"
 """Module that an engine's worker also imports."""
 _NO_COLLECTIONS = "troupe.workers.engine.no_collections"
@@ -216,7 +217,7 @@ def _name_ranks() -> None:
     """Name what the ranks of a worker's engine on the CPU share after the owner: vLLM takes the name of the file by
     which they meet."""
     owner = os.environ.get(OWNER_VARIABLE)
-    if owner is None or IMPORTED_AHEAD[0] not in sys.modules:
+    if owner is None or _CORE not in sys.modules:  # the process runs no engine
         return
     from vllm.v1.executor import multiproc_executor
 

@@ -83,8 +83,16 @@ class Segments:
 
     def varlen(self, device: torch.device) -> VarlenLayout:
         """The arguments of a kernel on `device`, made once for all layers."""
-        if device not in self.layouts:
-            self.layouts[device] = self._varlen(device)
+        if device in self.layouts:
+            return self.layouts[device]
+        queries = [item.length for item in self.items]
+        keys = [item.prefix_length + item.length for item in self.items]
+        index = None
+        if queries != keys:
+            spans = [torch.arange(part.start, part.stop) for s in self.items for part in (s.prefix, s.queries)]
+            index = torch.cat(spans).to(device, non_blocking=True)
+        ends = (_ends(queries, device), _ends(keys, device))
+        self.layouts[device] = VarlenLayout(*ends, index, max(queries), max(keys))
         return self.layouts[device]
 
     def seen(self, segment: RowSegment, window: int | None) -> dict[str, Any]:
@@ -105,15 +113,6 @@ class Segments:
                 allowed = allowed.triu(segment.prefix_length - window + 1)
             self.masks[shape] = torch.zeros(allowed.shape).masked_fill_(~allowed, -math.inf)
         return {"is_causal": False, "attn_mask": self.masks[shape]}
-
-    def _varlen(self, device: torch.device) -> VarlenLayout:
-        queries = [item.length for item in self.items]
-        keys = [item.prefix_length + item.length for item in self.items]
-        index = None
-        if queries != keys:
-            spans = [torch.arange(part.start, part.stop) for s in self.items for part in (s.prefix, s.queries)]
-            index = torch.cat(spans).to(device, non_blocking=True)
-        return VarlenLayout(_ends(queries, device), _ends(keys, device), index, max(queries), max(keys))
 
 
 def _ends(lengths: list[int], device: torch.device) -> torch.Tensor:

@@ -5,20 +5,23 @@ No text of the model is executed: numbers, the four operations and parentheses a
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import Any
 
+from troupe.workers.contract import expressions
 from troupe.workers.rewards.results import Step, Steps
 
 _LONGEST = 200
 """Longest chain of equations that is parsed, in characters; limits the numbers, the nesting and the time."""
 _NUMBER = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?"
 _CHAIN = re.compile(rf"(?:{_NUMBER}|[-+*/^%=() \t])+")
-_TOKEN = re.compile(rf"{_NUMBER}|\S")
+_NO_SIGN = re.compile(r"(?:^|[-+*/(])\s*(?:\+|-[-+\s])")
+"""A sign that begins no number: a plus, one of several, or a minus before a space, which is the rest of "x - 2"."""
 _OPERATION = re.compile(r"[0-9)][ \t]*[-+*/]")
 
 # Other spellings of supported symbols. Replacements keep the length of the text, so that positions stay valid.
@@ -32,10 +35,6 @@ _SPELLINGS = (
     (re.compile(r"(?<=[0-9)])\*\*(?=[-0-9(])"), "^"),  # a power, which is not supported
     (re.compile(r"\*\*"), ""),  # bold
 )
-_SIGN = "sign"
-
-Items = list[Fraction | str]
-"""Alternating operands and operators."""
 
 
 @dataclass(frozen=True)
@@ -103,45 +102,23 @@ def find_equations(text: str) -> Iterator[Equation]:
 
 def evaluate(text: str) -> Fraction | None:
     """Value of an arithmetic expression; None if the text is not an expression or divides by zero."""
-    levels: list[Items] = [[]]
-    for token in _TOKEN.finditer(text):
-        symbol, level = token.group(), levels[-1]
-        if symbol == "(":
-            levels.append([])
-        elif symbol == ")" or symbol[0].isdigit():
-            value = _value(levels.pop()) if symbol == ")" else Fraction(symbol.replace(",", ""))
-            if value is None or not levels:
-                return None
-            signed = levels[-1][-1:] == [_SIGN]
-            levels[-1][len(levels[-1]) - signed :] = [-value if signed else value]
-        elif symbol == "-" and len(level) % 2 == 0:
-            # A minus followed by a space is not a sign but the rest of "x - 2".
-            if text[token.end() : token.end() + 1].isspace():
-                return None
-            level.append(_SIGN)
-        else:
-            level.append(symbol)
-    return _value(levels[0]) if len(levels) == 1 else None
+    numbers = [Fraction(number.replace(",", "")) for number in re.findall(_NUMBER, text)]
+    place = count()
+    named = re.sub(_NUMBER, lambda _: f"n{next(place)}", text.strip())
+    try:
+        if _NO_SIGN.search(named):
+            return None
+        names = {f"n{place}": number for place, number in enumerate(numbers)}
+        value = expressions.evaluate(ast.parse(named, mode="eval").body, _compute, names)
+    except (SyntaxError, ValueError, ZeroDivisionError):
+        return None
+    return value if isinstance(value, Fraction) else None
 
 
-def _value(items: Items) -> Fraction | None:
-    """Value of operands and operators, products before sums; None if they do not alternate."""
-    terms: list[Fraction] = []
-    operator: Fraction | str = "+"
-    for place, item in enumerate(items):
-        if place % 2:
-            operator = item
-        elif isinstance(item, str):
-            return None
-        elif operator in ("+", "-"):
-            terms.append(item if operator == "+" else -item)
-        elif operator == "*":
-            terms[-1] *= item
-        elif operator == "/" and item:
-            terms[-1] /= item
-        else:
-            return None
-    return sum(terms, Fraction(0)) if len(items) % 2 else None
+def _compute(op: ast.operator, left: Fraction, right: Fraction) -> Fraction:
+    if not isinstance(op, ast.Add | ast.Sub | ast.Mult | ast.Div):
+        raise ValueError("not one of the four operations")
+    return expressions.BINARY[type(op)](left, right)
 
 
 def _is_torn(chain: re.Match[str]) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from decimal import Decimal
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 from troupe.workers.rewards.answer_text import answer_part, plain
 from troupe.workers.rewards.results import Steps
@@ -141,18 +141,6 @@ def overlong(
         raise ValueError(f"buffer must be positive, not {buffer}")
     excess = _size(response, metadata, unit) - (limit - buffer)
     return -min(1.0, max(0.0, excess / buffer))
-
-
-@overload
-def letter_share(
-    response: str, answer: str, metadata: Metadata, *, letters: str, ignore_case: bool = False, every: Literal[0] = 0
-) -> float: ...
-
-
-@overload
-def letter_share(
-    response: str, answer: str, metadata: Metadata, *, letters: str, ignore_case: bool = False, every: int
-) -> float | Steps: ...
 
 
 def letter_share(

@@ -8,21 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from troupe.workers.contract import imports
-from troupe.workers.contract.rewards import ENVIRONMENT_REWARD, JUDGE_REWARD
-
-SHIPPED = {
-    "equations": "troupe.workers.rewards.equations:equations",
-    "choice": "troupe.workers.rewards.functions:choice",
-    "exact_match": "troupe.workers.rewards.functions:exact_match",
-    "last_number": "troupe.workers.rewards.functions:last_number",
-    "length": "troupe.workers.rewards.functions:length",
-    "letter_share": "troupe.workers.rewards.functions:letter_share",
-    "numeric": "troupe.workers.rewards.numeric:numeric",
-    "overlong": "troupe.workers.rewards.functions:overlong",
-    "python_tests": "troupe.workers.agents.interface:python_tests",
-    "reasoning_gym": "troupe.workers.rewards.gym:reasoning_gym",
-    "regex": "troupe.workers.rewards.functions:regex",
-}
+from troupe.workers.contract.rewards import ENVIRONMENT_REWARD, JUDGE_REWARD, SHIPPED
 
 RUN_MODEL_CODE = ("python_tests",)
 """Built-in functions that run code that a model wrote, in a sandbox."""

@@ -127,7 +127,10 @@ def reshard(saved: Sequence[State], keys: StateKeys, cut: Cut, param_groups: Seq
     weights = cut([state[keys.weights] for state in saved])
     states: dict[int, State] = {}
     if adam[0]["state"]:  # empty before the first update
-        moments = {name: cut([_by_group(one["state"], name) for one in adam]) for name in _MOMENTS}
+        moments = {
+            name: cut([[one["state"][number][name] for number in sorted(one["state"])] for one in adam])
+            for name in _MOMENTS
+        }
         # Fused Adam increments the step count in place: each flat tensor needs its own.
         step: torch.Tensor = adam[0]["state"][0]["step"]
         states = {
@@ -182,10 +185,6 @@ def unflattened(adam: State, shapes: Shapes) -> State:
                 states[place] = {"step": flat["step"].clone()} | cut
         number += len(names)
     return adam | {"state": states}
-
-
-def _by_group(state: Mapping[int, State], moment: str) -> list[torch.Tensor]:
-    return [state[number][moment] for number in sorted(state)]
 
 
 class ReshardingLoader:

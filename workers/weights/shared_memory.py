@@ -5,7 +5,6 @@ Writer and readers exclude each other with `flock`, which the kernel releases wh
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import itertools
 import mmap
@@ -19,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import psutil
 
 Bytes = npt.NDArray[np.uint8]
 NOTHING: Bytes = np.empty(0, np.uint8)
@@ -131,7 +131,7 @@ def remove_stale(directory: Path, run_id: str) -> list[Path]:
     removed = []
     for path in directory.glob("troupe-*.weights"):
         parts = _NAME.fullmatch(path.name)
-        if parts is None or parts["run_id"] != run_id or process_lives(int(parts["pid"])):
+        if parts is None or parts["run_id"] != run_id or psutil.pid_exists(int(parts["pid"])):
             continue
         if path.lstat().st_uid == os.geteuid():
             path.unlink(missing_ok=True)
@@ -169,12 +169,3 @@ def _checked_size(fd: int, path: str | Path) -> int:
     if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or not private:
         raise WeightFileRefused(f"{path} is not a private file of this user")
     return status.st_size
-
-
-def process_lives(pid: int) -> bool:
-    """Whether this host has a process of this number."""
-    try:
-        os.kill(pid, 0)
-    except OSError as error:
-        return error.errno != errno.ESRCH
-    return True

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 import numpy as np
+import psutil
 from pyarrow import fs
 
-from troupe.workers.weights.shared_memory import Bytes, process_lives
+from troupe.workers.weights.shared_memory import Bytes
 
 
 class StoreFailed(RuntimeError):
@@ -107,5 +108,5 @@ class WeightStore:
         selector = fs.FileSelector(str(self._root), allow_not_found=True)
         for info in self._files.get_file_info(selector):
             pid = info.base_name.removeprefix(self._prefix).partition("-")[0]
-            if info.base_name.startswith(self._prefix) and pid.isdigit() and not process_lives(int(pid)):
+            if info.base_name.startswith(self._prefix) and pid.isdigit() and not psutil.pid_exists(int(pid)):
                 self._delete(info.path)

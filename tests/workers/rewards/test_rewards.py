@@ -22,8 +22,9 @@ from reasoning_gym.factory import DATASETS, get_score_answer_fn
 
 from troupe.orchestrator.data.readers import json_safe
 from troupe.workers.contract.config import RewardFunctionConfig
+from troupe.workers.contract.rewards import SHIPPED
 from troupe.workers.rewards import functions, gym
-from troupe.workers.rewards.loading import SHIPPED, RewardFunctionError, load, locate
+from troupe.workers.rewards.loading import RewardFunctionError, load, locate
 from troupe.workers.rewards.numeric import numeric
 from troupe.workers.rewards.runner import RewardProcess, RewardResult, Sample
 

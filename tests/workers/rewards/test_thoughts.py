@@ -19,9 +19,10 @@ from troupe.workers.contract.config import EnvironmentConfig, ModelConfig, Rewar
 from troupe.workers.contract.environments import Row
 from troupe.workers.contract.imports import import_attribute
 from troupe.workers.contract.messages import GroupRequest
+from troupe.workers.contract.rewards import SHIPPED
 from troupe.workers.engine.rows import RowBuilder
 from troupe.workers.environment import EnvironmentWorker
-from troupe.workers.rewards.loading import SHIPPED, locate
+from troupe.workers.rewards.loading import locate
 from troupe.workers.rewards.thoughts import environment_with_opened_thoughts, with_opened_thoughts
 
 ROW = Row(({"role": "user", "content": "2+3?"},), "5")

@@ -124,7 +124,7 @@ def test_a_smaller_version_in_a_used_file(tmp_path: Path) -> None:
     source.tensors = {"a": torch.zeros(3), "b": torch.zeros(5)}
     reused = published(publisher, 2)
     fresh = published(WeightPublisher(source, tmp_path, "other"), 2)
-    weight_file.verify(reused)
+    weight_file.read_payload(reused)
     assert reused.digest == fresh.digest
 
 
@@ -167,10 +167,10 @@ def test_every_flipped_byte_is_found(publisher: WeightPublisher) -> None:
     for offset in range(0, update.nbytes, 7):
         flip(update.path, offset)
         with pytest.raises(WeightDigestMismatch) as caught:
-            weight_file.verify(update)
+            weight_file.read_payload(update)
         assert caught.value.expected == update.digest != caught.value.got
         flip(update.path, offset)
-    weight_file.verify(update)
+    weight_file.read_payload(update)
 
 
 def test_truncated_file(publisher: WeightPublisher) -> None:
@@ -178,8 +178,8 @@ def test_truncated_file(publisher: WeightPublisher) -> None:
     update = published(publisher, 1)
     os.truncate(update.path, update.nbytes - 1)
     with pytest.raises(WeightDigestMismatch, match="none: "):
-        weight_file.verify(update)
-    weight_file.verify(published(publisher, 2))
+        weight_file.read_payload(update)
+    weight_file.read_payload(published(publisher, 2))
 
 
 def test_a_reader_keeps_its_version(publisher: WeightPublisher) -> None:
@@ -192,9 +192,9 @@ def test_a_reader_keeps_its_version(publisher: WeightPublisher) -> None:
         weights.verify()
         for name, tensor in weights.tensors():
             assert torch.equal(tensor, before[name])
-    weight_file.verify(second)
+    weight_file.read_payload(second)
     with pytest.raises(WeightDigestMismatch):
-        weight_file.verify(first)
+        weight_file.read_payload(first)
 
 
 def test_a_file_that_is_being_written_is_not_read(tmp_path: Path) -> None:
@@ -208,7 +208,7 @@ def test_a_file_that_is_being_written_is_not_read(tmp_path: Path) -> None:
             yield from self.tensors.items()
             if self.passes:
                 try:
-                    weight_file.verify(self.update)
+                    weight_file.read_payload(self.update)
                 except BlockingIOError as error:
                     seen.append(type(error))
             self.passes += 1
@@ -254,7 +254,7 @@ def test_links_and_open_files_are_refused(publisher: WeightPublisher, tmp_path: 
     os.unlink(update.path)
     os.symlink(canary, update.path)
     with pytest.raises(WeightFileRefused, match="link"):
-        weight_file.verify(update)
+        weight_file.read_payload(update)
     with pytest.raises(WeightFileRefused, match="link"):
         weight_file.write_payload(update, payload)
     with pytest.raises(WeightFileRefused, match="link"):
@@ -264,7 +264,7 @@ def test_links_and_open_files_are_refused(publisher: WeightPublisher, tmp_path: 
     Path(update.path).write_bytes(payload.tobytes())
     os.chmod(update.path, 0o644)
     with pytest.raises(WeightFileRefused, match="private"):
-        weight_file.verify(update)
+        weight_file.read_payload(update)
     with pytest.raises(WeightFileRefused, match="not the name"):
         weight_file.write_payload(dataclasses.replace(update, path=str(canary)), payload)
     with pytest.raises(ValueError, match="received 511 bytes of weights, expected 512"):
@@ -403,9 +403,9 @@ def test_a_file_that_was_removed_is_damaged(publisher: WeightPublisher) -> None:
     update = published(publisher, 1)
     Path(update.path).unlink()
     with pytest.raises(WeightDigestMismatch, match="none: the file is not there"):
-        weight_file.verify(update)
+        weight_file.read_payload(update)
     with pytest.raises(WeightDigestMismatch):
         weight_file.read_payload(update)
     again = published(publisher, 1)
     assert (again.path, again.digest) == (update.path, update.digest)
-    weight_file.verify(again)
+    weight_file.read_payload(again)

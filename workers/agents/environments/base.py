@@ -5,23 +5,12 @@ from __future__ import annotations
 import inspect
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from troupe.workers.contract.environments import Message, Observation, Row
+from troupe.workers.contract.environments import ENVIRONMENTS, Message, Observation, Row
 from troupe.workers.contract.imports import NameProblem, import_attribute, locate
 
-SHIPPED = {
-    "agent": "troupe.workers.agents.environments.agent:Agent",
-    "gymnasium": "troupe.workers.agents.environments.gymnasium:Gymnasium",
-    "guess_number": "troupe.workers.agents.environments.basic:GuessNumber",
-    "openenv": "troupe.workers.agents.environments.openenv:OpenEnv",
-    "retry": "troupe.workers.agents.environments.basic:Retry",
-    "single_turn": "troupe.workers.agents.environments.basic:SingleTurn",
-    "textarena": "troupe.workers.agents.environments.textarena:TextArena",
-    "tools": "troupe.workers.agents.environments.tools:Tools",
-    "verifiers": "troupe.workers.agents.environments.verifiers:Verifiers",
-}
 METHODS = ("start", "step", "close")
 
 
@@ -52,6 +41,13 @@ class Environment(ABC):
         """Free what the episode holds. Called once at the end of every episode, unless its process was killed."""
 
 
+def add_to_user(messages: Sequence[Message], text: str) -> list[Message]:
+    """The text as the user's message, within the last one if that is the user's: templates refuse two in a row."""
+    if messages and messages[-1]["role"] == "user":
+        return [*messages[:-1], {**messages[-1], "content": f"{messages[-1]['content']}\n\n{text}"}]
+    return [*messages, {"role": "user", "content": text}]
+
+
 class EnvironmentLoadError(ValueError):
     """An environment cannot be used: unknown, not importable, not an environment, or not with these arguments."""
 
@@ -76,7 +72,7 @@ def load(name: str, args: Mapping[str, Any]) -> Callable[[], Environment]:
         EnvironmentArgumentsError: it does not take the arguments, or refuses them with a ValueError or TypeError.
     """
     try:
-        place = locate(name, SHIPPED, "environment", "package.module:Class")
+        place = locate(name, ENVIRONMENTS, "environment", "package.module:Class")
         found = import_attribute(name, *place)
     except NameProblem as error:
         raise EnvironmentLoadError(str(error)) from error

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from troupe.workers.agents.environments.base import Environment
+from troupe.workers.agents.environments.base import Environment, add_to_user
 from troupe.workers.contract.environments import Message, Observation, Row
 
 NEEDS = "the environment gymnasium needs the package gymnasium: troupe env install gymnasium, or name its `python`"
@@ -68,7 +68,7 @@ class Gymnasium(Environment):
         seed = int(row.metadata.get("seed", row.seed)) % 2**32
         observation, _ = self._env.reset(seed=seed)
         self._space.seed(seed)
-        return Observation([*row.messages[:-1], *_joined(row.messages[-1:], self._text(observation))])
+        return Observation(add_to_user(row.messages, self._text(observation)))
 
     def step(self, message: Message) -> Observation:
         """The step of an action."""
@@ -114,10 +114,3 @@ class Gymnasium(Environment):
 def _plain(value: Any) -> Any:
     """A numpy array or number within an observation, for JSON."""
     return value.tolist() if hasattr(value, "tolist") else str(value)
-
-
-def _joined(messages: tuple[Message, ...], text: str) -> list[Message]:
-    """A user message with the text, behind the last message's own if that is the user's."""
-    if messages and messages[0]["role"] == "user":
-        return [{**messages[0], "content": f"{messages[0]['content']}\n\n{text}"}]
-    return [*messages, {"role": "user", "content": text}]

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from troupe.workers.agents.environments.base import Environment
+from troupe.workers.agents.environments.base import Environment, add_to_user
 from troupe.workers.agents.environments.tools import unread_call
 from troupe.workers.contract.environments import Message, Observation, Row
 from troupe.workers.contract.rewards import total
@@ -66,7 +66,7 @@ class OpenEnv(Environment):
         if self._tools:
             listed = await self._client.step({"type": "list_tools"})
             schemas = [_schema(tool) for tool in listed.observation["tools"]]
-        messages = _add_to_user([*row.messages], self._text(result.observation))
+        messages = add_to_user(row.messages, self._text(result.observation))
         return Observation(messages, done=result.done, tools=schemas)
 
     async def step(self, message: Message) -> Observation:
@@ -148,13 +148,6 @@ def _as_text(value: Any) -> str:
 
 def _user(text: str) -> Message:
     return {"role": "user", "content": text}
-
-
-def _add_to_user(messages: list[Message], text: str) -> list[Message]:
-    """The text as the user's message, within the last one if that is the user's: templates refuse two in a row."""
-    if messages and messages[-1]["role"] == "user":
-        return [*messages[:-1], {**messages[-1], "content": f"{messages[-1]['content']}\n\n{text}"}]
-    return [*messages, _user(text)]
 
 
 def _schema(tool: Mapping[str, Any]) -> dict[str, Any]:

@@ -188,7 +188,8 @@ def python_tests(
         cases = cases[: max_cases or None]
         verdicts = _run_calls(code, setup, cases, replace(limits, timeout_s=total_s), timeout_s)
         return _judge(verdicts, len(cases), partial)
-    pairs = _stdin_cases(given)[: max_cases or None]
+    # Input and expected output; both may be given as lists of lines.
+    pairs = [(_as_text(entered), _as_text(expected)) for entered, expected in _pairs(given)][: max_cases or None]
     return _judge(_run_programs(code, pairs, limits, total_s, tolerance, partial), len(pairs), partial)
 
 
@@ -288,11 +289,6 @@ def _pairs(given: dict[str, Any]) -> list[tuple[Any, Any]]:
     if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs) or not inputs:
         raise ValueError("test cases need `inputs` and `outputs`, two lists of the same length, at least 1")
     return list(zip(inputs, outputs, strict=True))
-
-
-def _stdin_cases(given: dict[str, Any]) -> list[tuple[str, str]]:
-    """Input and expected output of each case; both may be given as lists of lines."""
-    return [(_as_text(entered), _as_text(expected)) for entered, expected in _pairs(given)]
 
 
 def _as_text(value: Any) -> str:
