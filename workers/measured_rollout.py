@@ -75,7 +75,7 @@ class EngineMeter:
             self._sequences += [_finished(request) for request in iteration_stats.finished_requests]
 
     def log(self, *_: object) -> None:
-        """Part of vLLM's interface: `read` returns the measurements, and engines do not sleep while they are measured."""
+        """Part of vLLM's interface: `read` returns the measurements, and a measured engine does not sleep."""
 
     log_engine_initialized = record_sleep_state = log
 

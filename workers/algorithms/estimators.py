@@ -241,12 +241,9 @@ def _above_baseline(
             for name, members in batch.parts():
                 above[members] = returns[members] - state.moments(name).returns.mean
             return above
-        case "greedy":
-            if shaped.greedy_rewards is None:
-                raise ValueError(
-                    "the greedy baseline needs the rewards of greedy responses, but greedy_rewards is empty"
-                )
+        case "greedy" if shaped.greedy_rewards is not None:
             return returns - shaped.greedy_rewards
+    raise ValueError("the greedy baseline needs the rewards of greedy responses, but greedy_rewards is empty")
 
 
 def _shape(config: AdvantageConfig, batch: SampledTokens, state: AdvantageState) -> _Shaped:
