@@ -229,7 +229,7 @@ def test_a_worker_changes_a_file_only_if_it_is_the_base_of_the_delta(trainer: Tr
     second = trainer.publish(first.digest)
     delta, elsewhere = trainer.publisher.delta(second), trainer.elsewhere(second)
 
-    async def changed(held: WeightUpdate, check: Callable[[WeightUpdate], None] = lambda _: None) -> bool:
+    async def changed(held: WeightUpdate, check: Callable[[WeightUpdate], object] = lambda _: None) -> bool:
         with closing(NodeFile("rollout-0")) as file:
             await file.write(trainer.elsewhere(held), payload)
             done = await file.change(elsewhere, delta)
