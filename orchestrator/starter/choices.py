@@ -11,7 +11,7 @@ from troupe.orchestrator.algorithms.section import unknown_algorithm
 from troupe.orchestrator.algorithms.table import ALGORITHMS
 from troupe.orchestrator.errors import UsageError, nearest
 from troupe.orchestrator.spec.checks.shared import IMPORTED
-from troupe.workers.contract.environments import ENVIRONMENTS
+from troupe.workers.contract.config import ENVIRONMENTS
 from troupe.workers.contract.rewards import ENVIRONMENT_REWARD
 
 GYM = "reasoning_gym:"

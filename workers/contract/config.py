@@ -467,6 +467,12 @@ class JudgeConfig(EngineWorkerConfig):
     """A form that every answer has."""
 
 
+ENVIRONMENTS = (
+    *("agent", "guess_number", "gymnasium", "openenv", "retry", "single_turn", "textarena", "tools", "verifiers"),
+)
+"""Names of the built-in environments; each is implemented in `workers/agents/environments/`."""
+
+
 class EpisodeConfig(Frozen):
     """Bounds of an episode, and how its turns are read."""
 

@@ -12,19 +12,6 @@ from troupe.workers.contract.text import valid_json, valid_text
 Message = dict[str, Any]
 """One message of a conversation: `role`, `content` (text), and for tools `tool_calls`, `tool_call_id` and `name`."""
 
-ENVIRONMENTS = {
-    "agent": "troupe.workers.agents.environments.agent:Agent",
-    "guess_number": "troupe.workers.agents.environments.basic:GuessNumber",
-    "gymnasium": "troupe.workers.agents.environments.gymnasium:Gymnasium",
-    "openenv": "troupe.workers.agents.environments.openenv:OpenEnv",
-    "retry": "troupe.workers.agents.environments.basic:Retry",
-    "single_turn": "troupe.workers.agents.environments.basic:SingleTurn",
-    "textarena": "troupe.workers.agents.environments.textarena:TextArena",
-    "tools": "troupe.workers.agents.environments.tools:Tools",
-    "verifiers": "troupe.workers.agents.environments.verifiers:Verifiers",
-}
-"""The built-in environments, by their names."""
-
 CALL_MARKERS = (
     *("<tool_call", "<|tool_call", "<｜tool▁call", ":tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "<function="),
     *("<function_call>", "<start_function_call>", "<|action_start|>", "<｜DSML｜", "functools["),

@@ -26,8 +26,7 @@ from troupe.orchestrator.spec.sections import (
     environment_role,
 )
 from troupe.orchestrator.spec.sources import HeldOut, Mixed, PromptText, ReasoningGymSource, SourceName, SourceShare
-from troupe.workers.contract.config import Frozen, ModelConfig
-from troupe.workers.contract.environments import ENVIRONMENTS
+from troupe.workers.contract.config import ENVIRONMENTS, Frozen, ModelConfig
 from troupe.workers.contract.rewards import ENVIRONMENT_REWARD
 
 IMPORTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")

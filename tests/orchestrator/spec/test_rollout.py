@@ -382,7 +382,7 @@ def test_the_schema_is_valid_and_refuses_unknown_fields(tmp_path: Path) -> None:
         jsonschema.validate(data | {"sed": 1}, schema)
 
 
-def test_functions_of_right_and_wrong_are_shipped() -> None:
+def test_what_tells_right_from_wrong_is_a_shipped_reward_function() -> None:
     assert set(RIGHT_OR_WRONG) < set(SHIPPED)
 
 
