@@ -14,6 +14,7 @@ from docs.tooling.gateway_page import gateway_page
 from docs.tooling.metric_reference import metric_reference
 from docs.tooling.migration_page import migration_page
 from docs.tooling.spec_reference import spec_reference
+from docs.tooling.task_page import task_page
 
 
 def _algorithms() -> str:
@@ -35,6 +36,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "reference/cli.md": cli_reference,
     "reference/combinations.md": combination_page,
     "reference/gateway.md": gateway_page,
+    "reference/tasks.md": task_page,
     "guides/migration.md": migration_page,
     "../README.md": _readme,
 }

@@ -21,7 +21,7 @@ _NAMED = re.compile(r"\banswer(?:\s+is\b\s*:?|\s*[:=])\s*", re.IGNORECASE)
 
 # Families whose scorer evaluates the answer as Python ("python": `eval`; "sympy": `parse_expr`, which is `eval` too).
 # The model's text must never be executed, so they get an answer only if it is a plain literal or formula.
-_EVALUATED = {
+EVALUATED = {
     "binary_matrix": "python",
     "countdown": "sympy",
     "intermediate_integration": "sympy",
@@ -194,7 +194,7 @@ def reasoning_gym(response: str, answer: str, metadata: dict[str, Any], *, opens
     expected: str | None = entry["answer"]
     _check(family, entry)
     given = final_answer(visible(response, opens_thought=opens_thought), expected)
-    kind = _EVALUATED.get(family)
+    kind = EVALUATED.get(family)
     if kind and (expected is None or given != expected.strip()) and not is_formula(given, strings=kind == "python"):
         return 0.0
     score = _scorer(family)(given, entry)

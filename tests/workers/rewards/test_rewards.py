@@ -20,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reasoning_gym.factory import DATASETS, get_score_answer_fn
 
+from docs.tooling.task_page import CREDIT, WITHOUT_ANSWERS, WITHOUT_TASKS
 from troupe.orchestrator.data.readers import json_safe
 from troupe.workers.contract.config import RewardFunctionConfig
 from troupe.workers.contract.rewards import SHIPPED
@@ -170,28 +171,25 @@ def test_reasoning_gym_refuses_a_scorer_that_accepts_anything_or_not_its_own_ans
             gym.reasoning_gym("5", "", metadata)
 
 
-WITHOUT_ANSWERS = ("boxnet", "composite", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour")
-"""Families whose tasks name no answer (`composite` has no tasks without other families)."""
-
-
-@pytest.mark.parametrize("family", sorted(set(DATASETS) - set(WITHOUT_ANSWERS)))
+@pytest.mark.parametrize("family", sorted(set(DATASETS) - {WITHOUT_TASKS}))
 def test_every_family_pays_fully_for_right_answers_alone(family: str) -> None:
-    """A right answer, also in a code fence; nonsense, answers of other tasks, and nothing."""
+    """A right answer, also in a code fence; what nonsense, nothing and answers of other tasks earn is on the page."""
     entries = [json.loads(json.dumps(json_safe(entry))) for entry in rg.create_dataset(family, size=4, seed=11)]
 
     def score(text: str, entry: dict[str, Any]) -> float:
         return gym.reasoning_gym(text, "", {"recipe": family, "entry": entry})
 
+    named = [entry["answer"] for entry in entries if entry["answer"] is not None]
+    assert len(named) == (0 if family in WITHOUT_ANSWERS else len(entries))
+    earned = [0.0]
     for entry in entries:
         right = str(entry["answer"])
         fences = (f"Here it is:\n```\n{right}\n```", f"```text\n{right}\n```\nThat is all.")
         texts = (right, *fences, f"Within ``` as asked:\n```\n{right}\n```")
-        assert [score(text, entry) for text in texts] == [1.0] * 4
-        nonsense = {"banana", "0", "True", "I do not know.", ""} - {right}
-        assert max(score(text, entry) for text in nonsense) < 1.0
-        assert (
-            max([score(str(other["answer"]), entry) for other in entries if other["answer"] != right], default=0) < 1.0
-        )
+        assert [score(text, entry) for text in texts] == [1.0] * 4 or not named
+        wrong = {"banana", "0", "True", "I do not know.", "", *map(str, named)} - {right}
+        earned += [score(text, entry) for text in wrong]
+    assert max(earned) <= CREDIT.get(family, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -211,7 +209,7 @@ def test_families_whose_scorers_pay_for_wrong_answers_are_compared_here(
     assert all(gym.reasoning_gym(text, "", metadata) < 1.0 for text in wrong)
 
 
-@pytest.mark.parametrize("family", sorted(gym._EVALUATED))
+@pytest.mark.parametrize("family", sorted(gym.EVALUATED))
 def test_model_text_is_never_executed(family: str, tmp_path: Path) -> None:
     canary = tmp_path / "canary"
     attack = f"__import__('pathlib').Path({str(canary)!r}).touch()"
