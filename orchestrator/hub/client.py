@@ -32,15 +32,12 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import logging as hub_logging
 from huggingface_hub.utils import tqdm
 
-from troupe.orchestrator.errors import TroupeError, UsageError
-from troupe.orchestrator.spec.locations import is_name
-from troupe.workers.contract.units import MIB
+from troupe.orchestrator.errors import TroupeError
 
 hub_logging.disable_propagation()  # it prints its messages itself
 
 _ATTEMPTS = 4
 """Attempts at a download; each resumes or repeats only the files that are not complete."""
-_MESSAGE = "Upload a model trained with Troupe"
 _PAUSE_S = 2.0
 """Pause before the second attempt; it doubles before each further one."""
 
@@ -169,51 +166,8 @@ def _download(snapshot: Snapshot, **options: Any) -> str:
     )
 
 
-def contents(folder: Path, name: str, *, private: bool) -> Iterator[str]:
-    """What a push uploads, line by line.
-
-    Args:
-        folder: Folder of the model.
-        name: `org/name` of the repository.
-        private: Whether a new repository is private.
-
-    Raises:
-        UsageError: The name is not one on the hub.
-    """
-    if not is_name(name):
-        raise UsageError(f"--push {name}: expected ORG/NAME, a user or organization and the name of the model")
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    sizes = [path.stat().st_size for path in files]
-    kind = "private" if private else "public"
-    yield f"{folder} to {Repo('model', name).url} ({kind} if it is new):"
-    for path, size in zip(files, sizes, strict=True):
-        yield f"  {path.relative_to(folder)}  {size / MIB:,.2f} MiB"
-    yield f"{len(files)} files, {sum(sizes) / MIB:,.1f} MiB"
-
-
-def push_model(folder: Path, name: str, *, private: bool) -> str:
-    """Creates a model repository if there is none and commits a folder's files to it.
-
-    Args:
-        folder: Folder of the model.
-        name: `org/name`.
-        private: Whether a new repository is private; an existing one keeps its visibility.
-
-    Returns:
-        Address of the repository.
-
-    Raises:
-        HubError: The repository cannot be created or written.
-    """
-    repo, api = Repo("model", name), HfApi()
-    with _reported(repo, None, writes=True):
-        created = api.create_repo(name, private=private, repo_type="model", exist_ok=True)
-        api.upload_folder(repo_id=created.repo_id, folder_path=folder, repo_type="model", commit_message=_MESSAGE)
-    return repo.url
-
-
 @contextmanager
-def _reported(repo: Repo, revision: str | None, *, writes: bool = False) -> Iterator[None]:
+def _reported(repo: Repo, revision: str | None) -> Iterator[None]:
     """Turns the errors of `huggingface_hub` into HubErrors with their remedies."""
     try:
         yield
@@ -226,7 +180,7 @@ def _reported(repo: Repo, revision: str | None, *, writes: bool = False) -> Iter
     except RepositoryNotFoundError as error:
         raise HubError(_not_found(repo, error.response.status_code)) from None
     except HfHubHTTPError as error:
-        raise HubError(_refused(repo, error, writes=writes)) from None
+        raise HubError(_refused(repo, error)) from None
     except HFValidationError as error:
         raise HubError(f"{repo.name} is not a name on the hub: {_first_line(error)}") from None
     except (RevisionResolutionError, LocalEntryNotFoundError, OfflineModeIsEnabled, httpx2.TransportError) as error:
@@ -242,13 +196,12 @@ def _not_found(repo: Repo, status: int) -> str:
     return f"{where}{here} ({status}): check the name; {hidden}"
 
 
-def _refused(repo: Repo, error: HfHubHTTPError, *, writes: bool) -> str:
+def _refused(repo: Repo, error: HfHubHTTPError) -> str:
     status = error.response.status_code
     if status == 401:
         return f"{constants.ENDPOINT} refuses the token (401): set HF_TOKEN to a valid one, or unset it"
     if status == 403:
-        needed = f"write to {repo.name}" if writes else f"read {repo.name}"
-        return f"{constants.ENDPOINT} refuses access (403): set HF_TOKEN to a token that may {needed}"
+        return f"{constants.ENDPOINT} refuses access (403): set HF_TOKEN to a token that may read {repo.name}"
     return f"{repo.name}: {constants.ENDPOINT} answers with status {status}: try again later"
 
 

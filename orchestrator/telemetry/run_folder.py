@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import yaml
 
 from troupe.orchestrator.errors import DataError, UsageError
 from troupe.orchestrator.telemetry.event_log import EVENTS
-from troupe.orchestrator.telemetry.timeline import DRIVER, TIMELINE
+from troupe.orchestrator.telemetry.timeline import TIMELINE
 from troupe.workers.contract.samples import SAMPLES, conform
 
 METRICS = "metrics.jsonl"
@@ -109,17 +108,6 @@ class RunFolder:
         chosen = [file for step, file in self.timeline_files().items() if low <= step <= high]
         tables = [conform(_read(file, TIMELINE.names), TIMELINE) for file in chosen]
         return pa.concat_tables(tables) if tables else TIMELINE.empty_table()
-
-    def crossing(self, step: int, end: float) -> pa.Table:
-        """The workers' calls that were open when a step ended, from the file of the next one.
-
-        Empty if that file is not there yet or cannot be read.
-        """
-        try:
-            later = self.timeline(step + 1)
-        except DataError:
-            later = TIMELINE.empty_table()
-        return later.filter((pc.field("worker") != DRIVER) & (pc.field("start") < end))
 
 
 def with_evaluations(lines: Iterable[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[int]]:

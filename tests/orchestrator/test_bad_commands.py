@@ -128,7 +128,7 @@ COMMANDS = [
     ("export damaged out --step 3", FAILED, "step-000003: invalid checkpoint: manifest.json cannot be read"),
     ("export damaged out --step 7", FAILED, "step-000007: no such checkpoint; steps with one: "),
     ("export damaged out --step -1", USAGE, "'--step'"),
-    ("export damaged", USAGE, "export where? Name a FOLDER, or --push ORG/NAME"),
+    ("export damaged", USAGE, "Missing argument 'FOLDER'"),
     ("export saved folder", FAILED, "folder: File exists; use another path"),
     ("export saved file/out", FAILED, "file/out: Not a directory; use another path"),
     ("export saved out --average", FAILED, "the checkpoint has no folder model-average"),

@@ -23,7 +23,6 @@ from troupe.orchestrator.spec.derived.paths import absolute_paths, hub_data, pat
 from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.sources import HubFiles
-from troupe.orchestrator.training.checkpoint import CheckpointStore
 
 SPEC = ROOT / "deploy" / "specs" / "tiny-grpo.yaml"
 TOKEN = "hf_test_token_of_the_reader"
@@ -290,43 +289,3 @@ def test_a_split_is_the_files_that_have_its_name(names: list[str], options: dict
     with pytest.raises(NoFiles) as raised:
         choose_files(source, names)
     assert raised.value.field == chosen
-
-
-@pytest.fixture
-def trained(tmp_path: Path) -> Path:
-    """A run folder with a checkpoint of a model."""
-    store = CheckpointStore(tmp_path / "run" / "checkpoints", keep=1)
-    saving = store.begin(3)
-    (saving / "model").mkdir()
-    for name, content in MODEL.items():
-        (saving / "model" / name).write_bytes(content)
-    store.commit(saving, {})
-    return tmp_path / "run"
-
-
-def test_export_pushes_the_verified_model_to_a_private_repository(hub: Hub, trained: Path) -> None:
-    done = hub.run("-m", "troupe", "export", str(trained), "--push", "acme/trained", "--yes")
-    assert done.returncode == 0, done.stderr
-    assert f"pushed {hub.server.url}/acme/trained" in done.stdout
-    assert "model.safetensors  1.00 MiB" in done.stdout
-    repository = hub.server.repositories["models", "acme/trained"]
-    assert repository.commits[repository.branches["main"]] == MODEL
-    assert [created["visibility"] for created in hub.server.created] == ["private"]
-    assert TOKEN not in done.stdout + done.stderr
-
-
-def test_nothing_is_pushed_without_a_yes(hub: Hub, trained: Path) -> None:
-    done = hub.run("-m", "troupe", "export", str(trained), "--push", "acme/trained", answer="n\n")
-    assert done.returncode != 0
-    assert "3 files, 1.0 MiB" in done.stdout
-    assert hub.server.requests == []
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [([], "export where?"), (["--push", "trained"], "expected ORG/NAME"), (["--push", "a/b/c"], "expected ORG/NAME")],
-)
-def test_an_export_to_nowhere_is_a_usage_error(hub: Hub, trained: Path, arguments: list[str], words: str) -> None:
-    done = hub.run("-m", "troupe", "export", str(trained), *arguments)
-    assert done.returncode == 2
-    assert words in done.stderr
