@@ -153,7 +153,7 @@ _LOOK = {
     "watch": Entry(
         "report:watch", "Serve the report of active runs in the browser and keep it current, until interrupted."
     ),
-    "samples": Entry("report:samples", "Show or export what a run sampled, with rewards and what was trained."),
+    "samples": Entry("report:samples", "Show what a run sampled, with rewards and what was trained."),
     "why": Entry(
         "diagnose:why",
         "Say why a run is slow, stuck or dead: what it waits for, since when, and what that does. Also when it hangs.",

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from troupe.orchestrator.insight.samples import SampleQuery
     from troupe.orchestrator.telemetry.run_folder import RunFolder
 
-_SHOWN = 10
-"""Default number of samples to show."""
 _STEPS = re.compile(r"(\d*)(:?)(\d*)")
 
 
@@ -96,47 +94,24 @@ def samples(
     sort: Annotated[
         str | None, typer.Option("--sort", metavar="COLUMNS", help="Order, as in reward or -reward,step.")
     ] = None,
-    limit: Annotated[
-        int | None, typer.Option("--limit", min=1, help=f"Most samples (default: {_SHOWN}; all in an export).")
-    ] = None,
+    limit: Annotated[int, typer.Option("--limit", min=1, help="Most samples.")] = 10,
     columns: Annotated[
         str | None, typer.Option("--columns", metavar="COLUMNS", help="Show a table of these columns.")
     ] = None,
-    export: Annotated[
-        tuple[str, Path] | None,
-        typer.Option("--export", metavar="FORMAT FILE", help="Write a file: jsonl, parquet or csv."),
-    ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show or export what a run sampled, with rewards and what was trained."""
+    """Show what a run sampled, with rewards and what was trained."""
     if problem := missing_package("duckdb"):
         raise UsageError(f"troupe samples {problem}")
     from troupe.orchestrator.insight.samples import SampleQuery, split_columns
     from troupe.orchestrator.telemetry.run_folder import RunFolder
 
     run, chosen = RunFolder(run_folder), None if columns is None else split_columns(columns)
-    if as_json and export is not None:
-        raise UsageError("--json prints the samples and --export writes a file; give one of them")
-    if as_json:
-        _echo(run, SampleQuery(step, group, where, sort, limit or _SHOWN), chosen)
-    elif export is not None:
-        _export(run, SampleQuery(step, group, where, sort, limit), chosen, *export)
-    else:
-        _show_samples(run, SampleQuery(step, group, where, sort, limit or _SHOWN), chosen)
-
-
-def _export(run: RunFolder, query: SampleQuery, columns: Sequence[str] | None, form: str, path: Path) -> None:
-    from troupe.orchestrator.insight.samples import Format, export_samples
-    from troupe.workers.contract.samples import SAMPLES
-
-    if form not in list(Format):
-        raise UsageError(f"--export: {form!r} is no format: use {', '.join(Format)}")
-    rows = export_samples(run, query, columns or SAMPLES.names, Format(form), path)
-    typer.echo(f"wrote {rows} samples to {path}")
+    (_echo if as_json else _show_samples)(run, SampleQuery(step, group, where, sort, limit), chosen)
 
 
 def _echo(run: RunFolder, query: SampleQuery, columns: Sequence[str] | None) -> None:
-    """Print the samples as a list of objects; JSON has neither nan nor infinity: they become null, as in an export."""
+    """Print the samples as a list of objects; JSON has neither nan nor infinity: they become null."""
     from troupe.orchestrator.insight.sample_view import CONVERSATION_COLUMNS
     from troupe.orchestrator.insight.samples import select_samples
 
@@ -166,7 +141,7 @@ def _show_samples(run: RunFolder, query: SampleQuery, columns: Sequence[str] | N
     else:
         show_table(console, table)
     matching = count_samples(run, query)
-    more = "; --limit shows more, --export FORMAT FILE writes them" if matching > table.num_rows else ""
+    more = "; --limit shows more" if matching > table.num_rows else ""
     typer.echo(f"{table.num_rows} of {matching} samples{more}")
 
 

@@ -1,4 +1,4 @@
-"""Selects samples of a run by SQL, and writes them to a file of another format.
+"""Selects samples of a run by SQL.
 
 DuckDB evaluates the SQL over the files of the run. It has access to no other file, loads no extension, and its
 settings cannot be changed by a condition.
@@ -10,7 +10,6 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 
 import duckdb
@@ -21,7 +20,6 @@ from pyarrow.fs import LocalFileSystem
 
 from troupe.orchestrator.errors import DataError, UsageError, nearest
 from troupe.orchestrator.telemetry.run_folder import RunFolder
-from troupe.workers.contract.atomic_file import replacing
 from troupe.workers.contract.samples import SAMPLES
 
 _LONGEST = 2000
@@ -36,21 +34,6 @@ _HINTS = (
     (r'"', "SQL writes text in single quotes, as in status = 'ok'"),
 )
 """Patterns of conditions that are not SQL, and their SQL forms."""
-
-
-class Format(StrEnum):
-    """Formats of an export."""
-
-    jsonl = "jsonl"
-    parquet = "parquet"
-    csv = "csv"
-
-
-_COPY_OPTIONS = {
-    Format.jsonl: "FORMAT json",
-    Format.parquet: "FORMAT parquet, COMPRESSION zstd, ROW_GROUP_SIZE 2048",
-    Format.csv: "FORMAT csv, HEADER",
-}
 
 
 @dataclass(frozen=True)
@@ -86,23 +69,6 @@ def count_samples(run: RunFolder, query: SampleQuery) -> int:
         return _matching(connection, run, query, _files(run, query.step)).count("*").fetchall()[0][0]
 
 
-def export_samples(run: RunFolder, query: SampleQuery, columns: Sequence[str], form: Format, path: Path) -> int:
-    """Writes the samples, atomically and a part at a time. Raises OSError, and as `select_samples`.
-
-    JSON has neither nan nor infinity: they become null. Columns with lists are JSON in a CSV file.
-
-    Returns:
-        The number of rows.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    selected = ", ".join(f"{_exported(SAMPLES.field(name), form)} AS {_quoted(name)}" for name in columns)
-    with replacing(path.absolute()) as unfinished, _connect(unfinished) as connection, _explained(run):
-        _ordered(connection, run, query).project(selected).create_view("selected")
-        target = f"{_literal(unfinished)} ({_COPY_OPTIONS[form]}, USE_TMP_FILE false)"
-        rows: int = connection.execute(f"COPY selected TO {target}").fetchall()[0][0]
-    return rows
-
-
 def open_samples(files: dict[int, Path]) -> ds.Dataset:
     """The files of these steps as a dataset with the columns of SAMPLES; what a file lacks is null.
 
@@ -130,13 +96,10 @@ def split_columns(text: str) -> list[str]:
 
 
 @contextmanager
-def _connect(output: Path | None = None) -> Iterator[duckdb.DuckDBPyConnection]:
-    """A database in memory that can open no file but `output`."""
+def _connect() -> Iterator[duckdb.DuckDBPyConnection]:
+    """A database in memory that can open no file."""
     off = {"autoinstall_known_extensions": False, "autoload_known_extensions": False}
     with duckdb.connect(":memory:", config={**off, "python_enable_replacements": False}) as connection:
-        if output is not None:
-            connection.execute(f"SET allowed_paths = [{_literal(output)}]")
-            connection.execute("SET threads = 1")  # each thread buffers its unwritten output
         connection.execute("SET enable_external_access = false")
         connection.execute("SET lock_configuration = true")
         yield connection
@@ -218,27 +181,6 @@ def _unknown(name: str, names: Iterable[str]) -> str:
     return f"there is no column {name!r}{hint and f': {hint}'}"
 
 
-def _exported(field: pa.Field, form: Format) -> str:
-    """The SQL of a column in a file of the format."""
-    name, nested = _quoted(field.name), pa.types.is_nested(field.type)
-    if form is Format.parquet or (form is Format.csv and not nested):
-        return name
-    finite = _finite(name, field.type)
-    return f"to_json({finite})" if form is Format.csv else finite
-
-
-def _finite(value: str, kind: pa.DataType) -> str:
-    """The SQL of a value with null instead of nan and infinity."""
-    if pa.types.is_floating(kind):
-        return f"CASE WHEN isfinite({value}) THEN {value} END"
-    if pa.types.is_list(kind):
-        return f"list_transform({value}, lambda one: {_finite('one', kind.value_type)})"
-    if pa.types.is_struct(kind):
-        fields = (f"{_quoted(one.name)} := {_finite(f'{value}.{_quoted(one.name)}', one.type)}" for one in kind)
-        return f"struct_pack({', '.join(fields)})"
-    return value
-
-
 def _quoted(name: str) -> str:
     return f'"{name}"'
 
@@ -253,8 +195,6 @@ def _explained(run: RunFolder) -> Iterator[None]:
     """Raises UsageError or DataError instead of an error of DuckDB or Arrow."""
     try:
         yield
-    except duckdb.IOException as error:
-        raise OSError(_first_line(error)) from error
     except (duckdb.Error, pa.ArrowException, OSError) as error:
         problem = _first_line(error)
         if isinstance(error, duckdb.Error) and not problem.startswith(_UNREADABLE):

@@ -150,7 +150,7 @@ COMMANDS = [
     ("samples saved", USAGE, "saved"),
     ("samples saved --where 'reward <'", USAGE, ""),
     ("samples saved --step -1", USAGE, "'--step'"),
-    ("samples saved --export xml out", USAGE, ""),
+    ("samples saved --limit 0", USAGE, ""),
     # Clusters and job servers.
     ("plan good.yaml --cluster x", USAGE, "--cluster: 'x' is not NODESxGPUS"),
     ("plan good.yaml --cluster 1x8xZZ", USAGE, "--cluster: no GPU type 'ZZ'"),

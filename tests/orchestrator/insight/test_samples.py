@@ -1,13 +1,11 @@
-"""Samples of a run: conditions, selection, the terminal and exports."""
+"""Samples of a run: conditions, selection and the terminal."""
 
 from __future__ import annotations
 
-import csv
 import io
 import json
-import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +22,9 @@ from troupe.orchestrator.cli import app
 from troupe.orchestrator.errors import DataError, UsageError
 from troupe.orchestrator.insight.sample_view import CONVERSATION_COLUMNS, show_samples, show_table, visible
 from troupe.orchestrator.insight.samples import (
-    Format,
     SampleQuery,
     _connect,
     count_samples,
-    export_samples,
     select_samples,
     split_columns,
 )
@@ -174,9 +170,7 @@ def test_a_condition_reaches_nothing_but_the_samples(run: RunFolder, condition: 
     text = condition.format(file=secret, folder=tmp_path)
     with pytest.raises(UsageError, match="--where: "):
         selected(run, where=text)
-    with pytest.raises(UsageError, match="--where: "):
-        export_samples(run, SampleQuery(where=text), ["step"], Format.csv, tmp_path / "out" / "samples")
-    assert not list((tmp_path / "out").iterdir()) and not (tmp_path / "new.csv").exists()
+    assert not (tmp_path / "new.csv").exists()
 
 
 def test_a_database_loads_no_extension_and_keeps_its_settings() -> None:
@@ -285,81 +279,21 @@ def test_columns_are_named_one_by_one() -> None:
         split_columns(" , ")
 
 
-READERS: Mapping[Format, Callable[[Path], list[dict[str, Any]]]] = {
-    Format.jsonl: lambda path: [json.loads(line) for line in path.read_text().splitlines()],
-    Format.parquet: lambda path: pq.read_table(path).to_pylist(),
-    Format.csv: lambda path: list(csv.DictReader(path.open(newline=""))),
-}
-
-
-@pytest.mark.parametrize("form", list(Format))
-def test_an_export_has_every_row_and_column(run: RunFolder, tmp_path: Path, form: Format) -> None:
-    spans = [{"name": "exact", "value": math.inf, "weight": 1.0}]
-    write(run.path, 7, [row(7, 1, rollout_logprobs=[math.nan, -1.0], components=spans, response='"quoted",\nline')])
-    path = tmp_path / "it's out" / f"samples.{form}"
-    assert export_samples(run, SampleQuery(), SAMPLES.names, form, path) == 8
-    rows = READERS[form](path)
-    assert len(rows) == 8 and list(rows[0]) == SAMPLES.names
-    assert [str(one["step"]) for one in rows] == ["1"] * 4 + ["2"] * 3 + ["7"]
-    assert rows[-1]["response"] == '"quoted",\nline'
-    logprobs, components = rows[-1]["rollout_logprobs"], rows[-1]["components"]
-    if form is Format.csv:
-        logprobs, components = json.loads(logprobs), json.loads(components)
-    assert len(logprobs) == 2 and logprobs[1] == -1.0 and (logprobs[0] is None or math.isnan(logprobs[0]))
-    assert components == (spans if form is Format.parquet else [{"name": "exact", "value": None, "weight": 1.0}])
-    assert list(path.parent.iterdir()) == [path]
-
-
-def test_a_damaged_file_is_a_data_error_and_leaves_no_export(run: RunFolder, tmp_path: Path) -> None:
+def test_a_damaged_file_is_a_data_error(run: RunFolder) -> None:
     (run.path / "trajectories" / "step-000003.parquet").write_bytes(b"PAR1 not a file")
     (run.path / "trajectories" / ".step-000004.parquet.12").write_bytes(b"being written")
     with pytest.raises(DataError, match="cannot be read"):
         selected(run, where="reward < 0")
-    with pytest.raises(DataError, match="cannot be read"):
-        export_samples(run, SampleQuery(), ["step"], Format.jsonl, tmp_path / "out" / "samples.jsonl")
-    assert not list((tmp_path / "out").iterdir())
     assert selected(run, step=2, limit=1) == [(2, -1.5)]
 
 
-@pytest.mark.parametrize("form", list(Format))
-def test_a_large_export_is_in_order_and_parquet_has_row_groups(run: RunFolder, tmp_path: Path, form: Format) -> None:
-    for step in range(3, 11):
-        write(run.path, step, [row(step, number % 4) for number in range(500)])
-    rows = export_samples(run, SampleQuery(), ["step", "response_ids"], form, tmp_path / "samples")
-    steps = [int(one["step"]) for one in READERS[form](tmp_path / "samples")]
-    assert len(steps) == rows == 7 + 8 * 500 and steps == sorted(steps)
-    if form is Format.parquet:
-        assert pq.ParquetFile(tmp_path / "samples").num_row_groups > 1
-
-
-@pytest.mark.parametrize("form", list(Format))
-def test_an_export_of_no_rows_is_a_file(run: RunFolder, tmp_path: Path, form: Format) -> None:
-    none = SampleQuery(where="reward > 99")
-    assert export_samples(run, none, ["step", "response_ids"], form, tmp_path / "samples") == 0
-    assert READERS[form](tmp_path / "samples") == []
-
-
-def test_an_export_that_cannot_be_written_is_an_error_of_the_system(run: RunFolder, tmp_path: Path) -> None:
-    (tmp_path / "folder").mkdir()
-    with pytest.raises(OSError, match="folder"):
-        export_samples(run, SampleQuery(), ["step"], Format.csv, tmp_path / "folder")
-
-
-def test_the_command_shows_exports_and_refuses(run: RunFolder, tmp_path: Path) -> None:
+def test_the_command_shows_conversations_and_json(run: RunFolder) -> None:
     runner = CliRunner()
     result = runner.invoke(app, ["samples", str(run.path), "--where", "step == 1", "--limit", "2"])
     assert result.exit_code == 0 and "question 1" in result.output and "2 of 4 samples" in result.output
-    file = tmp_path / "out.jsonl"
-    result = runner.invoke(app, ["samples", str(run.path), "--export", "jsonl", str(file), "--columns", "reward"])
-    assert result.exit_code == 0 and len(file.read_text().splitlines()) == 7
-    assert json.loads(file.read_text().splitlines()[0]) == {"reward": -1.5}
     columns = "step,reward,advantages"
     result = runner.invoke(
         app, ["samples", str(run.path), "--sort", "reward", "--limit", "2", "--json", "--columns", columns]
     )
     first, second = json.loads(result.stdout)
     assert first.keys() == set(columns.split(",")) and first["reward"] == -1.5 <= second["reward"]
-    result = runner.invoke(app, ["samples", str(run.path), "--json", "--export", "csv", str(file)])
-    assert isinstance(result.exception, UsageError) and "give one of them" in str(result.exception)
-    result = runner.invoke(app, ["samples", str(run.path), "--export", "xml", str(file)])
-    assert isinstance(result.exception, UsageError) and "use jsonl, parquet, csv" in str(result.exception)
