@@ -170,7 +170,7 @@ _LOOK = {
 _CLUSTER = {
     "submit": Entry("jobs:submit", "Submit a spec to a cluster as a Ray job."),
     "jobs": Entry("jobs:jobs", "List a cluster's jobs, newest first."),
-    "status": Entry("jobs:status", "Show the state of a job and where its run is: workers, step, reward, time left."),
+    "status": Entry("jobs:status", "Show the state of a job and the last step of its run: reward, times, time left."),
     "logs": Entry("jobs:logs", "Print a job's log."),
     "stop": Entry("jobs:stop", "Stop a job: it saves and exits. Submitting the spec again resumes it."),
     "scale": Entry(

@@ -86,18 +86,16 @@ def jobs(address: JobServerOption, as_json: JsonOption = False) -> None:
 
 
 def status(job: JobArgument, address: JobServerOption, as_json: JsonOption = False) -> None:
-    """Show the state of a job and where its run is: workers, step, reward, time left."""
-    from troupe.orchestrator.platforms.ray_jobs import JobServer, run_progress
+    """Show the state of a job and the last step of its run: reward, times, time left."""
+    from troupe.orchestrator.platforms.ray_jobs import JobServer
 
     server = JobServer(address)
-    state, progress = server.state(job), run_progress(server.logs(job))
-    if state.has_ended:
-        progress = progress.ended()
+    state = server.state(job)
+    step = state.last_step(server.logs(job))
     if as_json:
-        echo_json(asdict(state) | asdict(progress))
-        return
-    for line in (state.line(), *progress.lines()):
-        typer.echo(line)
+        echo_json(asdict(state) | {"line": step})
+    else:
+        typer.echo("\n".join(line for line in (state.line(), step) if line))
 
 
 def logs(

@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +36,7 @@ _SAVE_TIMEOUT_S = 600.0
 _NAME = "troupe"
 """Metadata key that holds the name of the run."""
 
-_STEP = re.compile(r"step (\d+)/(\d+)  ")
-_REWARD = re.compile(r"  reward (-?\d+(?:\.\d+)?)\b")
-_LEFT = re.compile(r"  (\S[^=]*?) left$")
-_STARTING = re.compile(r"starting ((?:\d+ \w+(?:, )?)+)$")
-_SCALED = re.compile(r"(\w+): (?:\d+ -> )?(\d+) workers\b")
+_STEP = re.compile(r"step \d+/\d+  ")
 
 Echo = Callable[[str], Any]
 
@@ -75,10 +71,11 @@ class JobState:
     """Duration so far, or in total once the job has ended."""
     message: str
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether the job runs no more."""
-        return self.status in ("STOPPED", "SUCCEEDED", "FAILED")
+    def last_step(self, log: str) -> str:
+        """The line of the last step in the job's log, without the time left if it runs no more; empty before a step."""
+        line = next((line for line in reversed(log.splitlines()) if _STEP.match(line)), "")
+        ended = self.status in ("STOPPED", "SUCCEEDED", "FAILED")
+        return line.rpartition("  ")[0] if ended and line.endswith(" left") else line
 
     def line(self) -> str:
         """Format the state as one line."""
@@ -269,53 +266,3 @@ def _final_status(client: Any, job: str) -> Any:
 
 def _first_line(error: Exception) -> str:
     return next(iter(str(error).splitlines()), "")
-
-
-@dataclass(frozen=True)
-class RunProgress:
-    """Facts in a log about its run."""
-
-    step: int = 0
-    """Steps that have ended."""
-    steps: int | None = None
-    """Steps in all; None before the first has ended."""
-    reward: float | None = None
-    """Mean reward of the last step."""
-    left: str | None = None
-    """Time that the run still takes."""
-    workers: dict[str, int] = field(default_factory=dict)
-    """Workers by role."""
-    line: str = ""
-    """The line of the last step."""
-
-    def ended(self) -> RunProgress:
-        """The facts without the time left, which a job that has ended does not take."""
-        return replace(self, left=None, line=self.line.removesuffix(f"  {self.left} left"))
-
-    def lines(self) -> list[str]:
-        """What a terminal shows."""
-        workers = ", ".join(f"{count} {role}" for role, count in self.workers.items())
-        return [line for line in (f"workers: {workers}" if workers else "", self.line) if line]
-
-
-def run_progress(log: str) -> RunProgress:
-    """Read a job's log. The last step counts, and the workers as they were started and scaled since."""
-    workers: dict[str, int] = {}
-    last = ""
-    for line in log.splitlines():
-        if found := _STARTING.match(line):
-            pairs = (part.split() for part in found[1].split(", "))
-            workers = {role: int(count) for count, role in pairs}
-        elif (found := _SCALED.match(line)) and found[1] in workers:
-            workers[found[1]] = int(found[2])
-        elif _STEP.match(line):
-            last = line
-    step, reward, left = (pattern.search(last) for pattern in (_STEP, _REWARD, _LEFT))
-    return RunProgress(
-        step=int(step[1]) if step else 0,
-        steps=int(step[2]) if step else None,
-        reward=float(reward[1]) if reward else None,
-        left=left[1].rsplit("  ", 1)[-1] if left else None,
-        workers=workers,
-        line=last,
-    )

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Literal
 
 import psutil
+from packaging.requirements import Requirement
 
 from troupe.orchestrator.plan import nvidia
 from troupe.orchestrator.plan.nvidia import Graphics
@@ -31,8 +32,6 @@ from troupe.workers.contract.units import GIB, MIB
 
 LIBRARIES = ("torch", "ray", "deepspeed", "transformers", "pyarrow", "safetensors")
 """Packages without which no run starts, besides an engine."""
-BUILT_ON = (TROUPE, *ENGINES, *LIBRARIES)
-"""Distributions whose requirements are checked against the installed ones."""
 UNLIMITED = -1
 """A limit that is not set."""
 Level = Literal["ok", "note", "problem"]
@@ -76,8 +75,8 @@ class Software:
     executable: str
     packages: Mapping[str, str]
     """Version of every installed distribution, by normalized name."""
-    requirements: Mapping[str, tuple[str, ...]]
-    """Requirements (PEP 508) of Troupe, and of the packages that it builds on, by distribution."""
+    tested: Mapping[str, str]
+    """Version of each engine that Troupe's extras pin; empty if Troupe is not installed as a package."""
     torch_cuda: tuple[int, int] | None
     """CUDA version that torch was built for, or None for a CPU build or without torch."""
     compiler: str
@@ -168,17 +167,16 @@ def torch_cuda(text: str) -> tuple[int, int] | None:
 
 
 def _software() -> Software:
-    requirements: dict[str, tuple[str, ...]] = {}
-    for name in BUILT_ON:
-        with suppress(importlib.metadata.PackageNotFoundError):
-            requirements[name] = tuple(importlib.metadata.requires(name) or ())
+    wanted: list[Requirement] = []
+    with suppress(importlib.metadata.PackageNotFoundError):
+        wanted = [Requirement(text) for text in importlib.metadata.requires(TROUPE) or ()]
     return Software(
         system=platform.system(),
         architecture=platform.machine(),
         python=(sys.version_info.major, sys.version_info.minor, sys.version_info.micro),
         executable=sys.executable,
         packages=installed_versions(),
-        requirements=requirements,
+        tested={one.name: str(one.specifier) for one in wanted if one.name in ENGINES},
         torch_cuda=torch_cuda(_torch_version()),
         compiler=shutil.which(os.environ.get("CXX", "g++").partition(" ")[0]) or shutil.which("clang++") or "",
         python_headers=Path(sysconfig.get_path("include"), "Python.h").exists(),
