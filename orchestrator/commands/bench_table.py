@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from troupe.orchestrator.commands.options import UNBOUNDED, natural_width, output_width
+from troupe.orchestrator.commands.options import UNBOUNDED, fitting_table, output_width
 from troupe.orchestrator.insight.bench.bounds import best_of, bound_of
 from troupe.orchestrator.insight.bench.results import Measures, Result
 from troupe.orchestrator.insight.bench.trainers import TrainResult
@@ -46,8 +45,7 @@ COLUMNS = (
 def show(results: Sequence[Result], cores: int | None, train: TrainResult | None) -> None:
     """Print everything to standard output."""
     console = Console(highlight=False, markup=False, width=output_width())
-    for table in render(results, console.width):
-        console.print(table)
+    console.print(render(results, console.width))
     for line in advice(results, cores):
         console.print(line, soft_wrap=True)
     if train is not None and train.problem:
@@ -73,63 +71,20 @@ def render_trainers(train: TrainResult, width: int = UNBOUNDED) -> Table:
         for one in train.trainers
     ]
     kept = [i for i in range(len(heads)) if any(row[i] for row in rows)]
-    shown = [heads[i] for i in kept], [[row[i] for i in kept] for row in rows]
-    wide = _table(*shown)
-    table = wide if natural_width(wide) <= width else _transposed(*shown)
+    table = fitting_table("", [heads[i] for i in kept], [[row[i] for i in kept] for row in rows], width)
     table.caption = f"{train.sequences} sequences, {train.tokens} tokens a step"
     return table
 
 
-def render(results: Sequence[Result], width: int = UNBOUNDED) -> Iterator[Table]:
-    """The table of all points. One that is wider than `width` has a column for each point instead of a row.
-
-    If that is too wide as well, it is continued in further tables.
-    """
-    heads, rows = _cells(results)
-    wide = _table(heads, rows)
-    if natural_width(wide) <= width:
-        yield wide
-        return
-    first = 0
-    while first < len(rows):
-        count = len(rows) - first
-        while count > 1 and natural_width(_transposed(heads, rows[first : first + count])) > width:
-            count -= 1
-        yield _transposed(heads, rows[first : first + count])
-        first += count
-
-
-def _cells(results: Sequence[Result]) -> tuple[list[str], list[list[str]]]:
-    """The heads of the columns, and a row for each point."""
-    fields = [field.rpartition(".")[2] for field in results[0].point.settings]
+def render(results: Sequence[Result], width: int = UNBOUNDED) -> Table:
+    """A row for each point; for each number if they are too wide."""
     shown = [column for column in COLUMNS if any(column.text(m) for r in results if (m := r.measures) is not None)]
-    rows: list[list[str]] = []
-    for result in results:
-        measures = result.measures
-        numbers = ["-" for _ in shown] if measures is None else [column.text(measures) for column in shown]
-        rows.append([*map(str, result.point.settings.values()), *numbers])
-    return [*fields, *(column.title for column in shown)], rows
-
-
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """A row for each point."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for head in heads:
-        table.add_column(head, justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
-    return table
-
-
-def _transposed(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """A column for each point."""
-    table = Table(box=box.SIMPLE, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=True)
-    for _ in rows:
-        table.add_column(justify="right", no_wrap=True)
-    for head, cells in zip(heads, zip(*rows, strict=True), strict=True):
-        table.add_row(head, *cells)
-    return table
+    rows = [
+        [result.point.label or result.point.spec.name]
+        + ["-" if result.measures is None else column.text(result.measures) for column in shown]
+        for result in results
+    ]
+    return fitting_table("", ["point", *(column.title for column in shown)], rows, width)
 
 
 def advice(results: Sequence[Result], cores: int | None) -> Iterator[str]:

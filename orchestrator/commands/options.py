@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -110,11 +111,32 @@ def output_width() -> int | None:
     return None if sys.stdout.isatty() or "COLUMNS" in os.environ else UNBOUNDED
 
 
-def natural_width(table: Table) -> int:
-    """Columns that a table takes if there is room enough."""
-    from rich.console import Console  # `troupe --help` imports this module
+def fitting_table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> Table:
+    """A table with a row for each item, whose name is in the first column. No number is ever cut.
 
-    return Console(width=UNBOUNDED).measure(table).maximum
+    If that is wider than `width`, each value that is not empty has a row.
+    """
+    from rich import box  # `troupe --help` imports this module
+    from rich.console import Console
+    from rich.table import Table
+
+    wide, tall = (
+        Table(title=title or None, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False) for _ in range(2)
+    )
+    for number, head in enumerate(heads):
+        wide.add_column(head, justify="right" if number else "left", no_wrap=True)
+    for row in rows:
+        wide.add_row(*row)
+    if Console(width=UNBOUNDED).measure(wide).maximum <= width:
+        return wide
+    tall.add_column(heads[0], overflow="fold")
+    tall.add_column(no_wrap=True)
+    tall.add_column(justify="right", overflow="fold")
+    for name, *cells in rows:
+        values = [(head, cell) for head, cell in zip(heads[1:], cells, strict=True) if cell]
+        for number, (head, cell) in enumerate(values):
+            tall.add_row("" if number else name, head, cell, end_section=number == len(values) - 1)
+    return tall
 
 
 def read_mapping(args: str, example: str) -> dict[str, Any]:

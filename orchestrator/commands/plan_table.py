@@ -11,7 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from troupe.orchestrator.commands.options import UNBOUNDED, natural_width, output_width
+from troupe.orchestrator.commands.options import UNBOUNDED, fitting_table, output_width
 from troupe.orchestrator.plan.fit import MemoryPlan, SharedUse, UnknownModel, gib
 from troupe.orchestrator.plan.measured import PEAK
 from troupe.orchestrator.plan.memory import HEADROOM
@@ -43,30 +43,8 @@ COLUMNS = {
 """Headings of the memory table, and the parts that each adds up."""
 
 
-def render(plan: Plan, width: int = UNBOUNDED) -> Table:
-    """The placement of workers as a table at most `width` columns wide."""
-    table = Table(title="placement")
-    for column in ("worker", "cpus", "gpus", "placement group", "bundle", "node"):
-        right = column in ("cpus", "gpus", "bundle")
-        table.add_column(column, justify="right" if right else "left", no_wrap=True)
-    for row in plan.rows:
-        table.add_row(
-            row.worker, f"{row.cpus:g}", f"{row.gpus:g}", row.group, str(row.bundle), row.node or "[red]no room[/red]"
-        )
-    for role, host in plan.in_process:
-        table.add_row(role, "-", "-", f"inside {host}", "-", "-")
-    if natural_width(table) > width:
-        table = _narrow_placement(plan)
-    asked, there = plan.asked, plan.there
-    table.caption = (
-        f"requested: {asked['CPU']:g} CPU, {asked['GPU']:g} GPU; "
-        f"the cluster has {there['CPU']:g} CPU, {there['GPU']:g} GPU"
-    )
-    return table
-
-
-def _narrow_placement(plan: Plan) -> Table:
-    """The placement in three columns. What is long wraps at its words."""
+def render(plan: Plan) -> Table:
+    """The placement of workers. What is long wraps at its words."""
     table = Table(title="placement", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("worker", no_wrap=True)
     table.add_column("cpus, gpus", no_wrap=True)
@@ -76,6 +54,11 @@ def _narrow_placement(plan: Plan) -> Table:
         table.add_row(row.worker, f"{row.cpus:g}, {row.gpus:g}", place)
     for role, host in plan.in_process:
         table.add_row(role, "-", f"inside {host}")
+    asked, there = plan.asked, plan.there
+    table.caption = (
+        f"requested: {asked['CPU']:g} CPU, {asked['GPU']:g} GPU; "
+        f"the cluster has {there['CPU']:g} CPU, {there['GPU']:g} GPU"
+    )
     return table
 
 
@@ -87,24 +70,12 @@ def render_memory(memory: MemoryPlan, where: Where, width: int = UNBOUNDED) -> T
     workers = [worker for worker in memory.workers if worker.where == where]
     present = {part.name for worker in workers for part in worker.parts if part.bytes}
     columns = [heading for heading, names in COLUMNS.items() if present.intersection(names)]
-    table = _memory_table(where)
-    for heading in (*columns, "total"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for name, worker in _alike(workers):
-        sizes = [_size(worker, heading) for heading in columns]
-        table.add_row(name, *(gib(size) if size else "" for size in sizes), gib(worker.total))
-    if natural_width(table) <= width:
-        return table
-    table = _memory_table(where)
-    table.add_column("part", no_wrap=True)
-    table.add_column("GiB", justify="right", no_wrap=True)
-    for name, worker in _alike(workers):
-        for heading in columns:
-            if size := _size(worker, heading):
-                table.add_row(name, heading, gib(size))
-                name = ""
-        table.add_row(name, "total", gib(worker.total), end_section=True)
-    return table
+    rows = [
+        [name, *(gib(size) if (size := _size(worker, heading)) else "" for heading in columns), gib(worker.total)]
+        for name, worker in _alike(workers)
+    ]
+    title = "memory of each GPU, GiB" if where == "gpu" else "host memory, GiB"
+    return fitting_table(title, ["worker", *columns, "total"], rows, width)
 
 
 def render_periods(memory: MemoryPlan, width: int = UNBOUNDED) -> Table:
@@ -117,38 +88,13 @@ def render_periods(memory: MemoryPlan, width: int = UNBOUNDED) -> Table:
     for use in memory.shared:
         numbers = (*use.periods.values(), use.most, use.alone, use.capacity)
         alike.setdefault(numbers, []).append(use)
-    table = _periods_table(headings)
-    for numbers, uses in alike.items():
-        table.add_row(_sharing(uses), *map(gib, numbers))
-    if natural_width(table) <= width:
-        return table
-    table = _periods_table(("", "GiB"))
-    for numbers, uses in alike.items():
-        name = _sharing(uses)
-        for heading, number in zip(headings, numbers, strict=True):
-            table.add_row(name, heading, gib(number), end_section=heading == headings[-1])
-            name = ""
-    return table
-
-
-def _periods_table(headings: Sequence[str]) -> Table:
-    table = Table(title="shared GPUs, GiB", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("workers", overflow="fold")
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
-    return table
+    rows = [[_sharing(uses), *map(gib, numbers)] for numbers, uses in alike.items()]
+    return fitting_table("shared GPUs, GiB", ["workers", *headings], rows, width)
 
 
 def _sharing(uses: Sequence[SharedUse]) -> str:
     """The workers of the first of some GPUs that are alike, and how many more there are."""
     return ", ".join(uses[0].workers) + (f" (and {len(uses) - 1} more)" if len(uses) > 1 else "")
-
-
-def _memory_table(where: Where) -> Table:
-    title = "memory of each GPU, GiB" if where == "gpu" else "host memory, GiB"
-    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("worker", no_wrap=True)
-    return table
 
 
 def _size(worker: WorkerMemory, heading: str) -> int:
@@ -233,7 +179,7 @@ def show(plan: Plan, console: Console | None = None) -> None:
     """Print the placement of workers and their memory, on standard output unless there is a console."""
     if console is None:
         console = Console(width=output_width())
-    console.print(render(plan, console.width))
+    console.print(render(plan))
     for where in ("gpu", "host"):
         if any(worker.where == where for worker in plan.memory.workers):
             console.print(render_memory(plan.memory, where, console.width))
