@@ -37,32 +37,6 @@ def _worker(event: Event) -> str:
     return f"{event.get('worker', 'a worker')} {what}{detail}"
 
 
-def _trainer_restarted(event: Event) -> str:
-    workers = event.get("workers")
-    names = ", ".join(map(str, workers)) if isinstance(workers, list) else str(workers)
-    return f"trainers restarted: {names}"
-
-
-def _dropped(event: Event) -> str:
-    return f"{_number(event.get('samples'), 'sample')} dropped: {event.get('reason')}"
-
-
-def _retry(event: Event) -> str:
-    return f"{_number(event.get('groups'), 'group')} sampled again"
-
-
-def _scaled(event: Event) -> str:
-    return f"workers changed to {_counts(event.get('workers')) or event.get('workers')}"
-
-
-def _network(event: Event) -> str:
-    return f"{event.get('role')}: {event.get('detail')}"
-
-
-def _alarm(event: Event) -> str:
-    return f"alarm: {event.get('detail')}"
-
-
 def _checkpoint(event: Event) -> str:
     if not event.get("ok", True):
         return f"checkpoint failed: {event.get('detail')}"
@@ -100,6 +74,10 @@ def _counts(workers: object) -> str:
     return ", ".join(f"{count} {role}" for role, count in workers.items()) if isinstance(workers, Mapping) else ""
 
 
+def _names(workers: object) -> str:
+    return ", ".join(map(str, workers)) if isinstance(workers, list) else str(workers)
+
+
 def _number(count: object, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
@@ -110,12 +88,12 @@ _TEXTS: Mapping[str, Callable[[Event], str]] = {
     "worker_started": _worker,
     "worker_replaced": _worker,
     "worker_lost": _worker,
-    "trainer_restarted": _trainer_restarted,
-    "dropped": _dropped,
-    "retry": _retry,
-    "scaled": _scaled,
-    "network": _network,
-    "alarm": _alarm,
+    "trainer_restarted": lambda event: f"trainers restarted: {_names(event.get('workers'))}",
+    "dropped": lambda event: f"{_number(event.get('samples'), 'sample')} dropped: {event.get('reason')}",
+    "retry": lambda event: f"{_number(event.get('groups'), 'group')} sampled again",
+    "scaled": lambda event: f"workers changed to {_counts(event.get('workers')) or event.get('workers')}",
+    "network": lambda event: f"{event.get('role')}: {event.get('detail')}",
+    "alarm": lambda event: f"alarm: {event.get('detail')}",
     "checkpoint": _checkpoint,
     "evaluation": _evaluation,
     "weights": _weights,

@@ -14,14 +14,10 @@ from troupe.orchestrator.data.mixture import DrawnSource
 from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.live.diff import FieldDifference, field_changes
 from troupe.orchestrator.spec.base import RunSpec
-from troupe.orchestrator.spec.derived.training import kl_penalty, kl_start
 from troupe.orchestrator.spec.errors import SpecError
 from troupe.orchestrator.spec.field_tree import field_tree
 from troupe.orchestrator.spec.load import plan_runs, read_document
 from troupe.orchestrator.training.checkpoint import Checkpoint, stage_problem, trainer_layouts
-from troupe.orchestrator.training.parts import states_of
-from troupe.orchestrator.training.state import PenaltyState
-from troupe.workers.contract.advantage_state import AdvantageState
 
 
 @dataclass(frozen=True)
@@ -64,9 +60,7 @@ def resumption(folder: Path, found: Checkpoint, spec: RunSpec, saved_spec: Path)
     """
     before = _read(saved_spec)
     differences = None if before is None else tuple(_differences(before, spec, found.step))
-    problems = list(_problems(found, spec, differences is None))
-    problems += [] if before is None else _unknown_starts(found, before, spec)
-    return Resumption(folder, found, spec, differences, tuple(problems))
+    return Resumption(folder, found, spec, differences, tuple(_problems(found, spec, differences is None)))
 
 
 def require_same_rows(found: Checkpoint | None, drawn: Callable[[Mapping[str, Any]], Iterable[DrawnSource]]) -> None:
@@ -127,19 +121,3 @@ def _problems(found: Checkpoint, spec: RunSpec, unknown_spec: bool) -> Iterator[
                 yield f"model.dtype: the checkpoint's {name} is of type {saved[name].dtype}"
         elif wrong := stage_problem(saved[name], layout):
             yield f"roles.{name}.zero_stage: {wrong}"
-
-
-def _unknown_starts(found: Checkpoint, before: RunSpec, spec: RunSpec) -> Iterator[str]:
-    """Changed coefficients that adapt, for a checkpoint of an earlier version: it does not record the values from which
-    they started, so that they would be kept."""
-    with found.restoring():
-        advantages = AdvantageState.model_validate(found.state.get("source", {}).get("advantages", {}))
-        state = PenaltyState.model_validate(states_of({"memory": {}} | found.state)["penalty"])
-    kl_old, new_kl_old = (None if one is None else one.coef for one in (kl_penalty(before), kl_penalty(spec)))
-    for field, old, new, coef, start in (
-        ("algorithm.kl.coef", kl_start(before), kl_start(spec), advantages.kl_coef, advantages.kl_start),
-        ("algorithm.kl_old.coef", kl_old, new_kl_old, state.kl_old_coef or None, state.kl_old_start),
-    ):
-        if None not in (old, new, coef) and old != new and start is None:
-            why = f"it has adapted to {coef:g}, and this checkpoint of an earlier version does not know it apart"
-            yield f"{field}: {old:g} -> {new:g}: refused: {why}; train a step with {old:g} first"

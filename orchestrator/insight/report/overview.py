@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import os
@@ -37,9 +36,6 @@ _OWN_SECTION = frozenset({"weights", "checkpoint"})
 """Events of every step, which are no news."""
 _LONGEST_EVENT = 1000
 _OTHER = "Other"
-_STATE = "state.json"
-"""What a checkpoint holds of the controller."""
-_CHECKPOINT = re.compile(r"step-\d+")
 MOST_POINTS, MOST_SHARED, LEAST_POINTS = 2000, 1500, 250
 """Points of a curve that the page keeps: of one run; of all runs together; and of each of many."""
 _HELD_OUT = ("eval/accuracy", "eval/reward", "eval/loss")
@@ -70,8 +66,8 @@ def overview(run: RunFolder, runs: int = 1) -> Json:
         "evaluations": evaluations(run),
         "verdicts": [asdict(verdict) for verdict in apply_rules(compared)],
         "metrics": {name: _points(series, most) for name, series in history.metrics.items()},
-        "resumes": resumes(lines, events),
-        "ledger": _ledger(run, history),
+        "resumes": resumes(events),
+        "ledger": _ledger(history),
         "weights": [_weights(event) for event in events if event.get("event") == "weights"][-_MOST_EVENTS:],
         "events": [_event(event) for event in events if event.get("event") not in _OWN_SECTION][-_MOST_EVENTS:],
         "memory": _memory(history, spec),
@@ -101,13 +97,10 @@ def spec_differences(specs: Sequence[Mapping[str, Any]]) -> list[Json]:
     ]
 
 
-def resumes(lines: Sequence[Json], events: Sequence[Json]) -> list[int]:
-    """Steps after which the run was stopped and resumed: from the events, else from lines that repeat a step."""
-    recorded = [event.get("resume_at") for event in events if event.get("event") == "run_started"]
-    found = {step for step in recorded if isinstance(step, int) and step > 0}
-    steps = [line["step"] for line in lines if isinstance(line.get("step"), int)]
-    found |= {after - 1 for before, after in itertools.pairwise(steps) if after <= before and after > 0}
-    return sorted(found)
+def resumes(events: Sequence[Json]) -> list[int]:
+    """Steps after which the run was stopped and resumed."""
+    recorded = {event.get("resume_at") for event in events if event.get("event") == "run_started"}
+    return sorted(step for step in recorded if isinstance(step, int) and step > 0)
 
 
 def _flat(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -140,7 +133,7 @@ def _loaded(run: RunFolder) -> RunSpec | None:
         return None
 
 
-def _ledger(run: RunFolder, history: History) -> Json:
+def _ledger(history: History) -> Json:
     """Counts of the last step, and dropped samples by reason."""
     counts = {s.name.removeprefix("ledger/"): s.values[-1] for s in history.named("ledger/")}
     reasons: dict[str, float] = {}
@@ -148,19 +141,7 @@ def _ledger(run: RunFolder, history: History) -> Json:
         if event.get("event") == "dropped" and isinstance(event.get("samples"), int):
             reason = str(event.get("reason"))[:200]
             reasons[reason] = reasons.get(reason, 0) + event["samples"]
-    return {"counts": counts, "reasons": reasons or _saved_reasons(run.path / "checkpoints")}
-
-
-def _saved_reasons(checkpoints: Path) -> dict[str, float]:
-    """Drop reasons in the newest checkpoint."""
-    folders = sorted(path for path in checkpoints.glob("step-*") if _CHECKPOINT.fullmatch(path.name))
-    if not folders:
-        return {}
-    try:
-        dropped = json.loads((folders[-1] / _STATE).read_bytes())["ledger"]["dropped"]
-        return {str(reason)[:200]: float(count) for reason, count in dropped.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return {}
+    return {"counts": counts, "reasons": reasons}
 
 
 def _event(event: Mapping[str, Any]) -> Json:

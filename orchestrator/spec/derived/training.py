@@ -34,12 +34,6 @@ def kl_penalty(spec: RunSpec) -> KlPenalty | None:
     return None if spec.rollouts is None else section.kl_penalty(spec.rollouts.algorithm)
 
 
-def kl_start(spec: RunSpec) -> float | None:
-    """Start value of the adaptive coefficient of the KL term in the reward, or None if it does not adapt."""
-    rollouts: RolloutSpec | None = spec.rollouts
-    return None if rollouts is None or rollouts.algorithm.kl.target is None else rollouts.kl_coef
-
-
 def alarm_limits(spec: RunSpec) -> AlarmConfig | None:
     """When a rising reward counts as reward hacking, or None if never."""
     return None if spec.rollouts is None else spec.rollouts.failures.alarm

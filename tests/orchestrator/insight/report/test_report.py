@@ -237,10 +237,8 @@ def test_long_curves_keep_their_spikes(tmp_path: Path) -> None:
     assert dict(zip(points["steps"], points["values"], strict=True))[7001] == 100.0
 
 
-def test_a_run_that_repeats_steps_is_joined(run: RunFolder) -> None:
-    lines: list[dict[str, Any]] = [{"step": step} for step in (1, 2, 3, 4, 3, 4, 5)]
-    assert resumes(lines, []) == [2]
-    assert resumes([], [{"event": "run_started", "resume_at": 0}, {"event": "run_started", "resume_at": 5}]) == [5]
+def test_a_run_that_repeats_steps_is_joined() -> None:
+    assert resumes([{"event": "run_started", "resume_at": 0}, {"event": "run_started", "resume_at": 5}]) == [5]
 
 
 def test_metrics_stand_in_the_order_of_their_reference() -> None:
