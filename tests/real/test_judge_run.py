@@ -11,6 +11,7 @@ import pytest
 from tests.conftest import ROOT
 from tests.processes import descendants
 from tests.real.commands import Run, ledger_balances, run_troupe, running, trajectories
+from tests.workers.agents.judges.judge_endpoint import endpoint
 
 TINY = ROOT / "deploy" / "specs" / "tiny-judge.yaml"
 
@@ -104,3 +105,38 @@ def test_a_group_is_compared_and_a_model_wins_half_of_the_comparisons_with_itsel
     (found,) = json.loads(results.read_text())["evaluations"]
     assert found["sets"]["held"]["failed_samples"] == 0
     assert found["sets"]["held"]["estimates"]["win_rate"]["value"] == 0.5
+
+
+@pytest.mark.long
+def test_two_judges_compare_the_samples_of_an_asynchronous_run_with_adapters_that_is_resumed(tmp_path: Path) -> None:
+    """The role scores each group in one question, and an endpoint prefers whatever stands first.
+
+    The bias gives every sample half, before and after the resume; no question is asked twice, for the answers of both
+    runs are in the file.
+    """
+    form = r"\n".join(f"Score {number}: (10|[0-9])" for number in range(1, 5))
+    of_role = "{name: judge, label: group, timeout_s: 120, args: {rubric: Which is friendlier?, compare: group}}"
+    overrides = (
+        *("roles.judge.model.path=.cache/models/tiny-llama", "roles.judge.max_tokens=64"),
+        f"roles.judge.structured.regex='{form}'",
+        *("roles.policy.lora={rank: 4, alpha: 32}", "schedule.max_staleness=1", "checkpoint.every_steps=1"),
+    )
+    with endpoint(lambda number, body: "Better: A") as served:
+        args = f"{{rubric: Kinder?, compare: pairs, opponents: 2, max_requests: 10000, cache: {tmp_path / 'answers'}, "
+        args += f"endpoint: {{url: '{served.url}', model: m}}}}"
+        of_endpoint = f"{{name: judge, label: pairs, timeout_s: 120, args: {args}}}"
+        overrides = (*overrides, f"roles.reward.functions=[{of_role}, {of_endpoint}]")
+        for steps in (2, 4):
+            resumed = (f"schedule.steps={steps}",)
+            with running(Run(tmp_path, TINY, *overrides, *resumed, name="both", resume=steps > 2)) as run:
+                assert run.wait() == 0, run.output
+        asked = [json.dumps(body["messages"]) for body in served.bodies]
+    assert run.steps() == [1, 2, 3, 4]
+    assert len(asked) == len(set(asked))
+    assert {line["staleness/max"] for line in run.metrics} == {0, 1}
+    for line in run.metrics:
+        assert ledger_balances(line) and line["ledger/dropped"] == 0 and line["ledger/trained"] == 16 * line["step"]
+        assert (line["reward/pairs/mean"], line["reward/pairs/std"]) == (0.5, 0.0)
+        assert line["policy/grad_norm"] > 0.0
+        rows = trajectories(run.out, line["step"]).to_pylist()
+        assert {row["status"] for row in rows} == {"ok"} and len({row["reward"] for row in rows}) > 1
