@@ -35,7 +35,8 @@ def install(name: str, further: Sequence[str], say: Callable[[str], None]) -> Pa
 
     Args:
         name: The environment.
-        further: Requirements of pip, which the lock constrains.
+        further: Requirements of pip, which the lock constrains. A folder is installed by its place (editable), so that
+            its code is what runs.
         say: Gets lines of progress.
 
     Returns:
@@ -50,7 +51,7 @@ def install(name: str, further: Sequence[str], say: Callable[[str], None]) -> Pa
     folder, mark, lock = installed_folder(name), installed_mark(name), lock_of(name)
     python, started = folder / "bin" / "python", time.monotonic()
     done = json.loads(mark.read_text()) if mark.is_file() else {"with": [], "seconds": 0.0, "mib": 0}
-    missing = sorted(set(further) - set(done["with"]))
+    missing = sorted({f"-e{Path(one).resolve()}" if _is_folder(one) else one for one in further} - set(done["with"]))
     if mark.is_file() and not missing:
         say(f"{name} is installed: {_summary(done)}; its interpreter is {python}")
         return python
@@ -69,6 +70,11 @@ def install(name: str, further: Sequence[str], say: Callable[[str], None]) -> Pa
     mark.write_text(json.dumps(done))
     say(f"installed {name}: {_summary(done)}; its interpreter is {python}")
     return python
+
+
+def _is_folder(requirement: str) -> bool:
+    """Whether pip reads a requirement as a folder, and not as the name of a package."""
+    return Path(requirement).is_dir() and (os.sep in requirement or requirement.startswith("."))
 
 
 def _installer(python: Path) -> list[str]:

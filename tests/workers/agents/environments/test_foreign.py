@@ -158,6 +158,13 @@ def test_an_environment_is_installed_once_from_its_lock(monkeypatch: pytest.Monk
     assert ran[2][-1] == "my-game" and "-c" in ran[2] and len(ran) == 3
     environments.install("gymnasium", ("my-game",), said.append)
     assert len(ran) == 3
+    monkeypatch.chdir(tmp_path)
+    for folder in ("one/my-game", "other/my-game"):
+        (tmp_path / folder).mkdir(parents=True)
+    environments.install("gymnasium", ("one/my-game",), said.append)
+    monkeypatch.chdir("other")
+    environments.install("gymnasium", ("my-game", "./my-game"), said.append)
+    assert [command[-1] for command in ran[3:]] == [f"-e{tmp_path}/{name}/my-game" for name in ("one", "other")]
     installed_mark("gymnasium").unlink()
     assert interpreter_of("gymnasium", None) is None, "an installation that was interrupted"
     with pytest.raises(UsageError, match="did you mean 'verifiers'"):
