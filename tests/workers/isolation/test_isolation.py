@@ -136,6 +136,25 @@ print(len(list(marked(mark))))
 """
 
 
+RESERVES = """
+import mmap
+from troupe.workers.isolation.inside import limit_memory
+limit_memory(64)
+reserved = mmap.mmap(-1, 2**38, flags=mmap.MAP_PRIVATE, prot=0)
+for size in (32, 128):
+    try:
+        print(len(bytearray(size * 2**20)) >> 20)
+    except MemoryError:
+        print("MemoryError")
+"""
+
+
+def test_addresses_that_a_program_only_reserves_are_no_memory() -> None:
+    """Node.js, Java and CUDA reserve more of them than any machine has memory."""
+    done = subprocess.run([sys.executable, "-c", RESERVES], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["32", "MemoryError"], done.stderr
+
+
 @pytest.mark.parametrize("process", ["grows"], indirect=True)
 def test_memory_counts_over_all_processes_of_a_function(process: RewardProcess) -> None:
     """Four processes of 100 MiB are more than 256 MiB, though none of them is."""

@@ -170,12 +170,13 @@ def _keep(request: dict[str, Any], status: int, owner_pipe: int) -> None:
 
 def _raise_memory_limit(wanted: int) -> None:
     """Make room for the program's own limit: the caller may have a lower one, and only root may raise it."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    if hard != resource.RLIM_INFINITY and hard < wanted:
-        try:
-            resource.setrlimit(resource.RLIMIT_AS, (soft, wanted))
-        except (OSError, ValueError) as error:
-            raise SetupError("raise RLIMIT_AS", getattr(error, "errno", None) or 1) from error
+    for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA):
+        soft, hard = resource.getrlimit(kind)
+        if hard != resource.RLIM_INFINITY and hard < wanted:
+            try:
+                resource.setrlimit(kind, (soft, wanted))
+            except (OSError, ValueError) as error:
+                raise SetupError("raise the memory limit", getattr(error, "errno", None) or 1) from error
 
 
 def _can_drop_user() -> bool:
@@ -396,6 +397,7 @@ def _limit(limits: dict[str, Any], own_processes: int) -> None:
     memory, disk, seconds = limits["memory_mib"] * 2**20, limits["disk_mib"] * 2**20, int(limits["timeout_s"]) + 2
     wanted = {
         resource.RLIMIT_AS: (memory, memory),
+        resource.RLIMIT_DATA: (memory, memory),
         resource.RLIMIT_CPU: (seconds, seconds),
         resource.RLIMIT_NPROC: (limits["processes"] + own_processes,) * 2,
         resource.RLIMIT_FSIZE: (disk, disk),

@@ -495,9 +495,9 @@ def _check_report(report: dict[str, Any], timed_out: bool) -> dict[str, Any]:
 def _explain(message: dict[str, Any]) -> SandboxError:
     """The error of a step that failed, with what to change."""
     step, failure = str(message["step"]), str(message["failure"])
-    if step == "raise RLIMIT_AS":
+    if step == "raise the memory limit":
         return SandboxError(
-            "memory_mib is above the limit of the process that calls the sandbox (RLIMIT_AS): lower it, or raise "
+            "memory_mib is above the limit of the process that calls the sandbox: lower it, or raise "
             "roles.reward.memory_limit_mib"
         )
     if step in ("fork", "start the program"):

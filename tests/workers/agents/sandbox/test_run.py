@@ -203,11 +203,11 @@ def test_a_call_leaves_no_descriptor_and_no_child() -> None:
     assert set(psutil.Process().children(recursive=True)) <= others, "a child is left"
 
 
-def limited(code: str, memory_mib: int) -> subprocess.CompletedProcess[str]:
-    """Run code in a process with an address space limit, as the process of a reward function has one."""
+def limited(code: str, memory_mib: int, kind: int) -> subprocess.CompletedProcess[str]:
+    """Run code in a process with a limit, as the process of a reward function has one on its data."""
 
     def limit() -> None:
-        resource.setrlimit(resource.RLIMIT_AS, (memory_mib * 2**20, memory_mib * 2**20))
+        resource.setrlimit(kind, (memory_mib * 2**20, memory_mib * 2**20))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
     command = [
@@ -218,18 +218,19 @@ def limited(code: str, memory_mib: int) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, preexec_fn=limit, capture_output=True, text=True, timeout=60)
 
 
-def test_the_memory_limit_of_the_caller_does_not_lower_that_of_the_program() -> None:
+@pytest.mark.parametrize("kind", [resource.RLIMIT_AS, resource.RLIMIT_DATA])
+def test_the_memory_limit_of_the_caller_does_not_lower_that_of_the_program(kind: int) -> None:
     code = (
         "print(run_python('x = bytearray(300 * 2**20)\\nprint(len(x))', limits=SandboxLimits(memory_mib=512)).stdout)"
     )
-    done = limited(code, 640)
+    done = limited(code, 640, kind)
     assert done.stdout.split() == [str(300 * 2**20)], done.stderr
-    done = limited(code, 300)  # root may raise it, with CAP_SYS_RESOURCE
+    done = limited(code, 300, kind)  # root may raise it, with CAP_SYS_RESOURCE
     assert done.stdout.split() == [str(300 * 2**20)] or "memory_mib is above the limit" in done.stderr
 
 
 def test_a_memory_limit_that_cannot_be_met_is_an_error_and_not_a_failure_of_the_program() -> None:
-    error = _explain({"step": "raise RLIMIT_AS", "failure": "", "errno": 1})
+    error = _explain({"step": "raise the memory limit", "failure": "", "errno": 1})
     assert isinstance(error, SandboxError) and not isinstance(error, SandboxUnavailable)
     assert "roles.reward.memory_limit_mib" in str(error)
 
