@@ -127,10 +127,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=lambda item: item.path != longest)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection() -> None:
+    """Collect no garbage while all modules are imported, which would scan the imported ones again and again."""
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
     """Exclude modules and tests from garbage collection, which every run of the controller starts with."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_unconfigure() -> None:
