@@ -2,18 +2,15 @@
 
     python -m docs.tooling.report_screenshots GRPO_RUN PPO_RUN ONE_RUN OTHER_RUN
     python -m docs.tooling.report_screenshots MIXTURE_RUN
-    python -m docs.tooling.report_screenshots BENCH_JSON
 
 Needs Chromium (Debian: `apt-get install chromium`). Writes docs/images/report-*.png: the live page is that of the PPO
 run, the page of several runs compares the last two. MIXTURE_RUN: one of `examples:tiny-mixture`, for
-report-environments.png. BENCH_JSON: results of `troupe bench` with --train and --weights,
-for docs/images/bench.png.
+report-environments.png.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
 import tempfile
 import threading
@@ -21,7 +18,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.browser import Page, browser_page
-from troupe.orchestrator.insight.report.page import write_bench_page
 from troupe.orchestrator.insight.report.report import write_report
 from troupe.orchestrator.insight.watch import WatchServer
 
@@ -76,19 +72,6 @@ async def take_evaluation(run: Path, images: Path) -> None:
                 raise RuntimeError(f"the page has errors: {page.errors}")
 
 
-async def take_bench(results: Path, images: Path) -> None:
-    """The page of a benchmark."""
-    images.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory() as folder:
-        file = write_bench_page(json.loads(results.read_text()), Path(folder) / "bench.html")
-        async with browser_page(1280, 860) as page:
-            await page.open(file.as_uri())
-            height = await page.run("document.querySelector('#page').scrollHeight")
-            await _shot(page, images / "bench.png", "#page", height)
-            if page.errors:
-                raise RuntimeError(f"the page has errors: {page.errors}")
-
-
 async def _pick(page: Page, selector: str, value: str) -> None:
     await page.run(
         f"(() => {{ const node = document.querySelector('{selector}'); node.value = '{value}';"
@@ -107,9 +90,7 @@ async def _shot(page: Page, file: Path, selector: str, height: int) -> None:
 
 if __name__ == "__main__":
     paths = [Path(argument) for argument in sys.argv[1:]]
-    if len(paths) == 1 and paths[0].is_dir():
+    if len(paths) == 1:
         asyncio.run(take_evaluation(paths[0], IMAGES))
-    elif len(paths) == 1:
-        asyncio.run(take_bench(paths[0], IMAGES))
     else:
         asyncio.run(take(paths[0], paths[1], paths[2:], IMAGES))

@@ -24,6 +24,7 @@ from troupe.orchestrator.commands.options import (
 from troupe.orchestrator.commands.runs import create_models
 from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.insight.bench.points import Point, Sweep, grid, parse_sweep
+from troupe.orchestrator.plan.measured import BENCH
 from troupe.orchestrator.runs.prepare import checked, single
 from troupe.orchestrator.signals import exit_on_signals, taken
 from troupe.orchestrator.spec.base import RunSpec
@@ -34,8 +35,6 @@ if TYPE_CHECKING:
     from troupe.orchestrator.insight.bench.engines import BenchRequest
     from troupe.orchestrator.insight.bench.results import Result
     from troupe.orchestrator.insight.bench.trainers import TrainResult
-
-PAGE = "bench.html"
 
 
 def bench(
@@ -53,7 +52,7 @@ def bench(
     ] = False,
     set_: SetOption = [],  # noqa: B006
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Page to write (default: runs/NAME/bench.html).")
+        Path | None, typer.Option("--output", "-o", help="JSON file for the results (default: runs/NAME/bench.json).")
     ] = None,
     address: AddressOption = None,
     as_json: JsonOption = False,
@@ -61,30 +60,28 @@ def bench(
     """Measure rollouts without training: tokens/s, latencies, caches and the bottleneck, for every point of a sweep.
 
     Only engines (and environments) are started, and points that differ in sampling or in the number of engines share
-    them. --train measures the fastest point afterwards. Writes one HTML page, and next to it the results as JSON, which
-    `troupe plan --measured` reads; both after every point, so that they also hold what was measured before an
-    interruption. The exit code is 1 if something could not be measured.
+    them. --train measures the fastest point afterwards. Writes the results as JSON, which `troupe plan --measured`
+    reads, after every point, so that they also hold what was measured before an interruption. The exit code is 1 if
+    something could not be measured.
     """
     if taken():
         exit_on_signals()  # until Ray starts, there is nothing to end in order
     if output is not None and output.is_dir():
         raise UsageError(f"--output {output} is a folder; name a file in it")
     if output is not None and is_url(output):
-        raise UsageError(f"--output {output} is a URL; write the page to a disk")
-    if output is not None and output.suffix == ".json":
-        raise UsageError(f"--output {output}: name the page; its results are written beside it as JSON")
+        raise UsageError(f"--output {output} is a URL; write the results to a disk")
     points = _points(spec, [parse_sweep(text) for text in sweep], set_, prompts)
-    page = output or points[0].spec.run_folder / PAGE
+    file = output or points[0].spec.run_folder / BENCH
     with started_ahead(points[0].spec, address):  # it imports while this process does
         from troupe.orchestrator.insight.bench.engines import BenchRequest
 
-        complete = _measure(BenchRequest(points, batches, address), page, train, as_json)
+        complete = _measure(BenchRequest(points, batches, address), file, train, as_json)
     if not complete:
         sys.exit(FAILURE)
 
 
-def _measure(rollouts: BenchRequest, page: Path, train: bool, as_json: bool) -> bool:
-    """Measure, write the page after every point, and print everything; whether all could be measured."""
+def _measure(rollouts: BenchRequest, file: Path, train: bool, as_json: bool) -> bool:
+    """Measure, write the results after every point, and print everything; whether all could be measured."""
     from troupe.orchestrator.insight.bench.bounds import best_of
     from troupe.orchestrator.insight.bench.engines import bench as measure
     from troupe.orchestrator.insight.bench.trainers import measure_trainers
@@ -92,7 +89,7 @@ def _measure(rollouts: BenchRequest, page: Path, train: bool, as_json: bool) -> 
 
     console = Console(sys.stderr)
     cores = None if cluster_to_join(rollouts.address) is not None else os.cpu_count()
-    measured = _Measured(page, cores)
+    measured = _Measured(file, cores)
     try:
         measure(rollouts, console, measured.keep_rollouts)
         if train and (fastest := best_of(measured.rollouts)) is not None:
@@ -106,9 +103,9 @@ def _measure(rollouts: BenchRequest, page: Path, train: bool, as_json: bool) -> 
 class _Measured:
     """What has been measured so far; written whenever something is added."""
 
-    def __init__(self, page: Path, cores: int | None) -> None:
+    def __init__(self, file: Path, cores: int | None) -> None:
         """`cores` are the machine's, or None for a cluster, whose free resources are unknown."""
-        self._page = page
+        self._file = file
         self._cores = cores
         self.rollouts: Sequence[Result] = ()
         self._train: TrainResult | None = None
@@ -136,15 +133,13 @@ class _Measured:
             echo_json(self._record())
             return
         show(self.rollouts, self._cores, self._train)
-        typer.echo(f"wrote {self._page}")
+        typer.echo(f"wrote {self._file}")
 
     def _write(self) -> None:
-        from troupe.orchestrator.insight.report.page import write_bench_page
         from troupe.workers.contract.atomic_file import write_atomic
 
-        record = self._record()
-        write_bench_page(record, self._page)
-        write_atomic(self._page.with_suffix(".json"), json_text(record))
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(self._file, json_text(self._record()))
 
     def _record(self) -> dict[str, Any]:
         from troupe.orchestrator.insight.bench.bounds import record_of

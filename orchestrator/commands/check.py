@@ -100,7 +100,7 @@ def plan(
         typer.Option(
             "--measured",
             metavar="FOLDER",
-            help="Folder (or page) of a `troupe bench` of this spec: what it measured replaces estimates.",
+            help="Folder (or file) of a `troupe bench` of this spec: what it measured replaces estimates.",
         ),
     ] = None,
     as_json: Annotated[

@@ -71,11 +71,11 @@ class Recorded:
     @classmethod
     def read(cls, path: Path) -> Recorded:
         """The results in this folder or file. Raises UsageError."""
-        file = path / BENCH if path.is_dir() else path.with_suffix(".json") if path.suffix == ".html" else path
+        file = path / BENCH if path.is_dir() else path
         try:
             return cls(str(file), json.loads(file.read_text()))
         except FileNotFoundError:
-            raise UsageError(f"--measured: {file} does not exist; `troupe bench` writes it beside its page") from None
+            raise UsageError(f"--measured: {file} does not exist; `troupe bench` writes it") from None
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UsageError(f"--measured: {file} is no result of `troupe bench`: {error!r}") from None
 

@@ -1,6 +1,6 @@
 """The bottleneck of each point and what to change, as lines for the spec; and the results as plain data.
 
-The record is for `--json`, for the page, and for `troupe plan --measured`.
+The record is for `--json`, and for `troupe plan --measured`.
 """
 
 from __future__ import annotations

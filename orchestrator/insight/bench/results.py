@@ -49,16 +49,6 @@ class Spread:
 
 
 @dataclass(frozen=True)
-class EngineShare:
-    """One engine's part of a point."""
-
-    engine: str
-    tokens_per_s: float
-    busy: float
-    """Share of the time in which it computed."""
-
-
-@dataclass(frozen=True)
 class Measures:
     """The numbers of one point, over all of its batches."""
 
@@ -104,7 +94,6 @@ class Measures:
     most_running: int
     waiting: float
     """Sequences that wait in an engine, on average."""
-    engines: tuple[EngineShare, ...]
 
 
 @dataclass(frozen=True)
@@ -135,7 +124,7 @@ def measures_of(point: Point, batches: Sequence[MeasuredBatch]) -> Measures:
     readings = [reading for batch in batches for reading in batch.engines]
     sequences = [sequence for reading in readings for sequence in reading.sequences]
     busy_s = sum(reading.busy_s for reading in readings)
-    engines = _engines(batches)
+    busy = _busy(batches)
     gpus = point.spec.roles.rollout.gpus * point.workers
     total = median(rates)
     return Measures(
@@ -149,8 +138,8 @@ def measures_of(point: Point, batches: Sequence[MeasuredBatch]) -> Measures:
         prefill_per_s=point.workers * _rate([(r.prefill_tokens, r.prefill_s) for r in readings]),
         decode_per_s=point.workers * _rate([(r.decode_tokens, r.decode_s) for r in readings]),
         prefill_share=sum(reading.prefill_s for reading in readings) / busy_s if busy_s else 0.0,
-        busy=fmean(engine.busy for engine in engines) if engines else 0.0,
-        least_busy=min((engine.busy for engine in engines), default=0.0),
+        busy=_mean(busy),
+        least_busy=min(busy, default=0.0),
         latency_s=Spread.of([sequence.latency_s for sequence in sequences]),
         first_token_s=Spread.of([sequence.first_token_s for sequence in sequences]),
         queued_s=Spread.of([sequence.queued_s for sequence in sequences]),
@@ -163,18 +152,16 @@ def measures_of(point: Point, batches: Sequence[MeasuredBatch]) -> Measures:
         running=_weighted(readings, [reading.running for reading in readings]),
         most_running=max((reading.most_running for reading in readings), default=0),
         waiting=_weighted(readings, [reading.waiting for reading in readings]),
-        engines=engines,
     )
 
 
-def _engines(batches: Sequence[MeasuredBatch]) -> tuple[EngineShare, ...]:
+def _busy(batches: Sequence[MeasuredBatch]) -> list[float]:
+    """Share of the time in which each engine computes."""
     seconds = sum(batch.seconds for batch in batches)
-    tokens: dict[str, int] = {}
     busy: dict[str, float] = {}
     for reading in (reading for batch in batches for reading in batch.engines):
-        tokens[reading.engine] = tokens.get(reading.engine, 0) + reading.response_tokens
         busy[reading.engine] = busy.get(reading.engine, 0.0) + reading.busy_s
-    return tuple(EngineShare(name, tokens[name] / seconds, min(1.0, busy[name] / seconds)) for name in sorted(tokens))
+    return [min(1.0, busy_s / seconds) for busy_s in busy.values()]
 
 
 def _rate(parts: Sequence[tuple[int, float]]) -> float:

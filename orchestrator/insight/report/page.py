@@ -7,12 +7,10 @@ import hashlib
 import json
 from functools import cache
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, StrictUndefined, select_autoescape
 
-from troupe.workers.contract.atomic_file import write_atomic
 from troupe.workers.contract.text import valid_text
 
 SCRIPTS = (
@@ -20,8 +18,6 @@ SCRIPTS = (
     *("tokens.js", "list.js", "samples.js", "tables.js", "main.js"),
 )
 """Code of the report, in the order in which it is joined."""
-BENCH_SCRIPTS = ("dom.js", "colors.js", "ticks.js", "chart.js", "bench.js")
-"""Code of the page of a benchmark."""
 _ASSETS = files("troupe.orchestrator.insight.report") / "assets"
 _ESCAPES = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 """Within JSON these characters stand in strings only. Escaped, no text of a model can end the block that holds it."""
@@ -35,25 +31,13 @@ def render(data: dict[str, Any], live: bool = False) -> str:
         live: Whether it asks the server it came from for more; otherwise no connection is allowed at all.
     """
     names = " | ".join(run["label"] for run in data["runs"]) or "Troupe"
-    return render_page(data | {"live": live}, title=f"{names} - Troupe report", scripts=SCRIPTS, connects=live)
-
-
-def render_page(data: dict[str, Any], title: str, scripts: tuple[str, ...], *, connects: bool = False) -> str:
-    """A page as text.
-
-    Args:
-        data: What it shows.
-        title: Its title.
-        scripts: Its code.
-        connects: Whether it may ask the server it came from for more.
-    """
-    script, style = _script(scripts), _asset("report.css")
+    script, style = _script(), _asset("report.css")
     policy = {
         "default-src": "'none'",
         "script-src": _hash(script),
         "style-src": _hash(style),
         "img-src": "data:",
-        "connect-src": "'self'" if connects else "'none'",
+        "connect-src": "'self'" if live else "'none'",
         "base-uri": "'none'",
         "form-action": "'none'",
     }
@@ -61,28 +45,12 @@ def render_page(data: dict[str, Any], title: str, scripts: tuple[str, ...], *, c
         _asset("report.html.j2")
     )
     return template.render(
-        title=title,
+        title=f"{names} - Troupe report",
         policy="; ".join(f"{name} {value}" for name, value in policy.items()),
         style=style,
         script=script,
-        data=as_json(data),
+        data=as_json(data | {"live": live}),
     )
-
-
-def write_bench_page(record: dict[str, Any], output: Path) -> Path:
-    """Write the page of a benchmark.
-
-    Args:
-        record: The results (`orchestrator/insight/bench/bounds.py`).
-        output: The file. It is replaced as a whole.
-
-    Returns:
-        The file. Raises OSError if it cannot be written.
-    """
-    text = render_page(record, title=f"{record['name']} - Troupe bench", scripts=BENCH_SCRIPTS)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(output, text)
-    return output
 
 
 def as_json(data: Any) -> str:
@@ -100,8 +68,8 @@ def _asset(name: str) -> str:
 
 
 @cache
-def _script(scripts: tuple[str, ...]) -> str:
-    return "'use strict';\n(() => {\n" + "\n".join(_asset(name) for name in scripts) + "\n})();\n"
+def _script() -> str:
+    return "'use strict';\n(() => {\n" + "\n".join(map(_asset, SCRIPTS)) + "\n})();\n"
 
 
 def _hash(text: str) -> str:

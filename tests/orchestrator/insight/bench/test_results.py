@@ -30,7 +30,6 @@ def test_speeds_are_of_the_time_in_which_an_engine_computes() -> None:
     assert measures.decode_per_s == pytest.approx(2 * 1200 / 1.2)
     assert measures.prefill_share == pytest.approx(0.2)
     assert measures.busy == pytest.approx(0.375) and measures.least_busy == pytest.approx(0.25)
-    assert [(one.engine, one.tokens_per_s) for one in measures.engines] == [("rollout-0", 320.0), ("rollout-1", 80.0)]
     assert measures.cached == pytest.approx(0.75)
 
 
