@@ -101,8 +101,10 @@ def advice(results: Sequence[Result], cores: int | None) -> Iterator[str]:
         if bound.note:
             yield f"    {bound.note}"
     best = best_of(results)
-    if best is None or best.measures is None or not any(map(_is_free, best.point.settings)):
+    if best is None or best.measures is None:
         return
+    if all(field.startswith(("sampling.", "data.", "model.")) for field in best.point.settings):
+        return  # swept fields that change which samples are made, and not how
     yield f"fastest: {best.measures.tokens_per_s:.0f} tokens/s with"
     for line in best.point.lines:
         yield f"    {line}"
@@ -112,11 +114,6 @@ def advice(results: Sequence[Result], cores: int | None) -> Iterator[str]:
     ]
     if alike:
         yield f"    no slower, as far as its batches show: {'; '.join(alike)}"
-
-
-def _is_free(field: str) -> bool:
-    """Whether a swept field changes how samples are made, and not which ones."""
-    return not field.startswith(("sampling.", "data.", "model."))
 
 
 def _spread(measures: Measures) -> str:

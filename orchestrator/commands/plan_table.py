@@ -88,13 +88,11 @@ def render_periods(memory: MemoryPlan, width: int = UNBOUNDED) -> Table:
     for use in memory.shared:
         numbers = (*use.periods.values(), use.most, use.alone, use.capacity)
         alike.setdefault(numbers, []).append(use)
-    rows = [[_sharing(uses), *map(gib, numbers)] for numbers, uses in alike.items()]
+    rows = [
+        [", ".join(uses[0].workers) + (f" (and {len(uses) - 1} more)" if len(uses) > 1 else ""), *map(gib, numbers)]
+        for numbers, uses in alike.items()
+    ]
     return fitting_table("shared GPUs, GiB", ["workers", *headings], rows, width)
-
-
-def _sharing(uses: Sequence[SharedUse]) -> str:
-    """The workers of the first of some GPUs that are alike, and how many more there are."""
-    return ", ".join(uses[0].workers) + (f" (and {len(uses) - 1} more)" if len(uses) > 1 else "")
 
 
 def _size(worker: WorkerMemory, heading: str) -> int:

@@ -21,6 +21,7 @@ _ROLE = re.compile(r"[a-z_]+|environment\.[a-z0-9-]+")
 _READ_AT_START = "it is read only when a run starts; stop this run, which saves it, and resume with --resume"
 _LONGEST = 120
 """Most characters of a value that are shown."""
+_ENGINES = ("roles.rollout.workers", "roles.rollout.autoscale")
 _COLOCATED = "rollout is colocated with the policy, whose workers set the number of engines"
 
 
@@ -79,7 +80,7 @@ def differences(running: RolloutSpec, wanted: RolloutSpec) -> tuple[FieldDiffere
     """Every field that differs between the running spec and `wanted`; relative and absolute paths compare equal."""
     live = live_fields(running)
     return tuple(
-        FieldDifference(field, old, new, "" if field in live else _why(field))
+        FieldDifference(field, old, new, "" if field in live else _COLOCATED if field in _ENGINES else _READ_AT_START)
         for field, old, new in field_changes(running, wanted)
     )
 
@@ -132,10 +133,6 @@ def _changes(old: Any, new: Any, fields: FieldNode, path: str = "") -> Iterator[
             yield from _changes(before, after, fields, f"{path}.{index}")
     elif old != new:
         yield path, old, new
-
-
-def _why(field: str) -> str:
-    return _COLOCATED if field in ("roles.rollout.workers", "roles.rollout.autoscale") else _READ_AT_START
 
 
 def _shown(value: Any) -> str:

@@ -176,7 +176,7 @@ class WorkerScaler(RunPart):
         """Add and remove workers until the role has the wanted number, which may change at any time."""
         workers = self._pools[role]
         while (wanted := self._wanted[role]) != len(workers.names):
-            names = sorted(workers.names, key=_index)
+            names = sorted(workers.names, key=lambda name: int(name.rpartition("-")[2]))
             if len(names) < wanted:
                 free = (name for i in itertools.count() if (name := f"{role}-{i}") not in names)
                 new = list(itertools.islice(free, wanted - len(names)))
@@ -213,7 +213,3 @@ class WorkerScaler(RunPart):
 def _log_failure(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
         logger.error("scaling failed: %s", error)
-
-
-def _index(name: str) -> int:
-    return int(name.rsplit("-", 1)[1])

@@ -368,7 +368,9 @@ def _handing_over(memories: Sequence[WorkerMemory], scoring: Sequence[WorkerMemo
     """
     for memory in memories:
         if memory.where == "host":
-            moved = sum(part.bytes for other in memories for part in other.parts if _is_moved(other, part))
+            moved = sum(
+                part.bytes for other in memories for part in other.parts if other.where == "gpu" and part.name in _MOVED
+            )
             yield replace(memory, parts=(*memory.parts, Part("moved", moved)))
             continue
         periods = _TRAINER | ({"gathered": ("sampling", "update")} if scoring else {})
@@ -410,7 +412,3 @@ def _held_by_engine(memories: Sequence[WorkerMemory]) -> int:
     """Bytes of its share of a GPU that an engine takes: all but the buffers for new weights."""
     parts = [part for memory in memories if memory.where == "gpu" for part in memory.parts]
     return sum(part.bytes for part in parts if part.name != "transfer")
-
-
-def _is_moved(memory: WorkerMemory, part: Part) -> bool:
-    return memory.where == "gpu" and part.name in _MOVED

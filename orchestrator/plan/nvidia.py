@@ -58,7 +58,7 @@ def graphics() -> Graphics:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     shown = [row for row in rows if is_visible(visible, row[5], row[6])]
     return Graphics(
-        devices=max(_devices(), len(rows)),
+        devices=max(sum(1 for _ in _pci()), len(rows)),
         gpus=tuple(_gpu(row) for row in shown),
         driver=rows[0][4] if rows else "",
         driver_cuda=_driver_cuda() if rows else None,
@@ -110,12 +110,8 @@ def _driver_cuda() -> tuple[int, int] | None:
     return number.value // 1000, number.value % 1000 // 10
 
 
-def _devices() -> int:
-    """NVIDIA GPUs on the PCI bus."""
-    return sum(1 for _ in _pci())
-
-
 def _pci() -> Iterator[Path]:
+    """NVIDIA GPUs on the PCI bus."""
     for device in Path("/sys/bus/pci/devices").glob("*"):
         try:
             vendor, kind = (device / "vendor").read_text().strip(), (device / "class").read_text().strip()

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Literal
 
 from troupe.orchestrator.errors import UsageError
-from troupe.orchestrator.plan.memory import Sizes
 from troupe.orchestrator.plan.placement import CPUS_PER_NODE, Node
-from troupe.orchestrator.plan.plan import Plan, plan
+from troupe.orchestrator.plan.plan import Plan, plan_stages
 from troupe.orchestrator.platforms.kubernetes.values import Variable
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.chain import PlannedRun
@@ -169,19 +168,15 @@ def _container(options: SlurmOptions) -> dict[str, list[str]]:
 
 
 def _plans(runs: Sequence[PlannedRun], options: SlurmOptions) -> Iterator[Plan]:
-    """The plan of each run; a later stage's model has the size of the one that an earlier stage trains."""
+    """The plan of each run."""
     memory = (options.gib_per_node or 0) * GIB
     size = (float(options.cpus_per_node), float(options.gpus_per_node), memory)
     nodes = [Node(f"node-{i}", *size) for i in range(options.nodes)]
-    sizes = Sizes()
     for run in runs:
         _refuse_labels(run.spec)
-        planned = plan(run.spec, nodes, sizes, advise=True)
+    for _, planned in plan_stages(runs, nodes, advise=True):
         if planned.misfit:
             raise UsageError(planned.misfit)
-        trained = sizes.of(run.spec.model)
-        if trained is not None:
-            sizes.known[str(run.model)] = trained
         yield planned
 
 

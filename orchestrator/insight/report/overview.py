@@ -113,17 +113,13 @@ def _flat(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 def _points(series: Series, most: int) -> Json:
     """Steps and values; of a long series the least and the largest value of every bucket, so that spikes stay."""
-    pairs = [(step, _short(value)) for step, value in series]
+    pairs = [(step, float(f"{value:.6g}")) for step, value in series]
     if len(pairs) > most:
         size = math.ceil(len(pairs) / (most // 2))
         buckets = [pairs[start : start + size] for start in range(0, len(pairs), size)]
         ends = [{min(b, key=lambda p: p[1]), max(b, key=lambda p: p[1])} for b in buckets]
         pairs = sorted(point for pair in ends for point in pair)
     return {"steps": [step for step, _ in pairs], "values": [value for _, value in pairs]}
-
-
-def _short(value: float) -> float:
-    return float(f"{value:.6g}")
 
 
 def _loaded(run: RunFolder) -> RunSpec | None:

@@ -136,7 +136,10 @@ def step_block(table: pa.Table, step: int, texts: TokenTexts) -> Json:
         "engine": plain["engine"],
         "seconds": [_number(value) for value in plain["generate_s"]],
         "trained": plain["trained"],
-        "versions": [_versions(spans) for spans in plain["weight_versions"]],
+        "versions": [
+            [[span["version"], span["start"], span["end"]] for span in spans or ()]
+            for spans in plain["weight_versions"]
+        ],
     }
     return block | _tokens(table, rows, texts)
 
@@ -187,10 +190,6 @@ def _components(rows: list[list[Json] | None], count: int) -> dict[str, list[flo
         for component in row or ():
             columns.setdefault(component["name"], [None] * count)[number] = _number(component["value"])
     return columns
-
-
-def _versions(spans: list[Json] | None) -> list[list[int]]:
-    return [[span["version"], span["start"], span["end"]] for span in spans or ()]
 
 
 def _tokens(table: pa.Table, rows: int, texts: TokenTexts) -> Json:

@@ -139,9 +139,8 @@ def no_signal(run: History) -> Iterator[Verdict]:
     equal = 1 - mixed.typical(found)
     what = f"Every sample has the same reward, {at:.3g}" if constant else f"{equal:.0%} of the groups are equal"
     learned = run.reward_rises and found.start > run.last_step // 3
-    groups = (
-        Remedy("Sample more per prompt, so that groups differ.", field("algorithm.group_size", _more_samples(run))),
-    )
+    more = 2 * int(run.get("algorithm.group_size", 8))
+    groups = (Remedy("Sample more per prompt, so that groups differ.", field("algorithm.group_size", more)),)
     remedies = (
         *(() if alone else groups),
         Remedy("Draw prompts that the policy solves only sometimes.", "data:\n  curriculum: {}"),
@@ -164,10 +163,6 @@ def no_signal(run: History) -> Iterator[Verdict]:
         (mixed.name if mixed else spread.name, spread.name, reward.name),
         remedies,
     )
-
-
-def _more_samples(run: History) -> int:
-    return 2 * int(run.get("algorithm.group_size", 8))
 
 
 def reward_falls(run: History) -> Iterator[Verdict]:

@@ -172,7 +172,7 @@ def _kind(process: ProcessFacts, thread: Thread | None, frame: Frame | None) -> 
     if process.state == "D" or process.waits_for_device:
         within = f", in {process.waits_in}" if process.state == "D" and process.waits_in else ""
         return "disk", f"waits for the disk (state D{within}){at}"
-    if thread is not None and _in_collective(thread):
+    if thread is not None and any(name in frame.file for frame in thread.frames[:8] for name in _COLLECTIVE_FILES):
         return "collective", f"waits in a collective for the other ranks{at}"
     if process.cpu >= BUSY or (process.state == "R" and process.cpu >= _STARVED):
         return "busy", f"computes ({process.cpu:.2f} CPU seconds in the last second){at}"
@@ -190,10 +190,6 @@ def _at_lock(thread: Thread | None, frame: Frame) -> bool:
         return frame.origin == "user"
     at_lock = frame.source.startswith(("with ", "async with ")) or any(w in frame.source.lower() for w in _LOCK_SOURCE)
     return innermost == frame and frame.origin == "user" and at_lock
-
-
-def _in_collective(thread: Thread) -> bool:
-    return any(name in frame.file for frame in thread.frames[:8] for name in _COLLECTIVE_FILES)
 
 
 def _telling_frame(thread: Thread) -> Frame | None:

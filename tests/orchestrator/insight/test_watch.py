@@ -40,41 +40,19 @@ def test_the_page_and_its_data(server: WatchServer) -> None:
     status, page, headers = ask(server, "/")
     assert status == 200 and '"live":true' in page
     assert headers["X-Frame-Options"] == "DENY" and headers["Cache-Control"] == "no-store"
-    data = json.loads(ask(server, "/data.json?after=2")[1])
-    assert data["runs"][0]["metrics"]["reward/mean"]["steps"] == [3] and data["after"] == 2
-    assert [one["step"] for one in data["samples"][0]["blocks"]] == [3], "the last step comes along"
-    known = f"known={data['runs'][0]['line']}&held={data['samples'][0]['file']}"
-    again = json.loads(ask(server, f"/data.json?after=3&{known}")[1])
-    assert again["after"] == 3 and again["samples"][0]["blocks"] == [], "but once"
+    data = json.loads(ask(server, "/data.json")[1])
+    assert data["runs"][0]["metrics"]["reward/mean"]["steps"] == [1, 2, 3]
+    assert [*data["samples"][0]["stamps"]] == ["1", "2", "3"] and data["samples"][0]["blocks"] == []
     assert json.loads(ask(server, "/samples.json?run=0&step=1")[1])["step"] == 1
     assert ask(server, "/samples.json?run=1&step=1")[0] == 404
 
 
 def test_nothing_is_sent_again_until_the_run_has_written(server: WatchServer, tmp_path: Path) -> None:
     mark = json.loads(ask(server, "/data.json")[1])["mark"]
-    assert ask(server, f"/data.json?after=3&mark={mark}")[:2] == (204, "")
+    assert ask(server, f"/data.json?mark={mark}")[:2] == (204, "")
     with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
         file.write((RECORDED / "healthy-ppo.jsonl").read_text().splitlines()[3] + "\n")
-    assert json.loads(ask(server, f"/data.json?after=3&mark={mark}")[1])["runs"][0]["steps_done"] == 4
-
-
-def test_a_run_that_starts_anew_is_sent_whole(server: WatchServer) -> None:
-    data = json.loads(ask(server, "/data.json?after=99")[1])
-    assert data["after"] == -1 and data["runs"][0]["metrics"]["reward/mean"]["steps"] == [1, 2, 3]
-
-
-def test_a_page_that_slept_through_a_resumption_is_sent_the_steps_done_again(
-    server: WatchServer, tmp_path: Path
-) -> None:
-    line = json.loads(ask(server, "/data.json")[1])["runs"][0]["line"]
-    file = tmp_path / "run" / "metrics.jsonl"
-    lines = (RECORDED / "healthy-ppo.jsonl").read_text().splitlines()[:4]
-    file.write_text("\n".join(lines) + "\n")
-    assert json.loads(ask(server, f"/data.json?after=3&known={line}")[1])["after"] == 3, "the run went on"
-    done_again = [json.dumps(json.loads(one) | {"time": 1.9e9 + at}) for at, one in enumerate(lines[2:])]
-    file.write_text("\n".join([*lines[:2], *done_again]) + "\n")
-    data = json.loads(ask(server, f"/data.json?after=3&known={line}")[1])
-    assert data["after"] == -1 and data["runs"][0]["metrics"]["reward/mean"]["steps"] == [1, 2, 3, 4]
+    assert json.loads(ask(server, f"/data.json?mark={mark}")[1])["runs"][0]["steps_done"] == 4
 
 
 def test_requests_by_another_name_or_from_another_site_are_refused(server: WatchServer) -> None:

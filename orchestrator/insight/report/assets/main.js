@@ -25,6 +25,7 @@ const app = {
     if (!answer.ok) return null;
     const block = await answer.json();
     const store = this.data.samples[run];
+    if (block) store.problem = block.problem;
     if (block && !store.blocks.some((one) => one.step === step)) {
       store.blocks.push(block);
       store.blocks.sort((a, b) => a.step - b.step);
@@ -72,41 +73,26 @@ function draw(names = Object.keys(PARTS)) {
   forgetDetached();
 }
 
-// The metrics of later steps join those that are here, unless the run was started or resumed anew; everything else is replaced.
-function merge(update) {
-  update.runs.forEach((run, number) => {
-    if (update.after < 0) return;
-    for (const group of ['metrics', 'used']) {
-      for (const [name, points] of Object.entries(app.data.runs[number]?.[group] ?? {})) {
-        const added = run[group][name] ?? { steps: [], values: [] };
-        const keep = points.steps.filter((step) => step <= update.after).length;
-        run[group][name] = { steps: [...points.steps.slice(0, keep), ...added.steps], values: [...points.values.slice(0, keep), ...added.values] };
-      }
-    }
-  });
-  const { samples, ...rest } = update;
-  Object.assign(app.data, rest);
-  samples.forEach((store, number) => {
-    const before = update.after < 0 ? [] : app.data.samples[number]?.blocks ?? [];
-    const fresh = store.blocks.map((one) => one.step);
-    const kept = before.filter((one) => !fresh.includes(one.step) && store.steps.includes(one.step));
-    app.data.samples[number] = { ...store, blocks: [...kept, ...store.blocks].sort((a, b) => a.step - b.step).slice(-24) };
-  });
+// Samples of a file that is another one now are dropped, and those of the newest step asked for.
+async function merge(update) {
+  const before = app.data.samples;
+  Object.assign(app.data, update);
+  await Promise.all(update.samples.map(async (store, number) => {
+    store.blocks = (before[number]?.blocks ?? []).filter((one) => one.stamp === store.stamps[one.step]).slice(-24);
+    const newest = store.steps.at(-1);
+    if (newest !== undefined && !store.blocks.some((one) => one.step === newest)) await app.fetchSamples(number, newest).catch(() => null);
+  }));
 }
 
 async function poll() {
   const sign = document.getElementById('live');
   try {
-    const { runs, samples, mark } = app.data;
-    // Without metrics not even step 0 is known, the evaluation at the start.
-    const after = Math.min(...runs.map((run) => (Object.keys(run.metrics).length ? run.steps_done : -1)));
-    const query = new URLSearchParams({ after, mark, known: runs.map((run) => run.line).join(' '), held: samples.map((store) => store.file).join(' ') });
-    const answer = await fetch(`data.json?${query}`);
+    const answer = await fetch(`data.json?${new URLSearchParams({ mark: app.data.mark })}`);
     sign?.classList.toggle('lost', !answer.ok);
     if (answer.status === 200) {
       const update = await answer.json();
       if (update.mark !== app.data.mark) {
-        merge(update);
+        await merge(update);
         const busy = document.activeElement?.closest('#samples');
         const top = window.scrollY;
         draw(Object.keys(PARTS).filter((name) => name !== 'spec' && (name !== 'samples' || !busy)));
