@@ -60,11 +60,7 @@ class RunFolder:
         Evaluations that ended later (`evaluation.beside`) have own lines in the file; here they are part of their
         steps' lines.
         """
-        return with_evaluations(_lines(self.path / METRICS))[0]
-
-    def late_evaluations(self) -> list[int]:
-        """Steps of the evaluations whose lines follow later steps' lines, in order of the lines."""
-        return with_evaluations(_lines(self.path / METRICS))[1]
+        return _with_evaluations(_lines(self.path / METRICS))
 
     def events(self, *kinds: str) -> list[dict[str, Any]]:
         """What happened, in order; only events of these kinds if some are given."""
@@ -110,13 +106,12 @@ class RunFolder:
         return pa.concat_tables(tables) if tables else TIMELINE.empty_table()
 
 
-def with_evaluations(lines: Iterable[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[int]]:
-    """Lines of `metrics.jsonl` with late evaluations in the lines of their steps, and the steps of these evaluations.
+def _with_evaluations(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Lines of `metrics.jsonl` with late evaluations in the lines of their steps.
 
     A late evaluation is a line of only `eval/` metrics behind the line of its step, or of a later one.
     """
     found: list[dict[str, Any]] = []
-    late: list[int] = []
     for line in lines:
         names = line.keys() - {"step", "time"}
         if not found or not names or not all(name.startswith("eval/") for name in names):
@@ -130,9 +125,7 @@ def with_evaluations(lines: Iterable[dict[str, Any]]) -> tuple[list[dict[str, An
             found.insert(0, line)
         else:
             found.append(line)
-            continue
-        late.append(step)
-    return found, late
+    return found
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

@@ -121,7 +121,6 @@ def test_an_evaluation_that_ends_late_belongs_to_the_step_that_it_is_about(tmp_p
     outcome = beside.run()
     assert lines(tmp_path) == [(1, None), (0, 0.1), (2, None), (3, None), (4, None), (3, 0.2), (5, None), (6, 0.7)]
     assert merged(tmp_path) == [(0, 0.1), (1, None), (2, None), (3, 0.2), (4, None), (5, None), (6, 0.7)]
-    assert RunFolder(tmp_path).late_evaluations() == [0, 3]
     assert beside.evaluations.begun == [0, 3] and beside.waited == []
     assert beside.evaluator.steps == [6]  # type: ignore[union-attr]
     assert (outcome.first_eval["eval/reward"], outcome.last_eval["eval/reward"]) == (0.1, 0.7)

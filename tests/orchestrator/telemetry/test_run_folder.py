@@ -52,14 +52,14 @@ def test_an_evaluation_that_ended_later_is_in_the_line_of_its_step(folder: Path)
     (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     run = RunFolder(folder)
     assert run.metrics() == [lines[1], lines[0], lines[2] | {"eval/accuracy": 0.6}, lines[3]]
-    assert run.late_evaluations() == [0, 2, 2] and run.steps() == [0, 1, 2, 3]
+    assert run.steps() == [0, 1, 2, 3]
 
 
 def test_lines_of_evaluations_alone_are_steps(folder: Path) -> None:
     """As in a run whose steps have no other metrics, and where a step was done again."""
     lines = [{"step": step, "eval/accuracy": step / 8} for step in (0, 2, 4)]
     (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    assert RunFolder(folder).metrics() == lines and RunFolder(folder).late_evaluations() == []
+    assert RunFolder(folder).metrics() == lines
 
 
 def test_events_can_be_chosen_by_kind(folder: Path) -> None:
