@@ -15,11 +15,12 @@ import pyarrow as pa
 from troupe.orchestrator.data.bad_rows import BadRow
 from troupe.orchestrator.data.conversations import chat_messages, require_whole
 from troupe.orchestrator.data.curriculum import Curriculum
+from troupe.orchestrator.data.options import with_options
 from troupe.orchestrator.data.pools import OnBadRow, Pool, Repeats, asked_in, collect, of_source, of_sources
 from troupe.orchestrator.data.readers import RawRow, json_safe, read_rows
 from troupe.orchestrator.errors import DataError
 from troupe.orchestrator.spec.sections import DataConfig
-from troupe.orchestrator.spec.sources import DataSource
+from troupe.orchestrator.spec.sources import DataSource, Prompts
 from troupe.workers.contract.messages import PROMPTS
 
 RIGHT_ANSWERS = "right_answers"
@@ -179,8 +180,12 @@ class PromptRow:
 
 def read_prompt(raw: RawRow, source: DataSource, *, plain: bool) -> PromptRow:
     """The row as the pool holds it. Raises BadRow."""
-    messages = json.dumps(chat_messages(raw.prompt, source, raw.system, plain=plain), ensure_ascii=False)
-    answers = _answers(raw.answer)
+    prompt, right = raw.prompt, raw.answer
+    if isinstance(source, Prompts) and source.options is not None:
+        mixed = not isinstance(source.options, str) and source.answer in source.options
+        prompt, right = with_options(prompt, raw.options, right, mixed=mixed)
+    messages = json.dumps(chat_messages(prompt, source, raw.system, plain=plain), ensure_ascii=False)
+    answers = _answers(right)
     answer, longest = answers[0], max(map(len, answers))
     if longest > source.max_chars:
         raise BadRow(f"the answer has {longest} characters, more than max_chars {source.max_chars}")

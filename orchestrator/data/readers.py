@@ -63,6 +63,7 @@ class RawRow:
     """Whether the row does not meet `where`."""
     candidates: Any = None
     system: Any = None
+    options: Any = None
 
 
 @dataclass(frozen=True)
@@ -149,7 +150,12 @@ def prompt_fields(source: Prompts) -> dict[str, str]:
     """Column of each field of a source of prompts."""
     named = {name: vars(source)[name] for name in ("prompt", "answer", "candidates", "system_column")}
     fields = {name: column for name, column in named.items() if column is not None}
+    fields |= {f"options.{index}": name for index, name in enumerate(_option_columns(source))}
     return fields | {f"metadata.{index}": name for index, name in enumerate(source.metadata)}
+
+
+def _option_columns(source: Prompts) -> tuple[str, ...]:
+    return (source.options,) if isinstance(source.options, str) else source.options or ()
 
 
 def prompt_row(source: Prompts, row: RawValues) -> RawRow:
@@ -160,7 +166,16 @@ def prompt_row(source: Prompts, row: RawValues) -> RawRow:
     metadata = {name: row.values[name] for name in source.metadata}
     further = (source.candidates, source.system_column)
     candidates, system = (None if column is None else row.values[column] for column in further)
-    return RawRow(row.origin, row.values[source.prompt], answer, metadata, candidates=candidates, system=system)
+    options = [row.values[column] for column in _option_columns(source)]
+    return RawRow(
+        row.origin,
+        row.values[source.prompt],
+        answer,
+        metadata,
+        candidates=candidates,
+        system=system,
+        options=options[0] if isinstance(source.options, str) else options,
+    )
 
 
 def named_values(fields: Fields, origin: str, row: Tree) -> RawValues:

@@ -159,6 +159,10 @@ class Prompts(PromptRows, Columns):
     answer: str | None = "answer"
     """Column with the correct answer, as the reward functions read it, or with a list of answers that are all correct;
     null if there is none."""
+    options: Annotated[str | tuple[str, ...] | None, EVALUATED_IF_SET] = None
+    """Column with the options of each question, a list of texts, or several columns with one each: they stand below the
+    prompt, as A, B, ..., and the right answer is a letter. `answer` has the text, the letter or the number (from 0 on)
+    of the right option. If it is one of these columns, options are in an order that differs by question. null: none."""
     metadata: tuple[str, ...] = ()
     """Further columns passed to the reward functions."""
     candidates: str | None = None

@@ -32,7 +32,9 @@ _TESTED = re.compile("test|assert|input_output|verification|ground_truth|answer"
 """Names of columns that may have test cases."""
 _BESIDE_TESTS = ("entry_point", "test_setup_code", "test_imports", "metadata")
 _PROGRAMS = ("solutions", "solution", "canonical_solution", "code", "reference_solution", "gold_standard_solution")
-_OPTIONS = ("choices", "options", "choices.text")
+_OPTIONS = ("choices", "options", "choices.text", "endings")
+_WRONG_OPTION = "Incorrect Answer "
+"""Begins the names of columns in GPQA."""
 _ANSWERS, _TESTS = 200, 60
 _ENOUGH, _TOLERABLE = 0.95, 0.8
 _TIMEOUT_S = 120.0
@@ -49,6 +51,8 @@ def fitting_reward(table: Table, prompt: str, columns: Sequence[str]) -> Fitting
     Raises:
         UsageError: There are no such answers or no such function, or the trial fails.
     """
+    if others := [name for name in table.rows[0] if name.startswith(_WRONG_OPTION)]:
+        return _with_options("Correct Answer", ["Correct Answer", *others], "")
     found = {column: list(_answers(table, column)) for column in columns}
     if not any(found.values()):
         raise UsageError("--data: the column with the answer is empty")
@@ -65,8 +69,7 @@ def fitting_reward(table: Table, prompt: str, columns: Sequence[str]) -> Fitting
     if len(given) < _ENOUGH * len(rows):
         raise UsageError(f"--data: {note}: leave such rows out")
     if named := _named_options(given, prompt):
-        why = f"{column} ({given[0][1][0]}) names one of {named}, which the prompt does not have"
-        raise UsageError(f"--data: {why}: write a column with the question and its {named}")
+        return _with_options(column, named, f"{note}." if len(given) < len(rows) else "")
     note, given = f"{note}." if len(given) < len(rows) else "", given[:_ANSWERS]
     maths = sum(bool(_OF_MATHS.search(right[0])) for _, right in given) / len(given)
     request = {
@@ -82,6 +85,13 @@ def fitting_reward(table: Table, prompt: str, columns: Sequence[str]) -> Fitting
         said = (f"{one.note}{f', and so does {paid}' if paid else ''}" for one, paid in tried)
         raise UsageError(f"--data: no reward function fits the answers in {column} ({'; '.join(said)}); {_REMEDY}")
     return {} if column == "answer" else {"answer": column}, best, note
+
+
+def _with_options(answer: str, options: str | list[str], note: str) -> Fitting:
+    """The columns of questions with options, whose answers are letters."""
+    template = "{prompt}\n\nPut the letter of the right option in \\boxed{}."
+    own = {} if answer == "answer" else {"answer": answer}
+    return {**own, "options": options, "template": template}, Earned("choice"), note
 
 
 def _answers(table: Table, column: str) -> Iterator[tuple[Row, list[str]]]:

@@ -21,11 +21,11 @@ from troupe.orchestrator.starter.tables import Table, find_tables
 _COLUMNS: Mapping[str, tuple[str, ...]] = {
     "prompt": (
         *("prompt", "question", "instruction", "problem", "query", "input", "context_messages", "messages"),
-        *("question_content", "text"),
+        *("question_content", "Question", "question_stem", "ctx", "text"),
     ),
     "answer": (
         *("answer", "reward_model.ground_truth", "ground_truth", "final_answer", "expected_answer", "gold"),
-        *("extra_info.answer", "target", "label", "solution"),
+        *("extra_info.answer", "target", "Correct Answer", "answerKey", "label", "solution"),
     ),
     "response": (
         *("response", "completion", "output", "solution", "generation", "generated_solution", "code", "answer"),

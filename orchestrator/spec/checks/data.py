@@ -231,8 +231,11 @@ def data_problems(spec: RolloutSpec) -> Iterator[Finding]:
                         yield f"data.{split}.recipes.{index}.args.{name}", f"set data.{split}.{name} instead"
             if len(source.recipes) > source.size:
                 yield f"data.{split}.size", f"{source.size} prompts cannot cover {len(source.recipes)} recipes"
-        elif source.candidates is not None:
+            continue
+        if source.candidates is not None:
             yield from _candidates(spec, split)
+        if source.options is not None and source.answer is None:
+            yield f"data.{split}.answer", "is required: it names the right one of the options"
     if spec.data.curriculum is not None:
         yield from _curriculum(spec, spec.data.curriculum)
     prompts = {f"data.{split}": source for split, source in sources.items()}

@@ -553,3 +553,68 @@ def test_prompts_in_another_case_are_the_same_only_if_their_answers_are(tmp_path
     train, held_out = load_pool(jsonl(tmp_path, given[0])), jsonl(tmp_path / "eval", *given, given[0] | {"answer": "7"})
     left = load_pool(held_out, without=train)
     assert (texts(left, "answer"), left.left_out) == (["2", "2"], 2)
+
+
+OPTIONS = ["9", "red", "7", "B"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "options", "letter"),
+    [
+        *((given, OPTIONS, "B") for given in ("red", 1, "1", " red ")),
+        (3, OPTIONS, "D"),
+        ("A", OPTIONS, "A"),
+        ("20", ["10", "20"], "B"),
+        (6, [1, 6], "B"),
+        (2.5, [1.5, 2.5], "B"),
+    ],
+)
+def test_an_answer_among_options_is_a_letter(answer: Any, options: list[Any], letter: str, tmp_path: Path) -> None:
+    row = {"prompt": "Which?", "answer": answer, "all": options}
+    pool = load_pool(jsonl(tmp_path, row, options="all", template="{prompt} Now."))
+    listed = "\n".join(f"{name}. {text}" for name, text in zip("ABCD", options, strict=False))
+    assert said(pool)[0][-1]["content"] == f"Which?\n\n{listed} Now."
+    assert texts(pool, "answer") == [letter]
+
+
+@pytest.mark.parametrize(
+    ("answer", "options", "why"),
+    [
+        ("B", OPTIONS, "the answer, 'B', names several of the options"),  # the second option, or the fourth
+        ("1", ["1", "2"], "the answer, '1', names several"),
+        ("blue", OPTIONS, "the answer, 'blue', is none of the options"),
+        (None, OPTIONS, "the answer, None, is none"),
+        (True, OPTIONS, "the answer, True, is none"),
+        ("a", ["a", "a"], "the options are not 2 to 26 different texts"),
+        ("a", ["a", None], "the options are not"),
+        ("a", "ab", "the options are not"),
+    ],
+)
+def test_a_question_whose_right_option_is_not_known_is_a_bad_row(
+    answer: Any, options: Any, why: str, tmp_path: Path
+) -> None:
+    rows = [{"prompt": "Which?", "answer": one, "all": all_} for one, all_ in (("x", ["x", "y"]), (answer, options))]
+    pool = load_pool(jsonl(tmp_path, *rows, options="all"))
+    assert (pool.rows, pool.bad_rows) == (1, 1) and why in pool.problems[0]
+
+
+def test_options_that_are_counted_from_1_refuse_the_file(tmp_path: Path) -> None:
+    """Read as counted from 0, every answer would be the wrong one."""
+    rows = [{"prompt": f"{n}?", "answer": str(n), "all": ["a", "b"]} for n in (1, 2)]
+    with pytest.raises(
+        DataError, match=r"data\.train\.answer: does not fit 1 rows; .*option 2 of 2, which are counted"
+    ):
+        load_pool(jsonl(tmp_path, *rows, options="all"))
+
+
+def test_the_right_option_of_several_columns_is_not_always_the_first(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": f"{n}?", "answer": f"good {n}", **{f"bad {k}": f"bad {k} {n}" for k in range(3)}} for n in range(80)
+    ]
+    columns = ["answer", "bad 0", "bad 1", "bad 2"]
+    pool = load_pool(jsonl(tmp_path, *rows, options=columns))
+    found = texts(pool, "answer")
+    assert all(9 < found.count(letter) < 31 for letter in "ABCD")
+    for number, (messages, letter) in enumerate(zip(said(pool), found, strict=True)):
+        assert f"\n{letter}. good {number}" in messages[-1]["content"]
+    assert texts(load_pool(jsonl(tmp_path, *rows[40:], options=columns)), "answer") == found[40:]

@@ -182,7 +182,7 @@ CPU_CASES = [
         "source_typo",
         (
             "30: data.train.colum: unknown field (fields of data.train: path, limit, kind, where, system, "
-            "template, max_chars, dedupe, prompt, system_column, answer, metadata, candidates)"
+            "template, max_chars, dedupe, prompt, system_column, answer, options, metadata, candidates)"
         ),
         ("    path: train.jsonl", "    path: train.jsonl\n    colum: x"),
     ),
@@ -190,7 +190,7 @@ CPU_CASES = [
         "wrong_kind_field",
         (
             "30: data.train.recipes: unknown field (fields of data.train: path, limit, kind, where, system, "
-            "template, max_chars, dedupe, prompt, system_column, answer, metadata, candidates)"
+            "template, max_chars, dedupe, prompt, system_column, answer, options, metadata, candidates)"
         ),
         ("    path: train.jsonl", "    path: train.jsonl\n    recipes: []"),
     ),

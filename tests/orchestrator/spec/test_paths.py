@@ -40,7 +40,7 @@ NEITHER = {
         "host",
     ),
     *("system", "template", "prompt", "answer", "metadata", "candidates", "level", "text", "component", "metric"),
-    *("steps", "step_labels", "separator", "model_separator", "where"),
+    *("steps", "step_labels", "separator", "model_separator", "where", "options"),
     *("response", "messages", "chosen", "rejected", "margin", "answers", "scores", "project", "environment", "eval"),
     *("dynamic_sampling_on", "system_column", "ranks", "column", "first", "second", "ties", "tools"),
 }

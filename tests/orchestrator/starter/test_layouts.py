@@ -30,6 +30,9 @@ KODCODE = {"prompt": "question", "metadata": ["test"], **PROGRAM}
 MBPP = {"prompt": "text", "metadata": ["test_list", "test_setup_code"], **PROGRAM}
 HH = {"prompt": None}
 SHP = {"answers": ["human_ref_A", "human_ref_B"], "preferred": {"column": "labels", "first": 1, "second": 0}}
+LETTER = {"template": "{prompt}\n\nPut the letter of the right option in \\boxed{}."}
+GPQA = {"prompt": "Question", "answer": "Correct Answer", **LETTER}
+GPQA |= {"options": ["Correct Answer", *(f"Incorrect Answer {number}" for number in (1, 2, 3))]}
 TESTS, NUMBER, WORDS = "python_tests", "last_number", "choice"
 
 SAMPLED: dict[str, tuple[dict[str, Any], str, int]] = {
@@ -37,6 +40,11 @@ SAMPLED: dict[str, tuple[dict[str, Any], str, int]] = {
     "bool.csv": ({}, WORDS, 2),
     "crlf.jsonl.zst": ({}, NUMBER, 6),
     "deepscaler.json": ({"prompt": "problem"}, NUMBER, 6),
+    "gpqa.jsonl": (GPQA, WORDS, 6),
+    "mmlu.jsonl": ({"prompt": "question", "options": "choices", **LETTER}, WORDS, 6),
+    "mmlu_pro.parquet": ({"prompt": "question", "options": "options", **LETTER}, WORDS, 2),
+    "arc.jsonl": ({"prompt": "question", "answer": "answerKey", "options": "choices.text", **LETTER}, WORDS, 2),
+    "hellaswag.jsonl": ({"prompt": "ctx", "answer": "label", "options": "endings", **LETTER}, WORDS, 2),
     "humaneval.jsonl": ({"metadata": ["test", "entry_point"], **PROGRAM}, TESTS, 6),
     "kodcode.parquet": (KODCODE, TESTS, 6),
     "limo.parquet": ({"prompt": "question"}, NUMBER, 6),
@@ -104,10 +112,8 @@ REFUSED: dict[tuple[str, str], str] = {
     ("grpo", "cases.jsonl"): "reward_model.ground_truth can be used for 4 of the first 8 rows",
     ("grpo", "countdown.parquet"): "no column prompt",
     ("grpo", "eurus.parquet"): "reward_model.ground_truth can be used for 3 of the first 6 rows",
-    ("grpo", "gpqa.jsonl"): "no column prompt",
     ("grpo", "latin.csv"): "not UTF-8",
     ("grpo", "mixed.jsonl"): "answer has no answer in 3 of 9 rows",
-    ("grpo", "mmlu.jsonl"): "names one of choices, which the prompt does not have",
     ("grpo", "openai_parts.jsonl"): "no column with the answer",
     ("grpo", "preferences/kto.csv"): "no column with the answer",
     ("grpo", "preferences/kto_pm.jsonl"): "no column with the answer",
@@ -158,7 +164,7 @@ def test_the_reward_of_a_published_layout_pays_for_right_responses_alone(
     for number, (row, raw) in enumerate(islice(given, 1 if function == TESTS else None)):  # sandboxes take a second
         metadata, prompt = json.loads(row["metadata"]), json.loads(row["messages"])[-1]["content"]
         right = list(references(raw)) if function == TESTS else [row["answer"], f"So it is \\boxed{{{row['answer']}}}."]
-        other = {str(one["answer"]) for one in table if function != TESTS} - {str(raw.get("answer"))}
+        other = {*pool.table.column("answer").to_pylist()} - {row["answer"]} if function != TESTS else set[str]()
         wrong = {"", "I do not know.", "```python\npass\n```", *other}
         wrong |= {prompt} if number else set()  # the first prompt of one layout has its answer, 1, as its last number
         assert max(score(text, row["answer"], metadata) for text in right) == 1.0
