@@ -79,7 +79,7 @@ LEFT_OUT = {
     "*.lora.targets": "other layers of the same kind",
     **dict.fromkeys(("*.allow_special", "*.trust_remote_code"), "how a file is read"),
     **dict.fromkeys(
-        ("*.kind", "*.dedupe", "*.loss_on", "*.one_in_a_row", "*.where", "data.held_out", "*.on_bad_row"),
+        ("*.kind", "*.dedupe", "*.loss_on", "*.one_in_a_row", "data.held_out", "*.on_bad_row"),
         "what is read before a run",
     ),
     **dict.fromkeys(("*.preferred", "*.preferred.*"), "what is read before a run"),

@@ -7,6 +7,7 @@ a source that the process reward model of the chain scores step by step.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -112,11 +113,11 @@ def test_a_step_on_every_published_layout(tmp_path: Path, tiny_model: Path) -> N
     for name, stage in document["stages"].items():
         (line,) = (run.out / name / "metrics.jsonl").read_text().splitlines()
         metrics = json.loads(line)
-        assert metrics["policy/skipped_updates"] == 0
+        assert math.isfinite(metrics["policy/loss"]) and metrics["policy/grad_norm"] >= 0
         given = stage["data"]["train"]
         for source in given if isinstance(given, list) else ():
             assert metrics[f"source/{source['name']}/share"] > 0, source
-        assert metrics["data/train_bad_rows"] == 0 or name != "rollouts"
     rows = trajectories(run.out / "rollouts", 1).to_pylist()
     judged = [row for row in rows if row["source"] == JUDGED]
-    assert len(judged) == 2 and {row["status"] for row in rows} == {"ok"}
+    assert len(rows) == 2 * (len(SAMPLED) + 1) and {row["status"] for row in rows} == {"ok"}
+    assert [component["name"] for row in judged for component in row["components"]] == ["reward_model"] * 2
