@@ -56,8 +56,7 @@ from troupe.orchestrator.training.checkpoint import Checkpoint, CheckpointStore,
 from troupe.orchestrator.training.ledger import Ledger
 from troupe.orchestrator.training.parts import states_of
 from troupe.orchestrator.training.state import PenaltyState
-from troupe.workers.agents.environments.gateway.completions import Completions
-from troupe.workers.agents.environments.gateway.generate import Generate
+from troupe.workers.agents.environments.gateway.completions import Completions, Generate
 from troupe.workers.agents.environments.gateway.messages import Messages
 from troupe.workers.agents.environments.gateway.protocol import Protocol
 from troupe.workers.agents.environments.gateway.request import read_options, read_request

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 from benchmarks.support.harness import NotCorrect, Turn
 from benchmarks.support.processes import Meter
+from benchmarks.support.timing import Parts
 from tests.fakes import with_fields
 from troupe.orchestrator.cluster.worker_group import CriticGroup, PolicyGroup
 from troupe.orchestrator.controller import Controller
@@ -33,7 +34,6 @@ from troupe.orchestrator.telemetry.metrics import PhaseTimers
 from troupe.orchestrator.training.batch import Batch, BatchSource
 from troupe.orchestrator.training.ledger import Ledger
 from troupe.orchestrator.training.updates import RolloutUpdates
-from troupe.workers.telemetry.timing import Parts
 
 _ALONE = 1
 """Added to the run's seed, so that the isolated stages draw prompts in another order than the steps."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from benchmarks.support.timing import Parts
 from troupe.orchestrator.rollouts.source import RolloutSource
 from troupe.orchestrator.telemetry.event_log import EventLog
 from troupe.orchestrator.telemetry.recorder import RunRecorder
@@ -24,7 +25,6 @@ from troupe.workers.contract.messages import KeptFile
 from troupe.workers.models.token_batch import TokenBatch
 from troupe.workers.policy import PolicyWorker
 from troupe.workers.reward import RewardWorker
-from troupe.workers.telemetry.timing import Parts
 from troupe.workers.training.meter import TokenRecorder
 
 

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.support.bare_loop import BareStep
 from benchmarks.support.harness import NotCorrect
+from benchmarks.support.timing import Parts
 from benchmarks.support.workload import GPU_SHARE, TASKS, Group, Settings, TaskName, check_lengths
 from troupe.workers.contract.config import PolicyConfig
-from troupe.workers.telemetry.timing import Parts
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback

@@ -15,8 +15,8 @@ import torch
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from benchmarks.support.timing import Parts
 from troupe.workers.contract.messages import WeightUpdate
-from troupe.workers.telemetry.timing import Parts
 from troupe.workers.weights import file as weight_file
 from troupe.workers.weights import vllm_transfer as weight_transfer
 from troupe.workers.weights.reload import ModelReload

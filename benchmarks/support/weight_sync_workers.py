@@ -11,12 +11,12 @@ from typing import Any, TypeVar
 
 import torch
 
+from benchmarks.support.timing import Parts
 from troupe.workers.contract.config import PolicyConfig, Rendezvous, RolloutConfig
 from troupe.workers.contract.messages import WeightUpdate, WorkerHealth
 from troupe.workers.engine import settings
 from troupe.workers.policy import PolicyWorker
 from troupe.workers.rollout import RolloutWorker
-from troupe.workers.telemetry.timing import Parts
 from troupe.workers.weights import file as weight_file
 
 T = TypeVar("T")

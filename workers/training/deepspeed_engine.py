@@ -32,10 +32,16 @@ from troupe.workers.training.adapter import ModelAdapter
 from troupe.workers.training.background_save import HostCopies, Write
 from troupe.workers.training.checkpoint_files import opened, rank_file, rank_files, restrict_loading, save_trained_only
 from troupe.workers.training.group import import_deepspeed
-from troupe.workers.training.loss_scale import LossScale
 from troupe.workers.training.master_weights import WeightSnapshot, own_part
 from troupe.workers.training.offload import StateOffload, gradient_buffers, optimizer_states
-from troupe.workers.training.optimizer import adamw, deepspeed_config, engine_clips, gradient_norm, learning_rate
+from troupe.workers.training.optimizer import (
+    LossScale,
+    adamw,
+    deepspeed_config,
+    engine_clips,
+    gradient_norm,
+    learning_rate,
+)
 from troupe.workers.training.resharding import ReshardingLoader, reshard_average
 
 if TYPE_CHECKING:

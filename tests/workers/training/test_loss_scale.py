@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from troupe.workers.training.loss_scale import LossScale
+from troupe.workers.training.optimizer import LossScale
 
 
 def after(*updates: tuple[bool, int]) -> LossScale:

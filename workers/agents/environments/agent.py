@@ -10,8 +10,11 @@ Requests that wait at the same time, and the choices of one request (`n`), are s
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import json
+import os
+import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,10 +23,11 @@ from troupe.workers.agents.environments.base import Environment
 from troupe.workers.agents.environments.gateway.endpoint import AgentEndpoint
 from troupe.workers.agents.environments.gateway.history import Conversations
 from troupe.workers.agents.environments.gateway.request import MODEL_NAME, Choice
-from troupe.workers.agents.environments.program import Program
 from troupe.workers.contract.environments import Message, Observation, Row
 from troupe.workers.contract.imports import import_attribute, locate, require_package
-from troupe.workers.rewards.results import as_number
+from troupe.workers.isolation.child import BoundedOutput
+from troupe.workers.isolation.descendants import MARK, end_marked, new_mark
+from troupe.workers.rewards.results import ProgramFailed, as_number
 
 Outcome = tuple[float | None, dict[str, float]]
 """The reward, or None if `roles.reward` scores, and further numbers for the metrics."""
@@ -168,6 +172,57 @@ def _read_outcome(returned: Any) -> Outcome:
             raise TypeError(f"the agent returned no number{where}, but {type(numbers[name]).__name__}")
     known = {name: value for name, value in read.items() if value is not None}
     return known.pop("reward", None), known
+
+
+class Program:
+    """A running program: its end, its last line of output, and why it failed."""
+
+    def __init__(
+        self, process: asyncio.subprocess.Process, mark: str, output: BoundedOutput, errors: BoundedOutput
+    ) -> None:
+        self._process, self._mark, self._output, self._errors = process, mark, output, errors
+
+    @classmethod
+    async def start(cls, command: Sequence[str], variables: Mapping[str, str]) -> Program:
+        """Start it with further environment variables. Raises OSError if there is no such program."""
+        output, errors = BoundedOutput(command[0], log=None), BoundedOutput(command[0])
+        mark = f"{os.environ.get(MARK) or new_mark()}.{new_mark()}"
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                env=os.environ | variables | {MARK: mark},
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output.descriptor,
+                stderr=errors.descriptor,
+                start_new_session=True,
+            )
+        except BaseException:
+            output.discard()
+            errors.discard()
+            raise
+        output.started()
+        errors.started()
+        return cls(process, mark, output, errors)
+
+    async def last_line(self) -> str:
+        """Wait for its end; the last line of its output, or nothing.
+
+        Raises:
+            ProgramFailed: it has failed.
+        """
+        code = await self._process.wait()
+        await asyncio.gather(*(asyncio.to_thread(pipe.drain) for pipe in (self._output, self._errors)))
+        if code:
+            how = f"exit code {code}" if code > 0 else f"signal {-code} ({signal.strsignal(-code)})"
+            raise ProgramFailed(f"the command ended with {how}{self._errors.last_lines() or self._output.last_lines()}")
+        return (self._output.lines() or [""])[-1]
+
+    def kill(self) -> None:
+        """End it, what is in its process group, and what it has left behind."""
+        if self._process.returncode is None:  # after that its number may be another's
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+        end_marked(self._mark)
 
 
 def _has_fewer_calls(response: Message, turn: Message) -> bool:

@@ -13,8 +13,7 @@ from typing import Any
 from aiohttp import web
 
 from troupe.workers.agents.environments.gateway.chat import Chat
-from troupe.workers.agents.environments.gateway.completions import Completions
-from troupe.workers.agents.environments.gateway.generate import Generate
+from troupe.workers.agents.environments.gateway.completions import Completions, Generate
 from troupe.workers.agents.environments.gateway.messages import CountTokens, Messages
 from troupe.workers.agents.environments.gateway.protocol import Protocol, Refused
 from troupe.workers.agents.environments.gateway.request import MODEL_NAME, Choice, read_options, read_request

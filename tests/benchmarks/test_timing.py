@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from troupe.workers.telemetry.timing import Parts
+from benchmarks.support.timing import Parts
 
 
 class Worker:
