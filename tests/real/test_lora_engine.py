@@ -48,8 +48,8 @@ class Policy:
     version: int = 0
 
     def published(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in self.adapter.published():
-            given = self.replaced.get(name, tensor)
+        for name, tensor in [(DESCRIPTION, self.adapter.description()), *self.adapter.named_parameters()]:
+            given = self.replaced.get(name, tensor.detach())
             for old, new in self.renamed.items():
                 name = name.replace(old, new)
             yield name, given

@@ -169,10 +169,7 @@ class Generation:
         )
 
         async def play(index: int) -> Played:
-            async def sample(
-                number: int, ids: Sequence[int], max_tokens: int, stop: Sequence[str], form: StructuredConfig | None
-            ) -> SampledTurn:
-                limits = TurnLimits(number, max_tokens, tuple(stop), form)
+            async def sample(ids: Sequence[int], limits: TurnLimits) -> SampledTurn:
                 return sampled_turn(await self._sample(request, index, list(ids), limits), records)
 
             row = read_row(prompt, sample_seed(request.seed, index))

@@ -246,18 +246,13 @@ class ModelAdapter(Adapter):
         """Description of the tensors of a version, uint8 [bytes]."""
         return as_bytes(Description(base=self.base, config=self.peft_config("")).to_json())
 
-    def published(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, live tensor) of everything that a version consists of, the description first."""
-        yield DESCRIPTION, self.description()
-        yield from ((name, parameter.detach()) for name, parameter in self.named_parameters())
-
     def write(self, folder: Path, base: str, weights: Mapping[str, torch.Tensor]) -> None:
         """Write peft's folder of an adapter, which transformers, peft and vLLM load.
 
         Args:
             folder: The folder; it is made.
             base: Folder of the model below.
-            weights: What `published` yields, on the CPU.
+            weights: The tensors by their names, on the CPU, and the description if it is there.
         """
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {name: tensor for name, tensor in weights.items() if name != DESCRIPTION}

@@ -58,7 +58,7 @@ def written(base: Path, folder: Path, dtype: str) -> Any:
     with torch.no_grad():
         for _, parameter in adapter.named_parameters():
             parameter += 0.2 * torch.randn_like(parameter)
-    adapter.write(folder, str(base), {name: tensor.clone() for name, tensor in adapter.published()})
+    adapter.write(folder, str(base), {name: tensor.detach().clone() for name, tensor in adapter.named_parameters()})
     (folder / "tokenizer_config.json").write_text('{"made_for": "this test"}')
     return model
 
@@ -190,7 +190,7 @@ def test_the_head_of_a_reward_model_trains_whole_and_its_language_model_does_not
             parameter += 0.2 * torch.randn_like(parameter)
     expected = module(batch=batch_of(IDS, torch.arange(5), torch.tensor([5])))[0].detach()
     folder, target = tmp_path / "adapter", tmp_path / "whole"
-    adapter.write(folder, str(base), {name: tensor.clone() for name, tensor in adapter.published()})
+    adapter.write(folder, str(base), {name: tensor.detach().clone() for name, tensor in adapter.named_parameters()})
     (folder / "tokenizer_config.json").write_text('{"made_for": "this test"}')
     plain = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1, pad_token_id=0)
     with torch.no_grad():

@@ -75,7 +75,7 @@ class Agent(Environment):
         turns = (message, *message.pop("also", ()))
         for place, (choice, turn) in enumerate(zip(self._pending, turns, strict=False)):
             response = choice.read(turn, f"call_{self._requests}_{place}")
-            answered = "refused" not in response and not choice.counted
+            answered = "refused" not in response and not choice.options.counted
             self._begun += answered and not choice.known
             # The tokens of a turn with a call that the agent did not get differ from its history's.
             self._conversations.forget(choice.conversation)
@@ -116,7 +116,7 @@ class Agent(Environment):
             return Observation(reward=reward, done=True, info=info)
         waiting, taken = [request.result(), *self._waiting_now()], set[str]()
         for choice in waiting:
-            self._requests += not choice.counted
+            self._requests += not choice.options.counted
             if note := self._conversations.place(choice, f"conversation {self._requests}", taken):
                 self._rewritten += 1
                 self._endpoint.notes.append(note)

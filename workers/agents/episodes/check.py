@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from troupe.workers.agents.episodes.conversation import TurnReader
 from troupe.workers.agents.episodes.episode import EpisodeRunner, SampleTurn
-from troupe.workers.agents.episodes.turns import Played, SampledTurn
-from troupe.workers.contract.config import EpisodeConfig, StructuredConfig
+from troupe.workers.agents.episodes.turns import Played, SampledTurn, TurnLimits
+from troupe.workers.contract.config import EpisodeConfig
 from troupe.workers.contract.environments import EpisodeReply, Message, Row
 from troupe.workers.data.turn_ends import turn_ends
 
@@ -111,16 +111,10 @@ async def rehearse(
 
 
 def _sampler(turns: Iterator[list[int]]) -> SampleTurn:
-    async def sample(
-        number: int,
-        prompt_ids: Sequence[int],
-        max_tokens: int,
-        stop: Sequence[str],
-        structured: StructuredConfig | None,
-    ) -> SampledTurn:
+    async def sample(prompt_ids: Sequence[int], limits: TurnLimits) -> SampledTurn:
         ids = next(turns)
-        reason = "length" if len(ids) > max_tokens else "stop"
-        ids = ids[:max_tokens]
+        reason = "length" if len(ids) > limits.max_tokens else "stop"
+        ids = ids[: limits.max_tokens]
         return SampledTurn(ids, [0.0] * len(ids), [{"version": 0, "start": 0, "end": len(ids)}], reason)
 
     return sample

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from troupe.workers.agents.episodes.conversation import Added, Conversation, ConversationError
-from troupe.workers.agents.episodes.turns import Played, SampledTurn, Segment
+from troupe.workers.agents.episodes.turns import Played, SampledTurn, Segment, TurnLimits
 from troupe.workers.contract.config import EpisodeConfig, StructuredConfig
 from troupe.workers.contract.environments import (
     OK,
@@ -41,8 +41,8 @@ _BLOCK = 16
 """Characters that identify parts of a prompt; every part of twice as many is found."""
 _Span = tuple[int, int]
 
-SampleTurn = Callable[[int, Sequence[int], int, Sequence[str], StructuredConfig | None], Awaitable[SampledTurn]]
-"""Samples one turn: (number of the turn, prompt ids, most tokens, further strings that end it, its form)."""
+SampleTurn = Callable[[Sequence[int], TurnLimits], Awaitable[SampledTurn]]
+"""Samples the turn behind these tokens."""
 
 
 class EpisodeFailed(Exception):
@@ -191,7 +191,7 @@ class EpisodeRunner:
         room = min(self.max_tokens, self.max_model_len - len(prompt), longest)
         form = asked.observation.structured
         structured = None if form is None else StructuredConfig.model_validate(form)
-        return await sample(number, prompt, room, asked.observation.stop, structured)
+        return await sample(prompt, TurnLimits(number, room, tuple(asked.observation.stop), structured))
 
     async def _read(self, state: _OpenEpisode, asked: _Asked, turn: SampledTurn) -> Message:
         """Record a turn at the end of its conversation's row; its message for the environment."""

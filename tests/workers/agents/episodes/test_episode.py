@@ -12,7 +12,7 @@ import pytest
 
 from troupe.workers.agents.episodes.conversation import Added, Conversation, ConversationError
 from troupe.workers.agents.episodes.episode import RESTARTS, EpisodeRunner
-from troupe.workers.agents.episodes.turns import Played, SampledTurn
+from troupe.workers.agents.episodes.turns import Played, SampledTurn, TurnLimits
 from troupe.workers.contract.config import EpisodeConfig, StructuredConfig
 from troupe.workers.contract.environments import (
     EnvironmentGone,
@@ -112,10 +112,9 @@ def reply(*messages: Message, **fields: Any) -> EpisodeReply:
 KEPT = (b"one.", b"two.", b"few.")
 
 
-async def sampled(
-    number: int, prompt_ids: Sequence[int], max_tokens: int, stop: Sequence[str], form: Any = None
-) -> SampledTurn:
-    ids = [10 * (number + 1) + place for place in range(min(3, max_tokens))]
+async def sampled(prompt_ids: Sequence[int], limits: TurnLimits) -> SampledTurn:
+    number = limits.number
+    ids = [10 * (number + 1) + place for place in range(min(3, limits.max_tokens))]
     spans = [{"version": number, "start": 0, "end": 1}, {"version": number + 1, "start": 1, "end": len(ids)}]
     return SampledTurn(ids, [-0.5] * len(ids), spans, "stop", KEPT[: len(ids)], cached_tokens=2)
 
@@ -170,9 +169,7 @@ def test_the_environment_gets_the_last_turn_when_turns_run_out() -> None:
 
 
 def test_a_turn_that_is_cut_ends_the_episode_or_not() -> None:
-    async def cut(
-        number: int, prompt_ids: Sequence[int], max_tokens: int, stop: Sequence[str], form: Any = None
-    ) -> SampledTurn:
+    async def cut(prompt_ids: Sequence[int], limits: TurnLimits) -> SampledTurn:
         return SampledTurn([5], [-1.0], [{"version": 0, "start": 0, "end": 1}], "length")
 
     script = Script([reply(USER, reward=0.5), reply(done=True)])
@@ -256,9 +253,7 @@ def test_the_prompt_of_the_data_is_no_observation() -> None:
 
 
 def test_an_episode_that_takes_too_long_fails() -> None:
-    async def slow(
-        number: int, prompt_ids: Sequence[int], max_tokens: int, stop: Sequence[str], form: Any = None
-    ) -> SampledTurn:
+    async def slow(prompt_ids: Sequence[int], limits: TurnLimits) -> SampledTurn:
         await asyncio.sleep(60)
         raise AssertionError
 
@@ -311,9 +306,7 @@ def test_the_info_of_the_first_observation_counts() -> None:
 
 
 def test_an_error_of_the_engine_is_raised_and_closes_the_episode() -> None:
-    async def broken(
-        number: int, prompt_ids: Sequence[int], max_tokens: int, stop: Sequence[str], form: Any = None
-    ) -> SampledTurn:
+    async def broken(prompt_ids: Sequence[int], limits: TurnLimits) -> SampledTurn:
         raise RuntimeError("the engine died")
 
     script = Script([])
@@ -325,11 +318,9 @@ def test_an_error_of_the_engine_is_raised_and_closes_the_episode() -> None:
 def test_a_conversation_of_its_own_begins_a_row_with_its_own_limits() -> None:
     asked: list[tuple[int, tuple[str, ...]]] = []
 
-    async def noted(
-        number: int, prompt_ids: Sequence[int], max_tokens: int, stop: Sequence[str], form: Any = None
-    ) -> SampledTurn:
-        asked.append((max_tokens, tuple(stop)))
-        return await sampled(number, prompt_ids, max_tokens, stop)
+    async def noted(prompt_ids: Sequence[int], limits: TurnLimits) -> SampledTurn:
+        asked.append((limits.max_tokens, limits.stop))
+        return await sampled(prompt_ids, limits)
 
     branch = reply({"role": "user", "content": "another question"}, restart=True, max_tokens=2, stop=("END",))
     played = play(Script([reply(USER), branch, reply(done=True, reward=1.0)]), noted)
@@ -342,15 +333,13 @@ def test_conversations_beside_a_turn_are_sampled_with_it_and_are_rows_before_it(
     running: list[int] = []
     together: list[int] = []
 
-    async def noted(
-        number: int, prompt_ids: Sequence[int], max_tokens: int, stop: Sequence[str], form: Any = None
-    ) -> SampledTurn:
-        running.append(number)
+    async def noted(prompt_ids: Sequence[int], limits: TurnLimits) -> SampledTurn:
+        running.append(limits.number)
         await asyncio.sleep(0)
         together.append(len(running))
         await asyncio.sleep(0)
-        running.remove(number)
-        return await sampled(number, prompt_ids, max_tokens, stop)
+        running.remove(limits.number)
+        return await sampled(prompt_ids, limits)
 
     left, right = ({"role": "user", "content": word} for word in ("left", "right"))
     also = [Observation([left]), Observation([right], max_tokens=2)]
@@ -477,11 +466,9 @@ def test_more_requests_than_turns_are_left_end_the_episode_at_once() -> None:
 def test_a_turn_has_the_form_that_is_asked_for_if_the_loss_accounts_for_it() -> None:
     forms: list[Any] = []
 
-    async def noted(
-        number: int, prompt_ids: Sequence[int], max_tokens: int, stop: Sequence[str], form: Any
-    ) -> SampledTurn:
-        forms.append(form)
-        return await sampled(number, prompt_ids, max_tokens, stop)
+    async def noted(prompt_ids: Sequence[int], limits: TurnLimits) -> SampledTurn:
+        forms.append(limits.structured)
+        return await sampled(prompt_ids, limits)
 
     asked = reply(USER, structured={"regex": "yes|no"}, restart=True)
     assert play(Script([asked, reply(done=True)]), noted).status == "ok"

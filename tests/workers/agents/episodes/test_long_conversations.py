@@ -13,7 +13,7 @@ from tests.workers.agents.episodes.test_conversation import tokenizer_of
 from tests.workers.agents.episodes.test_episode import Script, reply
 from troupe.workers.agents.episodes.conversation import TurnReader
 from troupe.workers.agents.episodes.episode import EpisodeRunner, LongReader, SampleTurn
-from troupe.workers.agents.episodes.turns import Played, SampledTurn
+from troupe.workers.agents.episodes.turns import Played, SampledTurn, TurnLimits
 from troupe.workers.contract.config import EpisodeConfig
 from troupe.workers.contract.environments import Message, Row
 
@@ -21,11 +21,9 @@ USER: Message = {"role": "user", "content": "hello"}
 MANY = [{"role": "user", "content": "some words and 12 more"} for _ in range(20_000)]
 
 
-async def sampled(
-    number: int, prompt_ids: Sequence[int], max_tokens: int, stop: Sequence[str], form: Any
-) -> SampledTurn:
+async def sampled(prompt_ids: Sequence[int], limits: TurnLimits) -> SampledTurn:
     await asyncio.sleep(0)
-    return SampledTurn([40 + number], [-0.5], [{"version": 0, "start": 0, "end": 1}], "stop")
+    return SampledTurn([40 + limits.number], [-0.5], [{"version": 0, "start": 0, "end": 1}], "stop")
 
 
 def test_other_episodes_do_not_wait_for_one_with_many_messages() -> None:
@@ -72,9 +70,7 @@ def test_other_episodes_do_not_wait_for_the_reading_of_a_long_turn() -> None:
     tokenizer = tokenizer_of("llama3")
 
     def sampling(tokens: int) -> SampleTurn:
-        async def sample(
-            number: int, prompt_ids: Sequence[int], max_tokens: int, stop: Sequence[str], form: Any
-        ) -> SampledTurn:
+        async def sample(prompt_ids: Sequence[int], limits: TurnLimits) -> SampledTurn:
             return SampledTurn([40] * tokens, [-0.5] * tokens, [{"version": 0, "start": 0, "end": tokens}], "stop")
 
         return sample

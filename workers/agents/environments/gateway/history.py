@@ -36,10 +36,10 @@ class Conversations:
     def answered(self, choice: Choice, response: Message) -> None:
         """Keep a conversation with its new turn."""
         turn = plain(response)
-        if choice.raw:  # a prompt that continues the turn has what ended it
+        if choice.options.raw:  # a prompt that continues the turn has what ended it
             whole = turn["content"] + response.get("behind_stop", "")
             turn |= {"content": whole, "token_ids": response.get("token_ids", [])}
-        self._kept[choice.conversation] = _KeptConversation([*choice.messages, turn], choice.tools, choice.raw)
+        self._kept[choice.conversation] = _KeptConversation([*choice.messages, turn], choice.tools, choice.options.raw)
 
     def forget(self, name: str) -> None:
         """Drop a conversation that cannot be continued."""
@@ -54,7 +54,7 @@ class Conversations:
         repeated, beside = "", False
         choice.conversation, choice.added = new, choice.messages
         for name, kept in sorted(self._kept.items(), key=lambda item: item[1].size, reverse=True):
-            if choice.counted or kept.raw != choice.raw:
+            if choice.options.counted or kept.raw != choice.options.raw:
                 continue
             found, added = _raw_difference(kept, choice) if kept.raw else _difference(kept, choice)
             if not found and name not in taken:
@@ -70,7 +70,7 @@ class Conversations:
 
 def _difference(kept: _KeptConversation, choice: Choice) -> tuple[str, list[Message]]:
     """(how the request differs from a conversation, or empty; what it adds to it)."""
-    found = first_difference(kept.messages, choice.messages, thoughts_aside=choice.thoughts_aside)
+    found = first_difference(kept.messages, choice.messages, thoughts_aside=choice.options.thoughts_aside)
     if not found and kept.tools != choice.tools:
         found = "the tools are others"
     return found, choice.messages[len(kept.messages) :]

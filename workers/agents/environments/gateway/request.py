@@ -137,23 +137,17 @@ def response_schema(response_format: Any) -> dict[str, Any] | None:
 class Choice:
     """One response that a request waits for."""
 
+    options: ChatRequest
     messages: list[Message]
     tools: list[dict[str, Any]] | None
     stop: tuple[str, ...]
-    max_tokens: int | None
     schema: dict[str, Any] | None
     """JSON schema of the response."""
-    logprobs: bool
-    """Whether the response has the log-probs of its tokens."""
     forced: bool | str
     """Whether the response must be calls of tools, or the name of the tool that it must call."""
     one_call: bool
     """Whether the agent takes at most one call of a tool from the response."""
     answer: asyncio.Future[Message] = field(repr=False)
-    raw: bool = False
-    counted: bool = False
-    thoughts_aside: bool = False
-    """See `ChatRequest`, also for the two before."""
     conversation: str = ""
     """Name of its conversation."""
     added: list[Message] = field(default_factory=list)
@@ -170,12 +164,12 @@ class Choice:
             restart=not self.known,
             conversation=self.conversation,
             stop=self.stop,
-            max_tokens=self.max_tokens,
+            max_tokens=self.options.max_completion_tokens or self.options.max_tokens,
             structured=None if self.schema is None else {"json_schema": self.schema},
             refusable=True,
-            logprobs=self.logprobs,
-            raw=self.raw,
-            counted=self.counted,
+            logprobs=self.options.logprobs is True,
+            raw=self.options.raw,
+            counted=self.options.counted,
         )
 
     def read(self, message: Message, prefix: str) -> Message:
@@ -211,18 +205,14 @@ def read_request(options: ChatRequest) -> list[Choice]:
     loop = asyncio.get_running_loop()
     return [
         Choice(
+            options=options,
             messages=messages,
             tools=offered,
             stop=stops,
-            max_tokens=options.max_completion_tokens or options.max_tokens,
             schema=schema,
-            logprobs=options.logprobs is True,
             forced=forced,
             one_call=one_call,
             answer=loop.create_future(),
-            raw=options.raw,
-            counted=options.counted,
-            thoughts_aside=options.thoughts_aside,
         )
         for _ in range(options.n or 1)
     ]
