@@ -6,7 +6,7 @@ algorithms differ in their objective (`workers/algorithms/offline_objectives.py`
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -80,7 +80,7 @@ class OfflineRank(TrainingRank[OfflineConfig]):
         totals = all_reduce({f"{n}/total": t for n, (t, _) in tally.items()}, self._device, "sum")
         weights = all_reduce({f"{n}/weight": w for n, (_, w) in tally.items()}, self._device, "sum")
         means = tally_means({name: (totals[f"{name}/total"], weights[f"{name}/weight"]) for name in tally})
-        return update.metrics(_terms(update.outputs), means, self._device)
+        return update.metrics(added(output.terms for output in update.outputs), means, self._device)
 
     def evaluate(self, plan: RankPlan, batch: pa.Table) -> EvaluationPart:
         """This rank's share of the loss and metrics of the plan's rows, without an update. Collective."""
@@ -88,7 +88,7 @@ class OfflineRank(TrainingRank[OfflineConfig]):
         with evaluating(module), torch.no_grad():
             point = self._reference_point(module, plan, table)
             outputs = [self._loss(module, self._batch(table, rows, plan), plan, point) for rows in plan.micro_batches]
-        return EvaluationPart(_terms(outputs), _tally(outputs))
+        return EvaluationPart(added(output.terms for output in outputs), _tally(outputs))
 
     def _batch(self, table: ExampleTable, rows: Sequence[int], plan: RankPlan) -> ExampleMicroBatch:
         """The rows of a micro-batch that are trained on; mismatched responses serve only the reference point."""
@@ -186,13 +186,6 @@ def _unscored(batch: ExampleMicroBatch, point: float) -> Scored:
     )
 
 
-def _terms(outputs: Sequence[ObjectiveOutput]) -> dict[str, float]:
-    return added(output.terms for output in outputs)
-
-
 def _tally(outputs: Sequence[ObjectiveOutput]) -> dict[str, tuple[float, float]]:
-    return add_tallies(_floats(output.tally) for output in outputs)
-
-
-def _floats(tally: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> dict[str, tuple[float, float]]:
-    return {name: (float(total), float(weight)) for name, (total, weight) in tally.items()}
+    tallies = ({name: (float(t), float(w)) for name, (t, w) in output.tally.items()} for output in outputs)
+    return add_tallies(tallies)

@@ -112,7 +112,8 @@ def _load(name: str, args: str) -> CustomAlgorithm:
         try:
             found = found(**given)
         except Exception as error:
-            raise CustomAlgorithmError(f"{name}({_shown(given)}): {type(error).__name__}: {error}") from error
+            shown = ", ".join(f"{argument}={value!r}" for argument, value in given.items())
+            raise CustomAlgorithmError(f"{name}({shown}): {type(error).__name__}: {error}") from error
     elif given:
         raise CustomAlgorithmError(f"{name} takes no arguments: algorithm.args is for a function that returns one")
     if not isinstance(found, CustomAlgorithm):
@@ -158,10 +159,6 @@ def _require_shape(what: str, values: object, tokens: int) -> None:
         raise CustomAlgorithmError(f"{what} returned a {type(values).__name__}, not a tensor")
     if values.shape != (tokens,):
         raise CustomAlgorithmError(f"{what} has shape {list(values.shape)}, not [{tokens}]: one number for each token")
-
-
-def _shown(args: Mapping[str, object]) -> str:
-    return ", ".join(f"{name}={value!r}" for name, value in args.items())
 
 
 def group_rewards(rewards: Sequence[float | None], components: Mapping[str, Sequence[float | None]]) -> GroupRewards:

@@ -253,11 +253,6 @@ class _Batch:
         return self.loss_mask & ~self.candidates[self.sequence]
 
     @property
-    def shared_prompts(self) -> list[int]:
-        """Number of the prompt of every row: equal if rows of one group have the same prompt."""
-        return prompt_numbers([self.uids[sample] for sample in self.sample.tolist()], self.prompts)
-
-    @property
     def loss_lengths(self) -> torch.Tensor:
         """Loss tokens of each row."""
         return torch.zeros_like(self.lengths).index_add(0, self.sequence, self.loss_mask.long())
@@ -318,7 +313,7 @@ def _summary(batch: _Batch, advantages: torch.Tensor, metrics: dict[str, float],
         batch.loss_lengths.tolist(),
         signal.tolist(),
         batch.prompt_lengths.tolist(),
-        batch.shared_prompts,
+        prompt_numbers([batch.uids[sample] for sample in batch.sample.tolist()], batch.prompts),
         batch.sample.tolist(),
         strict=True,
     )

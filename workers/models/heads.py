@@ -51,7 +51,7 @@ class Float32Logits(nn.Linear):
     def forward(
         self, input: torch.Tensor, targets: torch.Tensor | None = None, factor: float = 1.0, entropy_grad: bool = False
     ) -> Any:
-        """float32 [..., out_features] of [..., in_features]; with `targets`, `token_logprobs` instead.
+        """float32 [..., out_features] of [..., in_features]; with `targets`, and no bias, `token_logprobs` instead.
 
         Both are a call of the module: under ZeRO-3 its hooks gather the weight.
         """
@@ -62,11 +62,6 @@ class Float32Logits(nn.Linear):
             return (linear if by_onednn else F.linear)(input, self.weight, self.bias)
         logits: torch.Tensor = _Product.apply(input, self.weight)
         return logits if self.bias is None else logits + self.bias.float()
-
-    @property
-    def takes_targets(self) -> bool:
-        """Whether `forward` takes targets."""
-        return self.bias is None
 
 
 def share_gradient(model: PreTrainedModel) -> None:

@@ -266,7 +266,7 @@ class CausalLogprobs(ModelModule):
         Both are of the distribution over the tokens in `kept`.
         """
         head = self.model.get_output_embeddings()
-        if isinstance(head, Float32Logits) and head.takes_targets and kept is None and self.softcap is None:
+        if isinstance(head, Float32Logits) and head.bias is None and kept is None and self.softcap is None:
             return head(hidden, targets, self.scale / temperature, self.entropy_grad)
         split = [None] * self.chunks if kept is None else kept.split(self.chunks)
         parts = zip(hidden.tensor_split(self.chunks), targets.tensor_split(self.chunks), split, strict=True)

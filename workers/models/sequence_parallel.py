@@ -134,31 +134,22 @@ def attention(
     copies = sequence.size // math.gcd(key.shape[1], sequence.size)
     if copies > 1:
         key, value = (states.repeat_interleave(copies, 1) for states in (key, value))
-    query, key, value = (_to_heads(sequence, states) for states in (query, key, value))
+    query, key, value = (_exchanged(sequence, states) for states in (query, key, value))
     output, _ = packed_attention.attention(module, query, key, value, attention_mask, **kwargs)
-    return _to_tokens(sequence, output), None
+    return _exchanged(sequence, output), None
 
 
-def _to_heads(sequence: SequenceGroup, states: torch.Tensor) -> torch.Tensor:
-    """[1, heads, own tokens, size] to [1, own heads, tokens, size]."""
+def _exchanged(sequence: SequenceGroup, states: torch.Tensor) -> torch.Tensor:
+    """[1, heads, own tokens, size] to [1, own heads, tokens, size], and [1, tokens, own heads, size] to [1, own tokens,
+    heads, size]."""
     by_worker = states[0].unflatten(0, (sequence.size, -1))
-    return _exchange(sequence, by_worker).transpose(0, 1).flatten(1, 2)[None]
-
-
-def _to_tokens(sequence: SequenceGroup, states: torch.Tensor) -> torch.Tensor:
-    """[1, tokens, own heads, size] to [1, own tokens, heads, size]."""
-    by_worker = states[0].unflatten(0, (sequence.size, -1))
-    return _exchange(sequence, by_worker).transpose(0, 1).flatten(1, 2)[None]
-
-
-def _exchange(sequence: SequenceGroup, parts: torch.Tensor) -> torch.Tensor:
-    """`parts[worker]` goes to that worker of the group; the result has the part that came from each."""
-    exchanged: torch.Tensor = _Exchange.apply(sequence.group, parts)
-    return exchanged
+    exchanged: torch.Tensor = _Exchange.apply(sequence.group, by_worker)
+    return exchanged.transpose(0, 1).flatten(1, 2)[None]
 
 
 class _Exchange(torch.autograd.Function):
-    """An all-to-all, whose gradient goes back the same way. torch's own one is deprecated."""
+    """An all-to-all, whose gradient goes back the same way: `parts[worker]` goes to that worker of the group, and the
+    result has the part that came from each. torch's own one is deprecated."""
 
     @staticmethod
     def forward(ctx: Any, group: dist.ProcessGroup, parts: torch.Tensor) -> torch.Tensor:

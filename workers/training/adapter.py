@@ -78,8 +78,8 @@ class Adapter:
             exclude_modules=_heads(model),
             use_rslora=config.rslora,
         )
-        self.whole = _trained_whole(model)
-        """Names of the modules that train whole."""
+        self.whole = (SCORE,) if isinstance(getattr(model, SCORE, None), nn.Linear) else ()
+        """Names of the modules that train whole: the head of a model from `load_value`, which is new."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             inject_adapter_in_model(settings, model, _NAME)
@@ -187,11 +187,6 @@ def _heads(model: PreTrainedModel) -> list[str]:
     head = model.get_output_embeddings()
     linear = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     return [name for name, module in linear if module is head or (inside and id(module) not in inside)]
-
-
-def _trained_whole(model: PreTrainedModel) -> tuple[str, ...]:
-    """Name of the head of a model from `load_value`, which is new; empty for a language model."""
-    return (SCORE,) if isinstance(getattr(model, SCORE, None), nn.Linear) else ()
 
 
 def _targets(model: PreTrainedModel, config: LoraConfig) -> tuple[str, ...]:

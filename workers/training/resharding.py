@@ -245,12 +245,15 @@ class ReshardingLoader:
 
     def _saved(self, folder: Path, ranks: int, of_model: Path, model: dict[str, Any], now: Shapes) -> list[State]:
         """Optimizer state of each rank that saved, in ZeRO's layout. `model`: the contents of `of_model`."""
-        whole = model["optimizer"] is not None
-        before = _of_module(model["module"], now) if whole else model["param_shapes"]
+        whole, held = model["optimizer"] is not None, model["module"]
+        if whole:
+            before = [{name: tuple(held[name].shape) for name in group if name in held} for group in now]
+        else:
+            before = model["param_shapes"]
         if _all(before) != _all(now):
             raise ValueError(f"{of_model} has other parameters than the model")
         if whole:
-            return [self._engine.optimizer.state_dict() | flattened(model["optimizer"], model["module"], now)]
+            return [self._engine.optimizer.state_dict() | flattened(model["optimizer"], held, now)]
         kind = "bf16_" if self._dtype == torch.bfloat16 else ""
         files = [folder / f"{kind}zero_pp_rank_{saved}_mp_rank_00_optim_states.pt" for saved in range(ranks)]
         for file in files:
@@ -297,8 +300,3 @@ def reshard_average(
 def _all(groups: Sequence[Mapping[str, Sequence[int]]]) -> list[tuple[str, tuple[int, ...]]]:
     """(name, shape) of every parameter, in the order of flattening."""
     return [(name, tuple(shape)) for group in groups for name, shape in group.items()]
-
-
-def _of_module(module: Mapping[str, torch.Tensor], names: Shapes) -> Shapes:
-    """Shapes of the named tensors that the module has."""
-    return [{name: tuple(module[name].shape) for name in group if name in module} for group in names]

@@ -51,10 +51,6 @@ def connect_store(address: str, port: int) -> TCPStore:
     return TCPStore(address, port, is_master=False, timeout=timedelta(seconds=BOUND_S))
 
 
-def _nothing() -> None:
-    """No member reports failures."""
-
-
 class TransferGroup:
     """This process's membership in a transfer group."""
 
@@ -64,7 +60,7 @@ class TransferGroup:
         rank: int,
         size: int,
         device: torch.device,
-        check: Callable[[], None] = _nothing,
+        check: Callable[[], None] = lambda: None,
         bound_s: float = BOUND_S,
     ) -> None:
         """Join. Every member does so at the same time.

@@ -59,11 +59,6 @@ _MESSAGE = TypeAdapter(WeightUpdate)
 
 
 @dataclass
-class FileInitInfo(WeightTransferInitInfo):
-    """A file needs no rendezvous."""
-
-
-@dataclass
 class FileUpdateInfo(WeightTransferUpdateInfo):
     """A message as it arrives through vLLM's msgpack."""
 
@@ -93,10 +88,10 @@ class LoadingEngine(WeightTransferEngine[InitT, UpdateT]):
         self._reload.abandon()
 
 
-class FileReader(LoadingEngine[FileInitInfo, FileUpdateInfo]):
+class FileReader(LoadingEngine[WeightTransferInitInfo, FileUpdateInfo]):
     """Loads what a published file holds, after its digest has been verified."""
 
-    init_info_cls = FileInitInfo
+    init_info_cls = WeightTransferInitInfo
     update_info_cls = FileUpdateInfo
 
     def __init__(
@@ -105,7 +100,7 @@ class FileReader(LoadingEngine[FileInitInfo, FileUpdateInfo]):
         super().__init__(config, vllm_config, device, model)
         self._mapping = FileMapping(mmap.PROT_READ)
 
-    def init_transfer_engine(self, init_info: FileInitInfo) -> None:
+    def init_transfer_engine(self, init_info: WeightTransferInitInfo) -> None:
         """Does nothing: no preparation is needed."""
 
     def finish_weight_update(self) -> None:
