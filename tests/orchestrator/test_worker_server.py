@@ -27,7 +27,7 @@ from troupe.workers.preload.forked_worker import ENGINE_VARIABLE, EXIT_CODES, RE
 
 ENGINE = EngineProcess(device="cpu", threads=2, enforce_eager=True)
 SCRIPT = """
-import json, os, signal, sys
+import json, multiprocessing, os, signal, sys
 from pathlib import Path
 from troupe.workers.engine import process
 
@@ -44,9 +44,8 @@ if __name__ == "__main__":
     if found["imported"]:
         found |= {"threads": sys.modules["torch"].get_num_threads(), "left": "TROUPE_ONLY_HERE" in os.environ}
     if found["imported"] and "engine" in sys.argv:
-        context = process._ForkedContext()
-        here, there = context.Pipe()
-        child = context.Process(target=told, args=(there,))
+        here, there = multiprocessing.Pipe()
+        child = process._ForkedProcess(target=told, args=(there,))
         child.start()
         found["engine"] = here.recv()
         child.join()

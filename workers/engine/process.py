@@ -133,14 +133,6 @@ class _SpawnedProcess(SpawnProcess):
         _run(super().run)
 
 
-class _ForkedContext(ForkServerContext):
-    Process = _ForkedProcess
-
-
-class _SpawnContext(SpawnContext):
-    Process = _SpawnedProcess
-
-
 @contextmanager
 def engine_processes(device: Device) -> Iterator[list[BaseProcess]]:
     """Inside the block, engines of vLLM end with this process, and CPU engines are forked from the fork server.
@@ -149,9 +141,9 @@ def engine_processes(device: Device) -> Iterator[list[BaseProcess]]:
     """
     utils: Any = import_module("vllm.v1.engine.utils")
     original = utils.get_mp_context
-    context: Any = _ForkedContext() if device == "cpu" else _SpawnContext()
+    context: Any = ForkServerContext() if device == "cpu" else SpawnContext()
+    create = _ForkedProcess if device == "cpu" else _SpawnedProcess
     processes: list[BaseProcess] = []
-    create = context.Process
 
     def record(*args: Any, **kwargs: Any) -> BaseProcess:
         processes.append(create(*args, **kwargs))

@@ -47,7 +47,7 @@ if __name__ == "__main__":
     process.import_ahead()
     os.environ |= {"SET_LATER": "1", "SET_BEFORE": "new"}
     here, there = multiprocessing.Pipe()
-    child = process._ForkedContext().Process(target=told, args=(there,))
+    child = process._ForkedProcess(target=told, args=(there,))
     child.start()
     later, before, server, imported = here.recv()
     child.join()
@@ -86,8 +86,8 @@ if __name__ == "__main__":
         process.import_ahead()
     if sys.argv[1] == "forked twice":
         process.fork_server()
-    context = process._SpawnContext() if sys.argv[1] == "spawned" else process._ForkedContext()
-    context.Process(target=target).start()
+    kind = process._SpawnedProcess if sys.argv[1] == "spawned" else process._ForkedProcess
+    kind(target=target).start()
     time.sleep(600)
 """
 

@@ -44,8 +44,7 @@ if __name__ == "__main__":
         for descriptor in (1, 2):
             log = os.open(f"{sys.argv[1]}/{how}-{descriptor}", os.O_CREAT | os.O_WRONLY)
             os.dup2(log, descriptor)
-        context = process._ForkedContext()
-        engine = context.Process(target=end, args=(how,))
+        engine = process._ForkedProcess(target=end, args=(how,))
         engine.start()
         engine.join()
         found[how] = str(engine_dead("rollout-0", process.how_ended([engine])))

@@ -260,7 +260,8 @@ def test_options_without_effect_and_neutral_values_are_accepted() -> None:
         ("n", "max_tokens", "stop", "tools", "tool_choice", "logprobs", "stream", "stream_options")
     )
     (choice,) = asyncio.run(read(dict(absent)))
-    assert (choice.max_tokens, choice.stop, choice.tools, choice.logprobs) == (None, (), None, False)
+    asked = choice.observation
+    assert (asked.max_tokens, asked.stop, asked.tools, asked.logprobs) == (None, (), None, False)
 
 
 def test_hints_that_agents_always_send_are_ignored_and_named_once(play: Play) -> None:
