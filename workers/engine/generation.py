@@ -35,7 +35,6 @@ from troupe.workers.engine.rows import (
     RowBuilder,
     Rows,
     RunningGroup,
-    episode_summary,
     merged,
     sample_summary,
     sampled_turn,
@@ -135,8 +134,8 @@ class Generation:
         )
 
         def build(index: int, output: RequestOutput) -> tuple[SampleSummary, Rows]:
-            row = builder.sampled(index, output)
-            return sample_summary(row, self._engine.version), [row]
+            rows = [builder.sampled(index, output)]
+            return sample_summary(rows, self._engine.version), rows
 
         sampling = {index: self._sample(request, index, prompt_ids) for index in request.missing}
         outputs = await self._all_or_none(request, sampling, build, finished)
@@ -147,7 +146,7 @@ class Generation:
             [sample for sample, _ in built],
             time.monotonic() - started,
             cached_tokens=sum(output.num_cached_tokens or 0 for output in outputs.values()),
-            candidates=[sample_summary(row, self._engine.version) for row in candidates],
+            candidates=[sample_summary([row], self._engine.version) for row in candidates],
         )
         return summary, merged(request, finished, [*(row for _, rows in built for row in rows), *candidates])
 
@@ -180,7 +179,7 @@ class Generation:
 
         def build(index: int, played: Played) -> tuple[SampleSummary, Rows]:
             rows = builder.episode(index, played)
-            return episode_summary(rows, played, self._engine.version), rows
+            return sample_summary(rows, self._engine.version, played), rows
 
         playing = {index: play(index) for index in request.missing}
         episodes = await self._all_or_none(request, playing, build, finished)

@@ -178,20 +178,27 @@ def _version_spans(completion: CompletionOutput) -> list[dict[str, int]]:
     return [{"version": int(span.version), "start": span.start, "end": span.end} for span in spans]
 
 
-def episode_summary(rows: Rows, played: Played, version: int) -> SampleSummary:
-    """Summary of an episode from its rows. `version`: current version of the engine, for one without tokens."""
+def sample_summary(rows: Rows, version: int, played: Played | None = None) -> SampleSummary:
+    """Summary of a sample from its rows.
+
+    Args:
+        rows: One row, or the rows of an episode.
+        version: Current version of the engine, for a sample without tokens.
+        played: The episode, or None if the sample is one response.
+    """
     versions = [span["version"] for row in rows for span in row["weight_versions"]] or [version]
     lengths = tuple(len(row["prompt_ids"]) + len(row["response_ids"]) for row in rows)
     return SampleSummary(
         sample_index=rows[0]["sample_index"],
         prompt_tokens=len(rows[0]["prompt_ids"]),
-        response_tokens=played.response_tokens,
-        finish_reason=played.finish_reason,
+        response_tokens=sum(len(row["response_ids"]) for row in rows),
+        finish_reason=rows[0]["finish_reason"],
         oldest_version=min(versions),
         newest_version=max(versions),
         status=rows[0]["episode_status"],
         segments=lengths if len(lengths) > 1 else (),
-        episode=EpisodeSummary(
+        episode=played
+        and EpisodeSummary(
             turns=len(played.turns),
             sampled_tokens=sum(len(turn.ids) for turn in played.turns),
             engine_prompt_tokens=played.prompt_tokens,
@@ -201,20 +208,6 @@ def episode_summary(rows: Rows, played: Played, version: int) -> SampleSummary:
             restarts=played.restarts,
             info=dict(played.info),
         ),
-    )
-
-
-def sample_summary(row: dict[str, Any], version: int) -> SampleSummary:
-    """Summary of one row. `version`: current version of the engine, for a response without tokens."""
-    versions = [span["version"] for span in row["weight_versions"]] or [version]
-    return SampleSummary(
-        sample_index=row["sample_index"],
-        prompt_tokens=len(row["prompt_ids"]),
-        response_tokens=len(row["response_ids"]),
-        finish_reason=row["finish_reason"],
-        oldest_version=min(versions),
-        newest_version=max(versions),
-        status=row["episode_status"],
     )
 
 

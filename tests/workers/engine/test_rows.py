@@ -11,7 +11,7 @@ from vllm.logprobs import FlatLogprobs, Logprob
 from vllm.outputs import CompletionOutput, WeightVersionSpan
 
 from troupe.workers.agents.episodes.turns import Played, SampledTurn, Segment
-from troupe.workers.engine.rows import episode_summary, sample_summary, sampled_turn
+from troupe.workers.engine.rows import sample_summary, sampled_turn
 
 
 def output(*logprobs: float, versions: list[WeightVersionSpan]) -> Any:
@@ -46,13 +46,13 @@ def test_a_response_with_a_logprob_that_is_not_finite_cannot_be_trained(wrong: f
 
 
 def test_a_sample_is_as_old_as_its_oldest_token() -> None:
-    summary = sample_summary(row(5, 4, 6), version=9)
+    summary = sample_summary([row(5, 4, 6)], version=9)
     assert (summary.oldest_version, summary.newest_version) == (4, 6)
-    assert sample_summary(row(), version=9).oldest_version == 9
+    assert sample_summary([row()], version=9).oldest_version == 9
 
 
 def test_an_episode_is_as_old_as_the_oldest_token_of_its_rows() -> None:
     turns = [SampledTurn([7, 7], [-1.0, -1.0], [], "stop")]
     played = Played([Segment([1])], turns=turns)
-    summary = episode_summary([row(6, 5), row(4)], played, version=9)
+    summary = sample_summary([row(6, 5), row(4)], 9, played)
     assert (summary.oldest_version, summary.newest_version, summary.segments) == (4, 6, (5, 3))

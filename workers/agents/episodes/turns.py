@@ -114,11 +114,6 @@ class Played:
     """The first note of each kind (`Observation.note`)."""
 
     @property
-    def response_tokens(self) -> int:
-        """Tokens of all segments after their prompts."""
-        return sum(len(segment.response_ids) for segment in self.segments)
-
-    @property
     def rewards(self) -> list[tuple[int, float]]:
         """(tokens of all segments' responses up to the turn that is rewarded, reward)."""
         starts = accumulate((len(segment.response_ids) for segment in self.segments), initial=0)
