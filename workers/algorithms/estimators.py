@@ -174,16 +174,16 @@ def _returns(config: AdvantageConfig, batch: SampledTokens, state: AdvantageStat
     return Estimate(advantages, shaped.state.with_moments(seen), metrics=shaped.metrics)
 
 
-def _gae(config: AdvantageConfig, batch: SampledTokens, state: AdvantageState) -> Estimate:
-    values, shaped = _values(batch), _shape(config, batch, state)
-    advantages = gae(shaped.token_rewards, values, batch.lengths, config.gamma, config.gae_lambda)
-    return _with_critic(advantages, values, shaped)
-
-
-def _n_step(config: AdvantageConfig, batch: SampledTokens, state: AdvantageState) -> Estimate:
-    values, shaped = _values(batch), _shape(config, batch, state)
-    advantages = n_step_advantages(shaped.token_rewards, values, batch.lengths, config.gamma, config.n_steps)
-    return _with_critic(advantages, values, shaped)
+def _of_critic(config: AdvantageConfig, batch: SampledTokens, state: AdvantageState) -> Estimate:
+    """Temporal differences of the critic's values, over all later tokens or the next ones."""
+    if batch.values is None:
+        raise ValueError("the estimator needs values, but there is no table from the critic")
+    values, shaped = batch.values.double(), _shape(config, batch, state)
+    given = (shaped.token_rewards, values, batch.lengths, config.gamma)
+    by_steps = config.estimator == "n_step"
+    advantages = n_step_advantages(*given, config.n_steps) if by_steps else gae(*given, config.gae_lambda)
+    metrics = {**shaped.metrics, **_critic_metrics(values, advantages + values)}
+    return Estimate(advantages, shaped.state, advantages + values, metrics)
 
 
 def _custom(config: AdvantageConfig, batch: SampledTokens, state: AdvantageState) -> Estimate:
@@ -205,8 +205,8 @@ ESTIMATORS: dict[str, Estimator] = {
     "best_of_group": _best_of_group,
     "distill": _distill,
     "returns": _returns,
-    "gae": _gae,
-    "n_step": _n_step,
+    "gae": _of_critic,
+    "n_step": _of_critic,
     "custom": _custom,
 }
 
@@ -308,17 +308,6 @@ def _kl(batch: SampledTokens) -> torch.Tensor:
     if batch.old_logprobs is None or batch.ref_logprobs is None:
         raise ValueError("kl_coef needs old_logprobs and ref_logprobs, but the batch lacks them")
     return batch.old_logprobs.double() - batch.ref_logprobs.double()
-
-
-def _values(batch: SampledTokens) -> torch.Tensor:
-    if batch.values is None:
-        raise ValueError("the estimator needs values, but there is no table from the critic")
-    return batch.values.double()
-
-
-def _with_critic(advantages: torch.Tensor, values: torch.Tensor, shaped: _Shaped) -> Estimate:
-    returns = advantages + values
-    return Estimate(advantages, shaped.state, returns, {**shaped.metrics, **_critic_metrics(values, returns)})
 
 
 def _critic_metrics(values: torch.Tensor, returns: torch.Tensor) -> dict[str, float]:

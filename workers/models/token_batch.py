@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 
 import numpy as np
 import pyarrow as pa
@@ -123,8 +124,6 @@ class TokenTable:
         if len(self.prompts.lengths) and int(self.prompts.lengths.min()) == 0:
             raise ValueError(f"{_name(table, int(self.prompts.lengths.argmin()))} has an empty prompt")
         _same_lengths(table, "loss_mask", self.loss_mask, self.responses)
-        self._prompts: torch.Tensor | None = None
-        self._samples: tuple[torch.Tensor, torch.Tensor] | None = None
         self._kept = None
         if KEPT_TOKENS.name in table.column_names:
             self._kept = read_kept(table.column(KEPT_TOKENS.name), self.responses.lengths)
@@ -226,26 +225,23 @@ class TokenTable:
         """The number of each row's unit, and the rows of each unit: adjacent rows with one copy of their prompt."""
         if not shared:
             return torch.arange(len(index)), torch.ones(len(index), dtype=torch.int64)
-        numbers = self._prompt_numbers()[index]
-        return torch.unique_consecutive(numbers, return_inverse=True, return_counts=True)[1:]
+        return torch.unique_consecutive(self._prompt_numbers[index], return_inverse=True, return_counts=True)[1:]
 
+    @cached_property
     def _prompt_numbers(self) -> torch.Tensor:
         """int64, one per row: equal for rows of one group with the same prompt."""
-        if self._prompts is None:
-            numbers = prompt_numbers(self.table.column("prompt_uid").to_pylist(), self.prompts)
-            self._prompts = torch.tensor(numbers, dtype=torch.int64)
-        return self._prompts
+        numbers = prompt_numbers(self.table.column("prompt_uid").to_pylist(), self.prompts)
+        return torch.tensor(numbers, dtype=torch.int64)
 
+    @cached_property
     def _sample_columns(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(number, loss tokens) of each row's sample, int64, one per row."""
-        if self._samples is None:
-            keys = identities(self.table)
-            number = {key: place for place, key in enumerate(dict.fromkeys(keys))}
-            samples = torch.tensor([number[key] for key in keys], dtype=torch.int64)
-            totals = torch.zeros(len(number), dtype=torch.int64)
-            totals.index_add_(0, samples[self.loss_mask.sequence()], self.loss_mask.values.long())
-            self._samples = samples, totals[samples]
-        return self._samples
+        keys = identities(self.table)
+        number = {key: place for place, key in enumerate(dict.fromkeys(keys))}
+        samples = torch.tensor([number[key] for key in keys], dtype=torch.int64)
+        totals = torch.zeros(len(number), dtype=torch.int64)
+        totals.index_add_(0, samples[self.loss_mask.sequence()], self.loss_mask.values.long())
+        return samples, totals[samples]
 
     def samples(self, batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """(number, loss tokens) of the sample of each response token of `batch`, int64 [T] on its device.
@@ -253,7 +249,7 @@ class TokenTable:
         The rows of a sample have one number, counted in the batch. The loss tokens are from all rows that it has in the
         table.
         """
-        samples, loss_tokens = self._sample_columns()
+        samples, loss_tokens = self._sample_columns
         lengths = self.responses.lengths[batch.rows]
         numbers = samples[batch.rows].unique(return_inverse=True)[1]
         per_token = (torch.repeat_interleave(of_rows, lengths) for of_rows in (numbers, loss_tokens[batch.rows]))

@@ -67,6 +67,7 @@ class Adapter:
         """
         from peft import LoraConfig as PeftConfig
         from peft import inject_adapter_in_model
+        from peft.tuners.tuners_utils import BaseTunerLayer
 
         self.config = config
         self.targets = _targets(model, config)
@@ -87,7 +88,7 @@ class Adapter:
             model.get_submodule(name).requires_grad_(True)
         use_onednn(model)
         self._model = model
-        self._layers: list[Any] = [module for module in model.modules() if _has_adapter(module)]
+        self._layers: list[Any] = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
         for layer in self._layers:
             layer.lora_variant[_NAME] = _ScaledInside
         self._start: dict[str, torch.Tensor] = {}
@@ -173,12 +174,6 @@ class Adapter:
             "fan_in_fan_out": False,
             "init_lora_weights": True,
         }
-
-
-def _has_adapter(module: nn.Module) -> bool:
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    return isinstance(module, BaseTunerLayer)
 
 
 def _heads(model: PreTrainedModel) -> list[str]:
