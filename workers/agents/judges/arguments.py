@@ -120,15 +120,11 @@ class JudgeArgs(Frozen):
         return template
 
     @model_validator(mode="after")
-    def _has_scale(self) -> JudgeArgs:
+    def _works(self) -> JudgeArgs:
         if not self.scale[0] < self.scale[1]:
             raise ValueError(f"scale: the lowest score must come first, got {self.scale}")
         if isinstance(self.criteria, tuple) and self.criteria and not any(one.weight > 0 for one in self.criteria):
             raise ValueError("criteria: no weight is above 0")
-        return self
-
-    @model_validator(mode="after")
-    def _works(self) -> JudgeArgs:
         given, endpoint = self.model_fields_set, self.endpoint
         if idle := [name for name, forms in _ONLY_IN.items() if name in given and self.compare not in forms]:
             raise ValueError(f"{idle[0]}: has no effect with compare: {self.compare or 'none'}; remove it")

@@ -236,7 +236,8 @@ def _read_choice(completion: Any, said: str) -> JudgeAnswer:
         case {"choices": [{"message": {"content": str() as text}}, *_]}:
             pass
         case {"choices": [{"message": {"content": list() as parts}}, *_]}:
-            text = "".join(_text_of(part) for part in parts)
+            read = (part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text")
+            text = "".join(one for one in read if isinstance(one, str))
         case {"choices": []} | {"choices": [{"message": {"content": None}}, *_]}:
             text = ""
         case _:
@@ -268,12 +269,3 @@ def _token(token: Any) -> AnswerToken:
             return AnswerToken(text, found)
         case _:
             return AnswerToken("", {})
-
-
-def _text_of(part: Any) -> str:
-    """The text of a part of a message; empty for a part of another type."""
-    match part:
-        case {"type": "text", "text": str() as text}:
-            return text
-        case _:
-            return ""
