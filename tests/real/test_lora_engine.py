@@ -49,7 +49,7 @@ class Policy:
 
     def published(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in [(DESCRIPTION, self.adapter.description()), *self.adapter.named_parameters()]:
-            given = self.replaced.get(name, tensor.detach())
+            given = self.replaced[name] if name in self.replaced else tensor.detach()
             for old, new in self.renamed.items():
                 name = name.replace(old, new)
             yield name, given
