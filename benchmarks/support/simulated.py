@@ -169,7 +169,7 @@ class SimulatedWorkers:
 
     engines: Sequence[WorkerHandle[roles.RolloutEngine]]
     policy: WorkerHandle[roles.Policy]
-    reward: WorkerHandle[roles.Reward]
+    rewards: Sequence[WorkerHandle[roles.Reward]]
     spawn: Callable[[str], WorkerHandle[roles.RolloutEngine]]
     """Creates a replacement for an engine that died."""
 
@@ -181,7 +181,7 @@ class SimulatedWorkers:
             return LocalWorker(name, FakeEngine(name, work))
 
         engines = [engine(f"rollout-{number}") for number in range(shape.engines)]
-        return cls(engines, LocalWorker("policy-0", policy), LocalWorker("reward-0", FakeReward()), engine)
+        return cls(engines, LocalWorker("policy-0", policy), [LocalWorker("reward-0", FakeReward())], engine)
 
 
 @dataclass
@@ -217,7 +217,7 @@ class Simulation:
         weights = PoolWeights(lambda engine: sync.bring_up(engine))
         pool = EnginePool([Engine(handle, "host") for handle in workers.engines], spawn, spec, weights)
         pool.dispatch.max_load = shape.slots * shape.samples
-        rewards = RewardPool([workers.reward], shape.timeout_s)
+        rewards = RewardPool(workers.rewards, shape.timeout_s)
         ledger = Ledger()
         prompts = PromptSource(_Pool((shape.steps + shape.staleness + 1) * shape.groups), 17)
         scheduler = RolloutScheduler(spec, pool, Scorer(rewards, ()), ledger, self._drawn(prompts), None)

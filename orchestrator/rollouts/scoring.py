@@ -13,7 +13,7 @@ import logging
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from troupe.orchestrator.cluster.event_loop import gather_all
@@ -105,24 +105,6 @@ class SignalTest:
         return ""
 
 
-class _Turns:
-    """The groups that one reward worker has; others wait in order of arrival."""
-
-    def __init__(self) -> None:
-        self._room = asyncio.Semaphore(_GROUPS_AT_ONCE)
-        self._groups = 0
-
-    async def __aenter__(self) -> int:
-        """The place of the group among those that the worker has, from 1."""
-        await self._room.acquire()
-        self._groups += 1
-        return self._groups
-
-    async def __aexit__(self, *raised: object) -> None:
-        self._groups -= 1
-        self._room.release()
-
-
 class RewardPool(ReplicaPool[WorkerHandle[Reward]]):
     """The reward workers; the least-loaded one scores each group.
 
@@ -151,7 +133,8 @@ class RewardPool(ReplicaPool[WorkerHandle[Reward]]):
         self._timeout_s = timeout_s
         self._judge_start_s = judge_start_s
         self._faults = FaultLog()
-        self._turns: defaultdict[WorkerHandle[Reward], _Turns] = defaultdict(_Turns)
+        room = partial(asyncio.Semaphore, _GROUPS_AT_ONCE)
+        self._room: defaultdict[WorkerHandle[Reward], asyncio.Semaphore] = defaultdict(room)
 
     async def score(
         self, rollouts: TableRef, rewards: str = "", *, vote: bool = False
@@ -172,8 +155,9 @@ class RewardPool(ReplicaPool[WorkerHandle[Reward]]):
         """
 
         async def ask(worker: WorkerHandle[Reward]) -> tuple[RewardSummary, TableRef]:
-            async with self._turns[worker] as place:
-                return await worker.call_for_table(Reward.score, place * self._timeout_s, rollouts, rewards, vote)
+            async with self._room[worker]:
+                timeout_s = min(self._calls[worker], _GROUPS_AT_ONCE) * self._timeout_s
+                return await worker.call_for_table(Reward.score, timeout_s, rollouts, rewards, vote)
 
         deadline: float | None = None
         while True:

@@ -24,6 +24,7 @@ from troupe.orchestrator.errors import (
 )
 from troupe.orchestrator.pools.engine import Engine
 from troupe.orchestrator.pools.engines import EnginePool
+from troupe.orchestrator.pools.replicas import Changes
 from troupe.orchestrator.spec.derived.training import resolved_backend
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.workers.contract.messages import WeightAck, WeightsSent, WeightUpdate
@@ -106,7 +107,7 @@ class FileSync:
         """Begin and end of the publication of the current version (time of the event loop, in seconds)."""
         self._damaged: WeightUpdate | None = None
         """The update that a new engine could not load."""
-        self._published = asyncio.Condition()
+        self._published = Changes()
 
     async def push(self, version: int) -> SyncReport:
         """Publishes the policy's weights as `version` and loads them into every engine.
@@ -185,7 +186,7 @@ class FileSync:
         base = before.digest if before is not None and hosts else ""
         self._updates = self._policy.updates
         update = await self._policy.publish_weights(version, base=base, timeout_s=self._timeout_s)
-        await self._serve(update, hosts)
+        self._serve(update, hosts)
         return update
 
     async def _publish_again(self, version: int, error: UpdateDamaged) -> WeightUpdate:
@@ -195,11 +196,10 @@ class FileSync:
         await self._write_to_hosts(update, self._pool.receivers)
         return update
 
-    async def _serve(self, update: WeightUpdate, hosts_before: set[str]) -> None:
+    def _serve(self, update: WeightUpdate, hosts_before: set[str]) -> None:
         """New engines receive this update from now on."""
         self._current, self._hosts_written, self._hosts_before = update, {update.host}, hosts_before
-        async with self._published:
-            self._published.notify_all()
+        self._published.notify()
 
     async def renew(self) -> None:
         """Makes the policy publish the current version again, after a new engine failed to load it.
@@ -217,9 +217,9 @@ class FileSync:
             if not self._has_trained:
                 update = await self._policy.publish_weights(damaged.version, timeout_s=self._timeout_s)
                 if update.digest == damaged.digest:
-                    await self._serve(update, set())
+                    self._serve(update, set())
                     return
-        async with asyncio.timeout(self._pool.spec.schedule.step_timeout_s), self._published:
+        async with asyncio.timeout(self._pool.spec.schedule.step_timeout_s):
             await self._published.wait_for(lambda: self._current is not damaged)
 
     async def _load(self, update: WeightUpdate) -> SyncReport:
@@ -354,7 +354,7 @@ class DeviceSync:
         self._pushes = 0
         self._missed = 0
         """Number of versions that had been sent when an engine was last brought up."""
-        self._pushed = asyncio.Condition()
+        self._pushed = Changes()
 
     async def push(self, version: int) -> SyncReport:
         """Sends the policy's weights to every engine as `version`.
@@ -377,8 +377,7 @@ class DeviceSync:
                 report = await self._send(tuple(self._pool.receivers))
         self._sent = report
         self._pushes += 1
-        async with self._pushed:
-            self._pushed.notify_all()
+        self._pushed.notify()
         return report
 
     async def publish(self, version: int) -> None:
@@ -422,7 +421,7 @@ class DeviceSync:
         died = await self._policy.find_dead()
         if died is not None:
             raise died
-        async with asyncio.timeout(self._pool.spec.schedule.step_timeout_s), self._pushed:
+        async with asyncio.timeout(self._pool.spec.schedule.step_timeout_s):
             await self._pushed.wait_for(lambda: self._pushes > self._missed)
 
     async def _send(self, engines: tuple[Engine, ...]) -> SyncReport:

@@ -12,7 +12,6 @@ import yaml
 from troupe.orchestrator.roles import table
 from troupe.orchestrator.spec.derived.sampling import COMPARISONS
 
-"""What `TRAINER` in a pattern stands for."""
 PHASES = ("generate", "prepare", "update", "sync", "evaluate", "checkpoint")
 """What `PHASE` in a pattern stands for: the phases of `seconds/PHASE` and `utilisation/PHASE`."""
 
