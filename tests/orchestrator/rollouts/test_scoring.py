@@ -73,7 +73,7 @@ def test_a_group_that_waits_for_others_of_its_worker_is_no_loss() -> None:
 
         async def score(self, rollouts: FakeTable, rewards: str = "", vote: bool = False) -> Any:
             async with self.turn:
-                await asyncio.sleep(0.2)
+                await asyncio.sleep(0.7)
                 return await super().score(rollouts, rewards, vote)
 
     async def run() -> None:
