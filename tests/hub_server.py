@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import json
 import re
@@ -13,9 +12,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-_API = re.compile(r"/api/(models|datasets)/([^/]+/[^/]+)(?:/(revision|tree|preupload|commit)/([^/]+))?")
+_API = re.compile(r"/api/(models|datasets)/([^/]+/[^/]+)(?:/(revision|tree)/([^/]+))?")
 _FILE = re.compile(r"/(datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
-_LFS = re.compile(r"/([^/]+/[^/]+)\.git/info/lfs/objects/batch")
 
 
 @dataclass
@@ -61,9 +59,6 @@ class HubServer:
         self.requests: list[Request] = []
         self.cuts: dict[str, int] = {}
         """How often the download of a file ends in the middle, by its name."""
-        self.uploads: dict[str, bytes] = {}
-        """Large files that were uploaded, by SHA-256."""
-        self.created: list[dict[str, Any]] = []
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True)
 
@@ -114,49 +109,17 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self._answer()
 
-    def do_POST(self) -> None:
-        self._answer()
-
-    def do_PUT(self) -> None:
-        self._answer()
-
     def _answer(self) -> None:
         path = unquote(urlsplit(self.path).path)
         token = self.headers.get("Authorization", "").removeprefix("Bearer ")
         self.hub.requests.append(Request(self.command, path, token, self.headers.get("Range", "")))
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        if self.command == "POST" and (self._create(path, body) or self._batch(path, body)):
-            return
-        if self.command == "PUT":
-            self.hub.uploads[path.rpartition("/")[2]] = body
-            return self._send(200, b"")
         if found := _API.fullmatch(path):
-            return self._api(*found.groups(), token=token, body=body)
+            return self._api(*found.groups(), token=token)
         if found := _FILE.fullmatch(path):
             return self._file(*found.groups(), token=token)
         self._send(404, b"{}")
 
-    def _create(self, path: str, body: bytes) -> bool:
-        if path != "/api/repos/create":
-            return False
-        wanted = json.loads(body)
-        name = f"{wanted['organization']}/{wanted['name']}"
-        self.hub.created.append(wanted)
-        self.hub.repositories.setdefault(("models", name), Repository()).commit({})
-        self._send_json({"url": f"{self.hub.url}/{name}", "name": name})
-        return True
-
-    def _batch(self, path: str, body: bytes) -> bool:
-        if not _LFS.fullmatch(path):
-            return False
-        objects = [
-            {**wanted, "actions": {"upload": {"href": f"{self.hub.url}/upload/{wanted['oid']}"}}}
-            for wanted in json.loads(body)["objects"]
-        ]
-        self._send_json({"transfer": "basic", "objects": objects})
-        return True
-
-    def _api(self, kind: str, name: str, verb: str | None, revision: str | None, *, token: str, body: bytes) -> None:
+    def _api(self, kind: str, name: str, verb: str | None, revision: str | None, *, token: str) -> None:
         repository = self._repository(kind, name, token)
         if repository is None:
             return
@@ -164,31 +127,13 @@ class _Handler(BaseHTTPRequestHandler):
         if commit is None:
             return self._fail(404, "RevisionNotFound")
         files = repository.commits[commit]
-        if verb == "preupload":
-            modes = [
-                (f["path"], "lfs" if f["path"].endswith(".safetensors") else "regular")
-                for f in json.loads(body)["files"]
-            ]
-            listed = [{"path": path, "uploadMode": mode, "shouldIgnore": False} for path, mode in modes]
-            self._send_json({"files": listed})
-        elif verb == "commit":
-            self._commit(repository, name, body, dict(files))
-        elif verb == "tree":
+        if verb == "tree":
             self._send_json(
                 [{"type": "file", "path": n, "size": len(c), "oid": _etag(n, c)} for n, c in sorted(files.items())]
             )
         else:
             siblings = [{"rfilename": path, "size": len(content)} for path, content in sorted(files.items())]
             self._send_json({"id": name, "sha": commit, "siblings": siblings, "private": False, "tags": []})
-
-    def _commit(self, repository: Repository, name: str, body: bytes, files: dict[str, bytes]) -> None:
-        for entry in map(json.loads, body.splitlines()):
-            if entry["key"] == "file":
-                files[entry["value"]["path"]] = base64.b64decode(entry["value"]["content"])
-            elif entry["key"] == "lfsFile":
-                files[entry["value"]["path"]] = self.hub.uploads[entry["value"]["oid"]]
-        commit = repository.commit(files)
-        self._send_json({"commitUrl": f"{self.hub.url}/{name}/commit/{commit}", "commitOid": commit})
 
     def _file(self, dataset: str | None, name: str, revision: str, path: str, *, token: str) -> None:
         repository = self._repository("datasets" if dataset else "models", name, token)

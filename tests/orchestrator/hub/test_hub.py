@@ -67,13 +67,12 @@ class Hub:
             "PYTHONPATH": str(ROOT),
         }
 
-    def run(self, *arguments: str, answer: str = "", **env: str) -> subprocess.CompletedProcess[str]:
+    def run(self, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
         """Runs Python with these arguments."""
         return subprocess.run(
             [sys.executable, *arguments],
             cwd=ROOT,
             env=os.environ | self.env | env,
-            input=answer,
             capture_output=True,
             text=True,
             timeout=120,
