@@ -10,11 +10,9 @@ from typing import Any, Literal
 
 from pydantic import AliasChoices, ConfigDict, Field, TypeAdapter, ValidationError, field_validator, model_validator
 
-from troupe.workers.agents.judges.baseline import Baseline
 from troupe.workers.agents.judges.endpoint import HttpJudgeConfig
-from troupe.workers.agents.judges.forms import BASELINE, FORMS, Order, shown
-from troupe.workers.agents.judges.scores import JudgeError, expected_score
-from troupe.workers.agents.judges.transcript import played, said
+from troupe.workers.agents.judges.scores import BASELINE, FORMS, JudgeError, Order, expected_score, shown
+from troupe.workers.agents.judges.transcript import Baseline, played, said
 from troupe.workers.contract.config import Frozen, first_problem
 from troupe.workers.contract.environments import Message
 from troupe.workers.contract.imports import PackageMissing, require_package

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from troupe.workers.agents.judges.arguments import Asked, read_args
-from troupe.workers.agents.judges.baseline import Baseline
 from troupe.workers.agents.judges.cache import AnswerCache, question_key
 from troupe.workers.agents.judges.endpoint import PACE, HttpJudge
-from troupe.workers.agents.judges.forms import BASELINE
-from troupe.workers.agents.judges.scores import JudgeError
+from troupe.workers.agents.judges.scores import BASELINE, JudgeError
+from troupe.workers.agents.judges.transcript import Baseline
 from troupe.workers.contract.config import RewardFunctionConfig
 from troupe.workers.contract.judges import Judge, JudgeAnswer, Question
 from troupe.workers.contract.rewards import CONSISTENCY

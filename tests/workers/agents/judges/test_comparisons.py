@@ -14,9 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from troupe.workers.agents.judges.arguments import read_args
-from troupe.workers.agents.judges.forms import FORMS
 from troupe.workers.agents.judges.reward import JudgeReward
-from troupe.workers.agents.judges.scores import JudgeError, read_better, read_scores
+from troupe.workers.agents.judges.scores import FORMS, JudgeError, read_better, read_scores
 from troupe.workers.contract.config import RewardFunctionConfig
 from troupe.workers.contract.judges import JudgeAnswer, Question
 from troupe.workers.contract.rewards import CONSISTENCY

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from tests.workers.agents.judges.judge_endpoint import endpoint, error
 from troupe.workers.agents.judges.arguments import JudgeArgs, read_args
-from troupe.workers.agents.judges.baseline import Baseline
 from troupe.workers.agents.judges.cache import AnswerCache
 from troupe.workers.agents.judges.endpoint import HttpJudge, HttpJudgeConfig, read_completion
 from troupe.workers.agents.judges.reward import JudgeReward
 from troupe.workers.agents.judges.scores import JudgeError
+from troupe.workers.agents.judges.transcript import Baseline
 from troupe.workers.contract.config import RewardFunctionConfig
 from troupe.workers.contract.environments import Message
 from troupe.workers.contract.judges import JudgeAnswer, Question
@@ -515,7 +515,7 @@ def test_an_answer_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
         read.append(answer)
         return 5.0
 
-    monkeypatch.setattr("troupe.workers.agents.judges.forms.read_score", read_score)
+    monkeypatch.setattr("troupe.workers.agents.judges.scores.read_score", read_score)
     with endpoint(lambda number, body: "Score: 5") as served:
         asked = judge(endpoint={"url": served.url, "model": "m"})
         assert asked.score([sample("a")]) == [RewardResult(0.5)] and read == ["Score: 5"]
