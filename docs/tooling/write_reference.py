@@ -10,6 +10,7 @@ from benchmarks.algorithm_curves import curves
 from docs.tooling.algorithm_reference import algorithm_reference, listed_in
 from docs.tooling.cli_reference import cli_reference
 from docs.tooling.combination_page import combination_page
+from docs.tooling.data_layout_page import data_layout_page
 from docs.tooling.gateway_page import gateway_page
 from docs.tooling.metric_reference import metric_reference
 from docs.tooling.migration_page import migration_page
@@ -35,6 +36,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "reference/metrics.md": metric_reference,
     "reference/cli.md": cli_reference,
     "reference/combinations.md": combination_page,
+    "reference/data-layouts.md": data_layout_page,
     "reference/gateway.md": gateway_page,
     "reference/tasks.md": task_page,
     "guides/migration.md": migration_page,

@@ -172,78 +172,99 @@ def texts(run: Any) -> list[tuple[list[str], list[str], float]]:
     ]
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-@pytest.mark.parametrize(
-    ("rows", "columns", "first_prompt", "used", "left_out"),
-    [
-        ([{"chosen": hh("good"), "rejected": hh("bad")}], {"prompt": None}, ["Hello", "Hi.", "And now?"], 1, ""),
-        (
-            [{"prompt": "\n\nHuman: Q\n\nAssistant:", "chosen": " good", "rejected": " bad"}],
-            *({}, ["Q"], 1, ""),
-        ),
-        (
-            [{"text": "x", "chosen": "### Human: Q### Assistant: good", "rejected": "### Human: Q### Assistant: bad"}],
-            *({"prompt": None}, ["Q"], 1, ""),
-        ),
-        (
-            SHP,
-            {"prompt": "history", "answers": ["human_ref_A", "human_ref_B"], "preferred": preferred("labels", 1, 0)},
-            *(["How?"], 2, ""),
-        ),
-        (
-            WEBGPT,
-            {"prompt": "question.full_text", "answers": ["answer_0", "answer_1"], "scores": ["score_0", "score_1"]},
-            *(["Why?"], 2, "1 ties"),
-        ),
-        (
-            HELPSTEER2,
-            {"answers": ["response_1", "response_2"], "preferred": signed("preference_strength")},
-            *(["A?"], 2, "1 ties"),
-        ),
-        (
-            HELPSTEER3,
-            {"prompt": "context", "answers": ["response1", "response2"], "preferred": signed("overall_preference")},
-            *(["A?"], 2, ""),
-        ),
-        (
-            ARENA,
-            {"prompt": None, "answers": ["conversation_a", "conversation_b"], "preferred": WINNER},
-            *(["Q"], 2, "2 ties"),
-        ),
-        (
-            KAGGLE,
-            {"answers": ["response_a", "response_b"], "scores": ["winner_model_a", "winner_model_b"]},
-            *(["Q"], 2, "1 ties"),
-        ),
-        (
-            PKU,
-            {"answers": ["response_0", "response_1"], "preferred": preferred("better_response_id", 0, 1)},
-            *(["1?"], 2, ""),
-        ),
-        (
-            SUMMARIZE,
-            {"prompt": "info.post", "answers": "summaries.text", "preferred": preferred("choice", 0, 1)},
-            *(["P1"], 2, ""),
-        ),
-        (
-            ULTRAFEEDBACK,
-            {"prompt": "instruction", "answers": "completions.response", "scores": "completions.overall_score"},
-            *(["Do 0"], 1, "1 ties"),
-        ),
-        (NECTAR, {"answers": "answers.answer", "ranks": "answers.rank"}, ["Q"], 1, ""),
-        (
-            ALPACAFARM,
-            {"prompt": "instruction", "answers": ["output_1", "output_2"], "preferred": preferred("preference", 1, 2)},
-            *(["Do 1"], 2, ""),
-        ),
-        (BINARIZED, {}, ["Do"], 1, ""),
-        (ORCA, {"prompt": "question", "system_column": "system"}, ["Be brief.", "Q"], 1, ""),
-    ],
-    ids=[
-        *("hh", "hh-prompt", "guanaco", "shp", "webgpt", "helpsteer2", "helpsteer3", "arena", "kaggle", "pku"),
-        *("summarize", "ultrafeedback", "nectar", "alpacafarm", "binarized", "orca"),
-    ],
+_NAMES = (
+    *("hh", "hh-prompt", "guanaco", "shp", "webgpt", "helpsteer2", "helpsteer3", "arena", "kaggle", "pku"),
+    *("summarize", "ultrafeedback", "nectar", "alpacafarm", "binarized", "orca"),
 )
+PAIRS: dict[str, tuple[list[Row], Row, list[str], int, str]] = dict(
+    zip(
+        _NAMES,
+        [
+            ([{"chosen": hh("good"), "rejected": hh("bad")}], {"prompt": None}, ["Hello", "Hi.", "And now?"], 1, ""),
+            (
+                [{"prompt": "\n\nHuman: Q\n\nAssistant:", "chosen": " good", "rejected": " bad"}],
+                *({}, ["Q"], 1, ""),
+            ),
+            (
+                [
+                    {
+                        "text": "x",
+                        "chosen": "### Human: Q### Assistant: good",
+                        "rejected": "### Human: Q### Assistant: bad",
+                    }
+                ],
+                *({"prompt": None}, ["Q"], 1, ""),
+            ),
+            (
+                SHP,
+                {
+                    "prompt": "history",
+                    "answers": ["human_ref_A", "human_ref_B"],
+                    "preferred": preferred("labels", 1, 0),
+                },
+                *(["How?"], 2, ""),
+            ),
+            (
+                WEBGPT,
+                {"prompt": "question.full_text", "answers": ["answer_0", "answer_1"], "scores": ["score_0", "score_1"]},
+                *(["Why?"], 2, "1 ties"),
+            ),
+            (
+                HELPSTEER2,
+                {"answers": ["response_1", "response_2"], "preferred": signed("preference_strength")},
+                *(["A?"], 2, "1 ties"),
+            ),
+            (
+                HELPSTEER3,
+                {"prompt": "context", "answers": ["response1", "response2"], "preferred": signed("overall_preference")},
+                *(["A?"], 2, ""),
+            ),
+            (
+                ARENA,
+                {"prompt": None, "answers": ["conversation_a", "conversation_b"], "preferred": WINNER},
+                *(["Q"], 2, "2 ties"),
+            ),
+            (
+                KAGGLE,
+                {"answers": ["response_a", "response_b"], "scores": ["winner_model_a", "winner_model_b"]},
+                *(["Q"], 2, "1 ties"),
+            ),
+            (
+                PKU,
+                {"answers": ["response_0", "response_1"], "preferred": preferred("better_response_id", 0, 1)},
+                *(["1?"], 2, ""),
+            ),
+            (
+                SUMMARIZE,
+                {"prompt": "info.post", "answers": "summaries.text", "preferred": preferred("choice", 0, 1)},
+                *(["P1"], 2, ""),
+            ),
+            (
+                ULTRAFEEDBACK,
+                {"prompt": "instruction", "answers": "completions.response", "scores": "completions.overall_score"},
+                *(["Do 0"], 1, "1 ties"),
+            ),
+            (NECTAR, {"answers": "answers.answer", "ranks": "answers.rank"}, ["Q"], 1, ""),
+            (
+                ALPACAFARM,
+                {
+                    "prompt": "instruction",
+                    "answers": ["output_1", "output_2"],
+                    "preferred": preferred("preference", 1, 2),
+                },
+                *(["Do 1"], 2, ""),
+            ),
+            (BINARIZED, {}, ["Do"], 1, ""),
+            (ORCA, {"prompt": "question", "system_column": "system"}, ["Be brief.", "Q"], 1, ""),
+        ],
+        strict=True,
+    )
+)
+"""Layouts of pairs: rows, the columns that `init` writes, the prompt of the first, used rows, and what is left out."""
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+@pytest.mark.parametrize(("rows", "columns", "first_prompt", "used", "left_out"), PAIRS.values(), ids=PAIRS)
 def test_init_reads_pairs_as_they_are_published(
     rows: list[Row],
     columns: Row,
