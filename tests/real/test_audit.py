@@ -77,8 +77,8 @@ def record(stack: Stack, fault: str, report: AuditReport) -> None:
 
 
 async def test_a_healthy_stack_passes(stack: Stack) -> None:
-    """Before an update, after one, and after another."""
-    for number in range(3):
+    """Before an update and after one; for the guide's table, also after another."""
+    for number in range(3 if RESULTS in os.environ else 2):
         if number:
             await stack.update(number)
         report = await stack.audit()
@@ -215,6 +215,7 @@ LIKE_ANOTHER = {
     "the engine's head is in float16",
     "the engine samples with top-k 20",
     "the engine samples with min-p 0.3",
+    "the engine samples with a repetition penalty",
     "the engine has another rope theta",
     "the engine has another epsilon",
     "the engine leaves out the last norm",
@@ -240,6 +241,8 @@ HIDDEN = {
 
 FAR_BEYOND_ROUNDING = {
     "an update is acknowledged and not loaded",
+    "the engine's log-probs ignore the temperature",
+    "the engine samples with top-p 0.8",
     "the engine ignores the rope scaling",
     "the prefix cache outlives an update",
     "the trainer ignores the temperature",
