@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,8 +13,8 @@ pytestmark = [pytest.mark.real, pytest.mark.long]
 
 FIRST_STEPS = ("evaluation=null", "checkpoint={every_steps: 0, keep: 1}", "roles.policy.schedule=constant")
 """Without evaluation, and with the rate at which a longer run begins."""
-LEAST_RISE = 0.12
-"""Of the mean reward from the first two steps to the last two: two standard errors where a step has 64 samples."""
+LEAST_RISE = 0.15
+"""Of the mean reward from the first step to the third: two standard errors."""
 
 
 def rewards(folder: Path, spec: Path, steps: int, *overrides: str) -> list[float]:
@@ -25,15 +24,10 @@ def rewards(folder: Path, spec: Path, steps: int, *overrides: str) -> list[float
         return [line["reward/mean"] for line in run.metrics]
 
 
-def rise(found: Sequence[float]) -> float:
-    """Mean of the last two steps over that of the first two."""
-    return sum(found[-2:]) / 2 - sum(found[:2]) / 2
-
-
 def test_the_demo_learns(demo_model: Path, tmp_path: Path) -> None:
     spec = ROOT / "deploy" / "specs" / "laptop-grpo.yaml"
-    found = rewards(tmp_path, spec, 4, f"model.path={demo_model}", "roles.policy.min_lr_ratio=0")
-    assert len(found) == 4 and rise(found) > LEAST_RISE, found
+    first, second, third = rewards(tmp_path, spec, 3, f"model.path={demo_model}", "roles.policy.min_lr_ratio=0")
+    assert third > first + LEAST_RISE, (first, second, third)
 
 
 def test_the_spec_of_the_tutorial_has_something_to_learn_from(demo_model: Path, tmp_path: Path) -> None:
