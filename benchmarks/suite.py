@@ -43,7 +43,7 @@ SPARE = 1.15
 """A benchmark starts only if so many times its seconds are left of `--minutes`."""
 
 _FLOAT = ("--dtype", "float32")
-_TROUPE, _EIGHT = "troupe", "troupe, 8 samples a prompt"
+_TROUPE, _EIGHT, _OVER_RAY = "troupe", "troupe, 8 samples a prompt", "troupe over Ray, 8 samples a prompt"
 _ENGINES = "16000 engines"
 _ROLLOUT = (*_FLOAT, "--groups", "8", "--samples", "8", "--runs", "3", "--turns", "4")
 _SIXTEEN = ("--lengths", "natural", "--max-tokens", "16")
@@ -164,6 +164,13 @@ SUITE = (
         ("--turns", "5"),
         (Goal("CPU us of the driver for a sequence", _EIGHT, "cpu_us_per_sequence", 50.0, most=True, digits=1),),
         estimate_s=60,
+    ),
+    Benchmark(
+        "controller_cost",
+        ("--groups", "64", "--turns", "5"),
+        (Goal("the same over Ray actors", _OVER_RAY, "cpu_us_per_sequence", 12.5, most=True, digits=1),),
+        "over-ray",
+        estimate_s=240,
     ),
     Benchmark(
         "pipeline_bubble",
