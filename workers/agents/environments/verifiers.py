@@ -12,7 +12,8 @@ import importlib
 import itertools
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from troupe.workers.agents.environments.agent import Agent
@@ -86,17 +87,57 @@ async def play(row: Row, client: AsyncOpenAI, request: str) -> dict[str, float]:
     os.environ[_KEY] = client.api_key
     endpoint = api.EvalClientConfig(base_url=str(client.base_url), api_key_var=_KEY)
     context = importlib.import_module("verifiers.v1.clients").ModelContext(model=MODEL_NAME, client=endpoint)
-    async with env.serving():
+    async with _servers(request).running():
         episode = await env.run_episode(task, context)
-    failed = [*episode.errors, *(error for trace in episode.traces if not trace.ok for error in trace.errors)]
-    if failed or not episode.ok:
-        raise RuntimeError(f"{failed[0].type}: {failed[0].message}" if failed else "the episode is not ok")
+        failed = [*episode.errors, *(error for trace in episode.traces if not trace.ok for error in trace.errors)]
+        if failed or not episode.ok:
+            raise RuntimeError(f"{failed[0].type}: {failed[0].message}" if failed else "the episode is not ok")
     policy = [trace for trace in episode.traces if trace.agent.config.client.base_url == endpoint.base_url]
     if len(policy) != 1:
         raise RuntimeError(f"the policy played {len(policy)} agents of the episode; their rewards are not told apart")
     parts = {f"reward_{name}": one.value for name, one in policy[0].rewards.items() if one is not None}
     metrics = {name: value for name, value in policy[0].metrics.items() if value is not None}
     return {**metrics, **parts, "reward": policy[0].reward}
+
+
+class _Servers:
+    """What an environment runs for all episodes of a process, such as shared tool servers, which take seconds to start.
+
+    They end with the process, or with an episode that fails: the next one starts them again.
+    """
+
+    def __init__(self, env: Any) -> None:
+        self._env = env
+        self._task: asyncio.Task[None] | None = None
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Start them unless they run. Raises what the environment raises."""
+        if self._task is None or self._task.done():
+            started = asyncio.get_running_loop().create_future()
+            self._task = asyncio.create_task(self._run(started))
+            await started
+        try:
+            yield
+        except BaseException:
+            self._task.cancel()
+            await asyncio.wait({self._task})
+            raise
+
+    async def _run(self, started: asyncio.Future[None]) -> None:
+        try:
+            async with self._env.serving():
+                started.set_result(None)
+                await asyncio.Event().wait()
+        except Exception as error:
+            if started.done():
+                raise
+            started.set_exception(error)
+
+
+@functools.cache
+def _servers(request: str) -> _Servers:
+    return _Servers(_load(request))
 
 
 def _with_id(part: str | Mapping[str, Any] | None) -> dict[str, Any]:

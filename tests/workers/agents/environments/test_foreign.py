@@ -305,9 +305,16 @@ def episode(monkeypatch: pytest.MonkeyPatch) -> Any:
     class Env:
         taskset = (SimpleNamespace(hash="a" * 64),)
         played: Any = None
+        refuses = ""
+        started = ended = 0
 
-        async def __aenter__(self) -> None: ...
-        async def __aexit__(self, *_: object) -> None: ...
+        async def __aenter__(self) -> None:
+            if self.refuses:
+                raise OSError(self.refuses)
+            self.started += 1
+
+        async def __aexit__(self, *_: object) -> None:
+            self.ended += 1
 
         def serving(self) -> Env:
             return self
@@ -317,6 +324,7 @@ def episode(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     env = Env()
     monkeypatch.setattr(verifiers, "_load", lambda _: env)
+    verifiers._servers.cache_clear()
     monkeypatch.setitem(sys.modules, "verifiers", SimpleNamespace())
     monkeypatch.setitem(sys.modules, "verifiers.v1", SimpleNamespace(EvalClientConfig=SimpleNamespace))
     monkeypatch.setitem(sys.modules, "verifiers.v1.clients", SimpleNamespace(ModelContext=SimpleNamespace))
@@ -348,6 +356,34 @@ def test_an_error_of_a_trace_is_no_reward(episode: Any) -> None:
     for traces in ((), (trace(), trace())):
         with pytest.raises(RuntimeError, match="the policy played"):
             episode(*traces)
+
+
+def test_what_all_episodes_share_is_started_once_and_again_after_one_that_failed(episode: Any) -> None:
+    env, row = verifiers._load(""), Row((), metadata={"index": 0})
+    client: Any = SimpleNamespace(base_url="http://episode/v1", api_key="key")
+    episode(trace())  # sets what is played
+    counts = list[tuple[int, int]]()
+
+    async def run() -> None:
+        for ok in (True, True, False, True):
+            env.played.ok = ok
+            if ok:
+                await verifiers.play(row, client, "")
+            else:
+                with pytest.raises(RuntimeError, match="not ok"):
+                    await verifiers.play(row, client, "")
+            counts.append((env.started - 1, env.ended - 1))  # besides the episode before
+
+    asyncio.run(run())
+    assert counts == [(1, 0), (1, 0), (1, 1), (2, 1)]
+
+
+def test_an_environment_that_cannot_serve_fails_each_sample_with_its_reason(episode: Any) -> None:
+    env = verifiers._load("")
+    env.refuses = "no port is free"
+    for _ in range(2):
+        with pytest.raises(OSError, match="no port is free"):
+            episode(trace())
 
 
 @pytest.mark.parametrize(
