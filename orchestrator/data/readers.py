@@ -150,12 +150,9 @@ def prompt_fields(source: Prompts) -> dict[str, str]:
     """Column of each field of a source of prompts."""
     named = {name: vars(source)[name] for name in ("prompt", "answer", "candidates", "system_column")}
     fields = {name: column for name, column in named.items() if column is not None}
-    fields |= {f"options.{index}": name for index, name in enumerate(_option_columns(source))}
-    return fields | {f"metadata.{index}": name for index, name in enumerate(source.metadata)}
-
-
-def _option_columns(source: Prompts) -> tuple[str, ...]:
-    return (source.options,) if isinstance(source.options, str) else source.options or ()
+    options = (source.options,) if isinstance(source.options, str) else source.options or ()
+    several = {"options": options, "metadata": source.metadata}
+    return fields | {f"{name}.{n}": column for name, own in several.items() for n, column in enumerate(own)}
 
 
 def prompt_row(source: Prompts, row: RawValues) -> RawRow:
@@ -164,18 +161,13 @@ def prompt_row(source: Prompts, row: RawValues) -> RawRow:
         return RawRow(row.origin, error=row.error, left_out=row.left_out)
     answer = "" if source.answer is None else row.values[source.answer]
     metadata = {name: row.values[name] for name in source.metadata}
-    further = (source.candidates, source.system_column)
-    candidates, system = (None if column is None else row.values[column] for column in further)
-    options = [row.values[column] for column in _option_columns(source)]
-    return RawRow(
-        row.origin,
-        row.values[source.prompt],
-        answer,
-        metadata,
-        candidates=candidates,
-        system=system,
-        options=options[0] if isinstance(source.options, str) else options,
-    )
+    further = {"candidates": source.candidates, "system": source.system_column, "options": source.options}
+    own: dict[str, Any] = {
+        name: [row.values[one] for one in column] if isinstance(column, tuple) else row.values[column]
+        for name, column in further.items()
+        if column is not None
+    }
+    return RawRow(row.origin, row.values[source.prompt], answer, metadata, **own)
 
 
 def named_values(fields: Fields, origin: str, row: Tree) -> RawValues:

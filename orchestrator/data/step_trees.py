@@ -28,25 +28,19 @@ def branches(tree: Any) -> Iterator[list[Step]]:
     for step in _list(tree, "steps"):
         if not isinstance(step, Mapping):
             raise BadRow("a step is no object with completions")
-        rated = [_step(one) for one in _list(step.get("completions"), "completions")]
+        rated = [(_text(one), one.get("rating")) for one in _list(step.get("completions"), "completions")]
         chosen, written = step.get("chosen_completion"), step.get("human_completion")
         if chosen is not None and (not isinstance(chosen, int) or not 0 <= chosen < len(rated)):
             raise BadRow(f"the chosen completion is {chosen!r:.60}, of {len(rated)}")
-        others = [one for place, one in enumerate(rated) if place != chosen and one is not None]
+        others = [one for place, one in enumerate(rated) if place != chosen and one[1] is not None]
         yield from ([*way, one] for one in others)
-        following = rated[chosen] if chosen is not None else None if written is None else (_text(written), 1)
-        ends = following is not None or not others
-        if following is None:
+        following = rated[chosen] if chosen is not None else ("", None) if written is None else (_text(written), 1)
+        if following[1] is None:
+            ends = not others
             break
         way.append(following)
     if way and ends:  # otherwise another way has all of it
         yield way
-
-
-def _step(completion: Any) -> Step | None:
-    """A completion with its rating, or None if it has none."""
-    text, rating = _text(completion), completion.get("rating")
-    return None if rating is None else (text, rating)
 
 
 def _text(completion: Any) -> str:

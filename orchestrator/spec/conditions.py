@@ -60,11 +60,10 @@ class _Columns(ast.NodeTransformer):
         self.found: list[str] = []
         self.compared: list[tuple[str, Any]] = []
 
-    def visit_Name(self, node: ast.Name) -> ast.expr:
+    def visit_Name(self, node: ast.expr) -> ast.expr:
         return self._column(node)
 
-    def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
-        return self._column(node)
+    visit_Attribute = visit_Name
 
     def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
         match node:

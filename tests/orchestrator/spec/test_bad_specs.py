@@ -842,6 +842,12 @@ CPU_CASES = [
         ("    path: train.jsonl", "    path: train.jsonl\n    candidates: given"),
     ),
     case(
+        "options_without_answer",
+        "30: data.train.answer: is required: it names the right one of the options",
+        ("    path: train.jsonl", "    path: train.jsonl\n    answer: null\n    options: choices"),
+        ("name: exact_match", "name: letter_share"),
+    ),
+    case(
         "candidates_of_eval",
         "33: data.eval.candidates: has no effect: the evaluation scores the policy's samples only; remove it",
         ("    path: eval.jsonl", "    path: eval.jsonl\n    candidates: given"),
