@@ -113,7 +113,9 @@ def test_a_step_on_every_published_layout(tmp_path: Path, tiny_model: Path) -> N
     for name, stage in document["stages"].items():
         (line,) = (run.out / name / "metrics.jsonl").read_text().splitlines()
         metrics = json.loads(line)
-        assert math.isfinite(metrics["policy/loss"]) and metrics["policy/grad_norm"] >= 0
+        trainer = "reward_model" if name in ("rewards", "steps") else "policy"
+        assert metrics[f"{trainer}/skipped_updates"] == 0 < metrics[f"{trainer}/grad_norm"]
+        assert math.isfinite(metrics[f"{trainer}/loss"])
         given = stage["data"]["train"]
         for source in given if isinstance(given, list) else ():
             assert metrics[f"source/{source['name']}/share"] > 0, source
@@ -121,3 +123,4 @@ def test_a_step_on_every_published_layout(tmp_path: Path, tiny_model: Path) -> N
     judged = [row for row in rows if row["source"] == JUDGED]
     assert len(rows) == 2 * (len(SAMPLED) + 1) and {row["status"] for row in rows} == {"ok"}
     assert [component["name"] for row in judged for component in row["components"]] == ["reward_model"] * 2
+    assert all(row["reward_spans"] for row in judged)
