@@ -283,11 +283,8 @@ def _estimate(term: _Terms, samples: int, *, share: bool) -> MeanEstimate:
     t = _student(prompts - 1)
     if not share:
         half = t * math.sqrt(variance)
-        return (
-            MeanEstimate(value, value - half, value + half, prompts)
-            if half
-            else MeanEstimate(value, None, None, prompts)
-        )
+        bounds = (value - half, value + half) if half else (None, None)
+        return MeanEstimate(value, *bounds, prompts)
     spread = value * (1.0 - value)
     narrowed = variance * (t / _Z) ** 2
     trials = prompts if not spread else spread / max(narrowed, spread / (prompts * samples))
