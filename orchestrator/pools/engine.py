@@ -191,7 +191,7 @@ class GenerationMeter:
         self._tokens = 0
 
     def __enter__(self) -> None:
-        """Begins the generation of a group; as many may run at once as like."""
+        """Begins the generation of a group; any number may run at once."""
         if self._active == 0:
             self._since = self._clock()
         self._active += 1
