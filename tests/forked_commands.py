@@ -19,6 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
+from tests import warm_probes
 from tests.conftest import ROOT
 
 HEAVY = ("ray", "torch", "vllm", "deepspeed")
@@ -51,7 +52,7 @@ def run_command(
         files = {name: str(Path(folder) / name) for name in ("stdout", "stderr", "heavy")}
         request = {
             "arguments": arguments,
-            "env": {**os.environ, **(env or {})},
+            "env": {**os.environ, **warm_probes.server(), **(env or {})},
             "cwd": str(cwd),
             "timeout_s": timeout_s,
         }
@@ -114,6 +115,7 @@ def _become(request: Mapping[str, Any]) -> NoReturn:
         os.environ.clear()
         os.environ.update(request["env"])
         sys.argv = ["troupe", *request["arguments"]]
+        warm_probes.use()
         from troupe.__main__ import main
 
         try:

@@ -1,7 +1,8 @@
 """`python -m tests.real.warm ARGUMENTS`: `troupe`, with an import server that is forked.
 
 Each run would spend six CPU seconds on the same imports. Here one process for each process of the tests imports them,
-and becomes the import server of every run in a fork. All else is the command as a user types it.
+and becomes the import server of every run in a fork; another one answers the probes of prompts (`warm_probes.py`). All
+else is the command as a user types it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any
 
+from tests import warm_probes
 from troupe.__main__ import main
 from troupe.orchestrator.signals import exit_on_signals
 from troupe.workers.contract.config import EngineProcess
@@ -61,7 +63,7 @@ def template() -> dict[str, str]:
             start_new_session=True,
         )
     os.close(theirs)
-    return {_TEMPLATE: str(path)}
+    return {_TEMPLATE: str(path), **warm_probes.server()}
 
 
 def serve_template(listener: str, owner: str) -> None:
@@ -165,6 +167,7 @@ if __name__ == "__main__":
 
     started: Any = SimpleNamespace(Popen=_start, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired)
     worker_server.subprocess = started
+    warm_probes.use()
     if os.environ.get(FAR_VARIABLE):
         ROLES["rollout"] = replace(ROLES["rollout"], worker="tests.pairs.far_engine:FarRolloutWorker")
     main()
