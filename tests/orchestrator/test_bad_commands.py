@@ -105,8 +105,7 @@ COMMANDS = [
     ("bench none.yaml", USAGE, "none.yaml: no such file"),
     ("bench two.yaml", USAGE, "a file with stages is several runs"),
     ("bench good.yaml -o folder", USAGE, "--output folder is a folder"),
-    ("bench good.yaml -o s3://bucket/page.html", USAGE, "--output s3:/bucket/page.html is a URL"),
-    ("bench good.yaml -o page.json", USAGE, "--output page.json: name the page"),
+    ("bench good.yaml -o s3://bucket/bench.json", USAGE, "--output s3:/bucket/bench.json is a URL"),
     ("plan good.yaml --measured none", USAGE, "--measured: none does not exist"),
     ("bench good.yaml --sweep seed", USAGE, "--sweep: expected FIELD=VALUE,VALUE,..., got 'seed'"),
     (
