@@ -73,10 +73,6 @@ STATUSES: dict[str, tuple[str, str] | str] = {
     "{} is gone": (LINK, LINK),
     "{}: {} did not answer in {} s": (LINK, LINK),
     "{} did not answer in {} s": (JUDGE, JUDGE),
-    "endpoint: timeout after {} s": (
-        "test_a_request_that_is_not_answered_is_a_failed_sample",
-        "test_a_request_that_is_not_answered_is_a_failed_sample",
-    ),
     "its data were lost {} times": (
         "test_a_group_whose_data_are_lost_each_time_is_replaced",
         "test_failed_rewards_drop_samples_and_groups_that_become_too_small",

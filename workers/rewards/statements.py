@@ -69,6 +69,14 @@ _FORMS: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...]
     (re.compile(r"(?<!\s)\s*°\s*[CF]?(?![A-Za-z])"), r"^\\circ "),
     (re.compile(r"√\s*([0-9]+|[a-z](?![a-z]))"), r"\\sqrt{\1}"),
     (re.compile(r"(?:√\s*|(?<![\\A-Za-z])sqrt\s?)\(([^()\n]{1,100})\)"), r"\\sqrt{\1}"),
+    # 0.1\overline{6}
+    (
+        re.compile(r"(?<![\w.,])([0-9]{0,15})\.([0-9]{0,15})\\overline\{([0-9]{1,15})\}"),
+        lambda found: (
+            rf"\frac{{{int(found[1] + found[2] + found[3]) - int(f'0{found[1]}{found[2]}')}}}"
+            f"{{{(10 ** len(found[3]) - 1) * 10 ** len(found[2])}}}"
+        ),
+    ),
     # 3½ and 2³
     (re.compile("[¼-¾⅐-⅞]"), lambda found: f" {_ascii(found[0])}"),
     (re.compile(r"(?<=[\w)])[⁻⁰¹²³⁴-⁹]+"), lambda found: f"^{{{_ascii(found[0])}}}"),
@@ -340,10 +348,21 @@ def _undelimited(text: str) -> str:
 
 _WRAPPERS = re.compile(r"\\(?:text|mbox|mathrm|mathbf|textbf|textit|textrm|boxed|operatorname)\s*(?=\{)")
 _SPACING = re.compile(r"\\(?:left|right|displaystyle|quad|qquad|[,;:! ])(?![A-Za-z])|[{}$*`]|\\[()\[\]]")
-_CHOICE = re.compile(r"(?:option |choice |answer )?[(\[]?([a-z])(?:[)\].:,]+\s*|\s(?=(?:is|and not)\b)|$)")
+_CHOICE = re.compile(
+    r"(?:(?:so|thus|hence|therefore|it is|i think|(?:i (?:would |will )?)?(?:choose|pick|select)|option|choice|answer)"
+    r"[,:]? )*"
+    r"[(\[\"'“‘]?([a-z])"
+    r"(?:[)\].:,\"'”’]+\s*|\s(?=(?:is (?:the )?(?:correct|right|best|true|answer)|and not)\b|[-–—] )|$)"
+)
 """The letter of a choice, in the form of `words`: (b), b. and b) paris."""
+_ANOTHER = re.compile(
+    r"[)\].]*\s*(?:(?:,|/|or\b|and\b)\s*)+[(\[]?(?:[b-hj-z](?![\w'])|[ai](?=[)\].,]|$))"
+    r"|[)\]],?\s?[(\[][a-z][)\]]|\.\s[a-z]\."
+)
+"""What follows the letter of a choice if it is one of several: b or c, (b), (c)."""
 _NAMED_WORDS = re.compile(
-    r"####|\b(?:answer|option|choice)\b[^.\n:=]{0,60}?(?:\b(?:is|are|be)\b\s*:?|[:=])", re.IGNORECASE
+    r"####|\b(?:answer|option|choice)\b(?!\s\(?[a-z]\)?\s(?:is|are)\b)[^.\n:=]{0,60}?(?:\b(?:is|are|be)\b\s*:?|[:=])",
+    re.IGNORECASE,
 )
 _CLAUSE = re.compile(r"\n|[.!](?=\s|$)|,? (?:because|since|as|which|so|not)\b")
 
@@ -373,6 +392,8 @@ def stated_words(part: str) -> str:
 def chosen(text: str, right: str) -> str:
     """What a text in the form of `words` chooses: its letter if the right answer is one, else the rest."""
     found = _CHOICE.match(text)
+    if found and _ANOTHER.match(text, found.end(1)):
+        found = None
     if re.fullmatch(r"\W?[a-z]\W?", right):
         return found[1] if found else ""
     return text[found.end() :] if found and found.end() < len(text) else text

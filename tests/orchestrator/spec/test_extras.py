@@ -144,11 +144,6 @@ def test_models_of_the_examples_are_refused_where_they_are_named(
             "error: troupe samples needs the package duckdb: pip install 'troupe-rl[data]'",
         ),
         (
-            "openai",
-            ["eval", str(ROOT / "deploy/specs/tiny-grpo.yaml"), "--model", "http://127.0.0.1:1/v1"],
-            "error: --model: an endpoint needs the package openai: pip install 'troupe-rl[agents]'",
-        ),
-        (
             "reasoning_gym",
             ["init", "--model", "MODEL", "--data", "reasoning_gym:chain_sum"],
             "error: --data: needs the package reasoning-gym: pip install 'troupe-rl[gym]'",
