@@ -103,12 +103,12 @@ def _parts(pool: Pool) -> list[str]:
     parts = [f"{pool.rows} rows"]
     if pool.left_out:
         parts.append(
-            f"{pool.left_out} removed because data.train has the same prompt, spaces and case aside (data.held_out)"
+            f"{pool.left_out} removed because data.train has the same prompt, spaces aside (data.held_out)"
         )
     if pool.alike:
         parts.append(f"{pool.alike} ask what data.train asks with another system message or template, and stay")
     if pool.repeated:
-        parts.append(f"{pool.repeated} repeat an earlier one, spaces and case aside (dedupe: true leaves them out)")
+        parts.append(f"{pool.repeated} repeat an earlier one, spaces aside (dedupe: true leaves them out)")
     if pool.deduped:
         parts.append(f"{pool.deduped} that repeat an earlier one left out (dedupe)")
     if pool.shared:

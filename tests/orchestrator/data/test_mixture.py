@@ -262,7 +262,7 @@ def test_repeated_prompts_are_counted_and_left_out_on_request(tmp_path: Path) ->
     counted = load_pool(jsonl(tmp_path, *rows))
     assert (counted.rows, counted.repeated, counted.deduped) == (6, 3, 0)
     other = "3 have another answer than an earlier row with the same prompt"
-    line = f"data.train: 6 rows, 3 repeat an earlier one, spaces and case aside (dedupe: true leaves them out), {other}"
+    line = f"data.train: 6 rows, 3 repeat an earlier one, spaces aside (dedupe: true leaves them out), {other}"
     assert describe(RunData(counted, {}).pools) == [line]
     once = load_pool(jsonl(tmp_path, *rows, dedupe=True))
     assert (once.rows, once.repeated, once.deduped) == (3, 0, 3)

@@ -37,7 +37,7 @@ def test_rows_bad_rows_and_removed_rows_are_counted_and_the_first_are_shown(tmp_
     assert describe(pools) == [
         "data.train: 3 rows, 4 bad rows skipped: train.jsonl:3: the prompt is empty; "
         "train.jsonl:4: the prompt is neither text nor messages; train.jsonl:6: the prompt is empty; ...",
-        "data.eval: 1 rows, 1 removed because data.train has the same prompt, spaces and case aside (data.held_out), "
+        "data.eval: 1 rows, 1 removed because data.train has the same prompt, spaces aside (data.held_out), "
         "1 bad rows skipped: eval.jsonl:3: the prompt is empty",
     ]
     assert data_metrics(pools) == {
