@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 from troupe.orchestrator.errors import StopRequested, UsageError
 from troupe.orchestrator.runs.prepare import checked, create_models, single, with_configs
+from troupe.orchestrator.signals import SIGNALS_S
 from troupe.orchestrator.spec import yaml_reader
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.chain import PlannedRun
@@ -454,6 +455,12 @@ def _console(on_step: OnStep | None, stream: TextIO) -> Console:
     return StepConsole(stream)
 
 
+def _wait(done: threading.Event) -> None:
+    """Waits, and heeds signals meanwhile: one that another thread of the process receives interrupts no wait."""
+    while not done.wait(SIGNALS_S):
+        pass
+
+
 def _outside_of_loops(start: Callable[[], T], request: RunRequest) -> T:
     """Calls a function that runs an event loop: in another thread if this one has a running loop.
 
@@ -477,10 +484,10 @@ def _outside_of_loops(start: Callable[[], T], request: RunRequest) -> T:
 
     try:
         threading.Thread(target=work, name="troupe-run").start()
-        done.wait()
+        _wait(done)
     except KeyboardInterrupt:
         request.switch.stop()
-        done.wait()
+        _wait(done)
         raise
     if errors:
         raise errors[0]

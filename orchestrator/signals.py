@@ -16,6 +16,8 @@ STOPPED = 130
 """Exit code of a command that was asked to stop."""
 STOPPED_LINE = "stopped"
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+SIGNALS_S = 0.5
+"""Longest wait of the main thread without a look for signals."""
 
 
 def exit_on_signals() -> None:

@@ -102,9 +102,7 @@ def data_metrics(pools: Pools, refused: Mapping[str, int] | None = None) -> dict
 def _parts(pool: Pool) -> list[str]:
     parts = [f"{pool.rows} rows"]
     if pool.left_out:
-        parts.append(
-            f"{pool.left_out} removed because data.train has the same prompt, spaces aside (data.held_out)"
-        )
+        parts.append(f"{pool.left_out} removed because data.train has the same prompt, spaces aside (data.held_out)")
     if pool.alike:
         parts.append(f"{pool.alike} ask what data.train asks with another system message or template, and stay")
     if pool.repeated:

@@ -8,9 +8,9 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
-from troupe.orchestrator.signals import HANDLED, STOPPED, ignored
+from troupe.orchestrator.signals import HANDLED, SIGNALS_S, STOPPED, ignored
 
 DONE, USAGE = 0, 2
 FINAL = frozenset({DONE, USAGE, STOPPED})
@@ -66,7 +66,9 @@ def _run(command: Sequence[str]) -> tuple[int, bool]:
     """
     process = subprocess.Popen(command, env=os.environ.copy(), process_group=0, preexec_fn=_end_with_parent)
     with _forwarding(process) as stopped:
-        return process.wait(), bool(stopped)
+        while True:
+            with suppress(subprocess.TimeoutExpired):  # a signal that came just before a wait does not interrupt it
+                return process.wait(SIGNALS_S), bool(stopped)
 
 
 @contextmanager

@@ -179,14 +179,17 @@ def test_within_a_running_loop_a_run_has_a_thread_and_its_errors_arrive(tmp_path
     assert library._outside_of_loops(start, request(tmp_path)) == "MainThread"
 
 
-def test_interrupting_a_cell_stops_the_run_in_order(tmp_path: Path) -> None:
+@pytest.mark.parametrize("receiver", ["main", "other"])
+def test_interrupting_a_cell_stops_the_run_in_order(receiver: str, tmp_path: Path) -> None:
+    """Whichever thread of the process receives the signal."""
     asked = request(tmp_path)
     stopped: list[bool] = []
 
     async def training() -> None:
         stop = asyncio.Event()
         asked.switch.connect(asyncio.get_running_loop(), stop)
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        thread = threading.main_thread().ident or 0 if receiver == "main" else threading.get_ident()
+        signal.pthread_kill(thread, signal.SIGINT)
         stopped.append(await asyncio.wait_for(stop.wait(), 30))
 
     async def cell() -> None:

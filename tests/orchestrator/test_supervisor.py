@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
@@ -128,6 +129,18 @@ def test_a_signal_reaches_the_run_once_and_ends_both(number: signal.Signals) -> 
     os.killpg(process.pid, number)
     output, _ = process.communicate(timeout=30)
     assert (process.returncode, output) == (130, f"saved after {number.name}\n")
+
+
+def test_a_signal_that_interrupts_no_wait_reaches_the_run() -> None:
+    """It came just before the wait, or to another thread: the handler runs when the main thread looks."""
+    run = [sys.executable, "-c", "import time; time.sleep(10)"]
+
+    def send() -> None:
+        time.sleep(1)
+        signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+
+    threading.Thread(target=send).start()
+    assert supervise(run, lambda: 0, 3, print, lambda _: None) == -signal.SIGTERM
 
 
 def test_a_run_that_is_stopped_is_not_started_again_whatever_its_exit_code(tmp_path: Path) -> None:
