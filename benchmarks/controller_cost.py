@@ -73,7 +73,7 @@ def _no_spawn(name: str) -> ActorWorker[Any]:
 
 
 def thread_seconds() -> dict[str, float]:
-    """CPU seconds of this process so far, by the name of the thread without its number; that of the main thread is
+    """CPU seconds of this process so far, by the name of the thread without its number; the main thread's is
     `main thread`."""
     seconds: defaultdict[str, float] = defaultdict(float)
     for task in Path("/proc/self/task").iterdir():

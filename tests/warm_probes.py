@@ -22,40 +22,50 @@ from pathlib import Path
 from typing import Any
 
 from troupe.workers.isolation import probe
+from troupe.workers.isolation.interpreters import python_command
 from troupe.workers.isolation.lifetime import remove_at_death
 
-ROOT = Path(__file__).resolve().parents[1]
 WARM = "troupe.workers.data.tokenizer_probe:measure"
 _SOCKET = "TROUPE_TEST_PROBES"
 """Environment variable with the path of the server's socket."""
 _CHUNK = 2**16
 _KILLED = -signal.SIGKILL
 _alive: list[int] = []
-"""Ends of pipes that end the server with this process."""
+"""Ends of pipes that end the servers with this process."""
 
 
-@cache
-def server() -> dict[str, str]:
-    """Start the server, and return the environment of commands that use it."""
+def start(entry: str, environment: dict[str, str]) -> str:
+    """Start a process that ends with this one, and return the path of the socket at which it answers.
+
+    Args:
+        entry: `package.module:function`, which gets the descriptors of the listening socket and of its owner's pipe.
+        environment: Its environment variables.
+    """
     folder = Path(tempfile.mkdtemp(prefix="troupe-test-"))
     remove_at_death(folder)
-    path = folder / "probes"
+    path = folder / "socket"
     theirs, ours = os.pipe()
     _alive.append(ours)
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
         listener.listen()
         subprocess.Popen(
-            [sys.executable, "-m", __name__, str(listener.fileno()), str(theirs)],
-            cwd=ROOT,
-            env={**os.environ, "TRANSFORMERS_VERBOSITY": "error"},  # it would note on every start that it has no torch
+            python_command(entry, str(listener.fileno()), str(theirs)),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
+            env=environment,
             pass_fds=(listener.fileno(), theirs),
             start_new_session=True,
         )
     os.close(theirs)
-    return {_SOCKET: str(path)}
+    return str(path)
+
+
+@cache
+def server() -> dict[str, str]:
+    """Start the server, and return the environment of commands that use it."""
+    silent = {**os.environ, "TRANSFORMERS_VERBOSITY": "error"}  # it would note on every start that it has no torch
+    return {_SOCKET: start("tests.warm_probes:serve", silent)}
 
 
 def use() -> None:
@@ -96,8 +106,9 @@ class _Processes:
             return subprocess.CompletedProcess(command, code, out.read(), err.read())
 
 
-def _serve(listener: int, owner: int) -> None:
+def serve(listening: str, owner_pipe: str) -> None:
     """Fork a process for every connection, until the owner has closed its pipe."""
+    listener, owner = int(listening), int(owner_pipe)
     vars(sys)["modules"]["torch"] = None  # as in a probe, which blocks its import
     for module in (WARM.partition(":")[0], "jinja2.sandbox", "transformers.models.auto.tokenization_auto"):
         import_module(module)
@@ -138,7 +149,3 @@ def _become(request: dict[str, Any], descriptors: list[int], connection: socket.
         sys.stderr.flush()
         connection.sendall(str(code).encode())
         os._exit(code)
-
-
-if __name__ == "__main__":
-    _serve(*map(int, sys.argv[1:]))

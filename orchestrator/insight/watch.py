@@ -55,8 +55,8 @@ class LiveData:
         return render(summary(self._runs) | {"samples": stores, "mark": ""}, live=True)
 
     def data(self) -> Json:
-        """Everything but the samples, of which `stamps` has an identity of each step's file: the page asks for those of
-        the newest step, and drops what it has of a file that is another one now."""
+        """Everything but the samples. `stamps` identifies the file of each step: the page asks for the samples of the
+        newest step, and drops what it has of a file that has changed."""
         mark = self.mark()
         runs = [RunFolder(run.path) for run in self._runs]  # the spec is kept in them, and a resumption may change it
         files = [{step: _stamp(file) for step, file in run.sample_files().items()} for run in runs]

@@ -27,7 +27,7 @@ QWEN = Path(trl.__file__).parent / "chat_templates" / "qwen2_5.jinja"
 GRPO = ROOT / "deploy" / "specs" / "tiny-grpo.yaml"
 PAIRS = {name: columns for name, (algorithm, columns, _) in COMPARED.items() if algorithm == "dpo"}
 JUDGED = "tasks"
-"""The source whose rewards are those of the role."""
+"""The source that the role scores."""
 
 
 def sources(layouts: Iterable[tuple[str, dict[str, Any]]], **more: Any) -> list[dict[str, Any]]:

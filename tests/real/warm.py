@@ -15,7 +15,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 from dataclasses import replace
 from functools import cache, cached_property
 from importlib import import_module
@@ -27,8 +26,6 @@ from tests import warm_probes
 from troupe.__main__ import main
 from troupe.orchestrator.signals import exit_on_signals
 from troupe.workers.contract.config import EngineProcess
-from troupe.workers.isolation.interpreters import python_command
-from troupe.workers.isolation.lifetime import remove_at_death
 
 MARKER_VARIABLE = "TROUPE_TEST_RUN"
 """Environment variable that marks a command and everything that it starts."""
@@ -38,32 +35,14 @@ _TEMPLATE = "TROUPE_TEST_TEMPLATE"
 """Environment variable with the path of the template's socket."""
 _UNMARKED = "0" * 32
 _CHUNK = 2**16
-_alive: list[int] = []
-"""Ends of pipes that end the template with this process."""
 
 
 @cache
 def template() -> dict[str, str]:
     """Start the process that imports, and return the environment of commands that use it."""
-    folder = Path(tempfile.mkdtemp(prefix="troupe-test-"))
-    remove_at_death(folder)
-    path = folder / "template"
-    theirs, ours = os.pipe()
-    _alive.append(ours)
     environment = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(path))
-        listener.listen()
-        subprocess.Popen(
-            python_command("tests.real.warm:serve_template", str(listener.fileno()), str(theirs)),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            env={**environment, MARKER_VARIABLE: _UNMARKED},
-            pass_fds=(listener.fileno(), theirs),
-            start_new_session=True,
-        )
-    os.close(theirs)
-    return {_TEMPLATE: str(path), **warm_probes.server()}
+    path = warm_probes.start("tests.real.warm:serve_template", {**environment, MARKER_VARIABLE: _UNMARKED})
+    return {_TEMPLATE: path, **warm_probes.server()}
 
 
 def serve_template(listener: str, owner: str) -> None:

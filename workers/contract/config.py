@@ -419,7 +419,8 @@ class RewardConfig(Frozen):
     micro_batch_tokens: Annotated[int, UNCOUNTED] = Field(default=4096, ge=8)
     """Maximum number of tokens in one forward pass of the reward model."""
     memory_limit_mib: Annotated[int, UNCOUNTED] = Field(default=2048, ge=64)
-    """Maximum memory that the process of one reward function may allocate, in MiB."""
+    """Maximum memory that the process of one reward function may allocate, in MiB. Reserved addresses and shared
+    mappings do not count."""
     threads: Annotated[int, UNCOUNTED] = Field(default=0, ge=0)
     """Compute threads of the reward model (CPU only). 0: as many as the role's `cpus`, at least one."""
 
@@ -509,7 +510,8 @@ class EnvironmentConfig(EpisodeConfig):
     """Environment variables with secrets (`..._TOKEN`, `PASSWORD`, URLs with a password, ...) that the environment may
     read; it gets none but these."""
     memory_limit_mib: Annotated[int, NOT_EVALUATED] = Field(default=1024, ge=64)
-    """Maximum memory that the process of one episode may allocate, in MiB."""
+    """Maximum memory that the process of one episode may allocate, in MiB. Reserved addresses and shared
+    mappings do not count."""
 
 
 class ImportanceConfig(Frozen):

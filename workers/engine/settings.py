@@ -122,9 +122,12 @@ def unread_metrics() -> type[PrometheusStatLogger]:
 
     class UnreadMetrics(PrometheusStatLogger):
         def __init__(self, *_: object, **__: object) -> None:
-            """Creates no metric, and records none in the methods that vLLM calls."""
+            """Creates no metric."""
 
-        record = record_sleep_state = record_admission_rejection = log_engine_initialized = __init__
+        def record(self, *_: object, **__: object) -> None:
+            """Records nothing."""
+
+        record_sleep_state = record_admission_rejection = log_engine_initialized = record
 
     return UnreadMetrics
 

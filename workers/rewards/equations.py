@@ -110,7 +110,7 @@ def evaluate(text: str) -> Fraction | None:
             return None
         names = {f"n{place}": number for place, number in enumerate(numbers)}
         value = expressions.evaluate(ast.parse(named, mode="eval").body, _compute, names)
-    except (SyntaxError, ValueError, ZeroDivisionError):
+    except (SyntaxError, TypeError, ValueError, ZeroDivisionError):  # () and (1, 2) are no numbers
         return None
     return value if isinstance(value, Fraction) else None
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.fakes import FakeTable
@@ -139,6 +139,9 @@ def test_arithmetic_is_that_of_fractions(tree: Tree, gap: str) -> None:
 
 
 @given(st.text(alphabet="0123456789.,+-*/x×=() \n^%$a*", max_size=60))
+@example("() + 7 = 7")
+@example("-() = 1")
+@example("4 - (2,3) = 1")
 def test_any_text_has_steps_within_it(text: str) -> None:
     assert checked_steps(equations(text, "", {}).rewards, len(text))
 

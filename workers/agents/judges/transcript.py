@@ -1,6 +1,6 @@
 """What a judge reads: what was said in a prompt and in an episode, and the answers that responses are compared with.
 
-These are the data's, a column's, or those of another model in a file.
+An answer is in the data, in another column, or in a file that another model wrote.
 """
 
 from __future__ import annotations

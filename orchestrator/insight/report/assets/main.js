@@ -73,7 +73,7 @@ function draw(names = Object.keys(PARTS)) {
   forgetDetached();
 }
 
-// Samples of a file that is another one now are dropped, and those of the newest step asked for.
+// Drops the samples of files that have changed, and asks for the newest step.
 async function merge(update) {
   const before = app.data.samples;
   Object.assign(app.data, update);
