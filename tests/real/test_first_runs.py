@@ -14,8 +14,8 @@ pytestmark = [pytest.mark.real, pytest.mark.long]
 FIRST_STEPS = ("evaluation=null", "checkpoint={every_steps: 0, keep: 1}", "roles.policy.schedule=constant")
 """Without evaluation, and with the rate at which a longer run begins."""
 LEAST_RISE = 0.1
-"""Of the mean reward from the first step to the next two. They had 0.34 more, with a standard error of about 0.09: processors
-round differently, and no two sample the same."""
+"""Of the mean reward from the first step to the next two. They had 0.34 more, with a standard error of about 0.09;
+processors round differently, and sample differently."""
 
 
 def rewards(folder: Path, spec: Path, steps: int, *overrides: str) -> list[float]:
