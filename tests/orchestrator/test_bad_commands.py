@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 from tests.conftest import ROOT
-from tests.orchestrator.spec.test_bad_specs import CPU, CPU_CASES, GPU, GPU_CASES, Case
+from tests.orchestrator.spec.test_bad_specs import CASES
 from troupe.orchestrator.cli import main
 
 USAGE, FAILED = 2, 1
@@ -342,13 +342,12 @@ def test_a_machine_without_memory_gives_one_line(
     )
 
 
-@pytest.mark.parametrize(("text", "cases"), [(CPU, CPU_CASES), (GPU, GPU_CASES)], ids=["cpu", "gpu"])
 def test_a_bad_spec_gives_one_line_on_the_command_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, text: str, cases: list[Case]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for case in cases:
-        Path("spec.yaml").write_text(case.spoil(text))
+    for case in CASES:
+        Path("spec.yaml").write_text(case.text)
         expected = (USAGE, [f"spec.yaml:{case.line}"])
         assert ended_with(["validate", "spec.yaml"], capsys, monkeypatch) == expected, case.name
 
