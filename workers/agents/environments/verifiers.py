@@ -25,25 +25,20 @@ if TYPE_CHECKING:
 
 NEEDS = "the environment verifiers needs the package verifiers: troupe env install verifiers, or name its `python`"
 _KEY = "TROUPE_ENDPOINT_KEY"
-_EMPTY = "EmptyModelResponseError"
-"""An empty turn ends a rollout of version 0.3 with this error; it is the policy's doing, and the rubric scores it."""
 _DIGITS = 16
 
 
 class Verifiers(Agent):
-    """Plays a taskset with a harness (version 0.4), or what `load_environment` of earlier versions loads.
+    """Plays a taskset with a harness (version 0.4).
 
-    A row of the data is a task of the taskset by its `index`; `troupe env rows` writes them. Before version 0.4 a row
-    is the example itself: its prompt, its answer, and its further columns.
+    A row of the data is a task of the taskset by its `index`; `troupe env rows` writes them.
     """
 
     def __init__(
         self,
-        taskset: str | Mapping[str, Any] | None = None,
+        taskset: str | Mapping[str, Any],
         harness: str | Mapping[str, Any] | None = None,
         settings: Mapping[str, Any] | None = None,
-        environment: str | None = None,
-        args: Mapping[str, Any] | None = None,
     ) -> None:
         """Load the environment.
 
@@ -52,16 +47,7 @@ class Verifiers(Agent):
             harness: Id of the policy's program, or `id` with its settings. If None, the taskset's own, or else `null`,
                 which calls the tools of the task and has no others.
             settings: Further fields of the environment's configuration, such as those of other agents.
-            environment: Of versions before 0.4, an id or the name of a module.
-            args: Arguments of its `load_environment`.
         """
-        if (taskset is None) == (environment is None):
-            raise ValueError("set taskset (verifiers 0.4), or environment (earlier versions)")
-        if environment is not None:
-            request = json.dumps([environment, dict(args or {})], sort_keys=True)
-            _load_earlier(request)
-            super().__init__(f"{__name__}:play_earlier", args={"request": request})
-            return
         parts = _with_id(taskset), _with_id(harness), dict(settings or {})
         request = json.dumps(parts, sort_keys=True)
         _load(request)
@@ -206,40 +192,3 @@ async def _prepare(config: Any) -> None:
     for harness in config.agent_harnesses().values():
         async with runtimes.provision_runtime(runtimes.SubprocessConfig()) as runtime:
             await loaders.load_harness(harness).setup(runtime)
-
-
-async def play_earlier(row: Row, client: AsyncOpenAI, request: str) -> float:
-    """Play one rollout of a version before 0.4 and score it; the reward.
-
-    Raises:
-        RuntimeError: The environment reports an error, which `verifiers` would score.
-    """
-    clients = importlib.import_module("verifiers.clients")
-    example = {"example_id": 0, **row.metadata, "prompt": list(row.messages), "answer": row.answer}
-    policy = clients.OpenAIChatCompletionsClient(client)
-    output = await _load_earlier(request).run_rollout(example, policy, MODEL_NAME, sampling_args={})
-    error = output.get("error")
-    if error and error["error"] != _EMPTY:
-        raise RuntimeError(error["error_chain_repr"])
-    return output["reward"]
-
-
-@functools.cache
-def _load_earlier(request: str) -> Any:
-    """The environment of a version before 0.4.
-
-    Raises:
-        ValueError: The package is missing, or the environment cannot be loaded or rewards whole groups.
-    """
-    environment, arguments = json.loads(request)
-    try:
-        load_environment = importlib.import_module("verifiers").load_environment
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"{NEEDS}; version 0.4 takes taskset, not environment ({error})") from error
-    try:
-        loaded = load_environment(environment, **arguments)
-    except Exception as error:  # the environment is the user's
-        raise ValueError(f"{environment}: {type(error).__name__}: {error}") from error
-    if loaded.requires_group_rollouts:
-        raise ValueError(f"{environment}: its rubric rewards whole groups, which is not supported")
-    return loaded

@@ -20,8 +20,7 @@ from troupe.workers.agents.environments.tools import MALFORMED
 from troupe.workers.contract.environments import EpisodeReply, Message, Observation, Row
 
 HERE = "tests.workers.agents.environments"
-GAMES = f"{HERE}.verifiers_games"
-ROW = Row(({"role": "user", "content": "2+3?"},), "5", {"example_id": 7, "level": 2}, seed=11)
+ROW = Row(({"role": "user", "content": "2+3?"},), "5", {}, seed=11)
 
 
 @dataclass
@@ -62,72 +61,6 @@ def calls(*made: tuple[str, str]) -> Message:
     functions = [{"name": name, "arguments": arguments} for name, arguments in made]
     listed = [{"id": f"c{n}", "type": "function", "function": function} for n, function in enumerate(functions)]
     return {"content": "", "tool_calls": listed}
-
-
-@pytest.fixture
-def verifiers() -> None:
-    found = pytest.importorskip("verifiers")
-    if not hasattr(found, "load_environment"):
-        pytest.skip("this version of verifiers has no load_environment")
-
-
-def play_verifiers(kind: str, *turns: str | Message) -> Played:
-    return play("verifiers", {"environment": GAMES, "args": {"kind": kind}}, turns)
-
-
-@pytest.mark.parametrize(("turn", "reward"), [("5", 1.0), ("4", 0.0), ("", 0.0)])
-@pytest.mark.usefixtures("verifiers")
-def test_a_rubric_rewards_the_answer_of_one_turn(turn: str, reward: float) -> None:
-    played = play_verifiers("single", turn)
-    assert (played.last.status, played.last.observation.done, played.last.observation.reward) == ("ok", True, reward)
-    assert played.texts == [["2+3?"]]
-
-
-@pytest.mark.usefixtures("verifiers")
-def test_responses_of_a_verifiers_environment_continue_the_conversation() -> None:
-    played = play_verifiers("countdown", "5", "4", "3", "2", "1")
-    assert (played.last.status, played.last.observation.reward) == ("ok", 1.0)
-    assert played.texts == [["2+3?"], *[["Go on."]] * 4]
-    assert played.last.observation.info == {"requests": 5.0, "restarted": 0.0}
-
-
-@pytest.mark.usefixtures("verifiers")
-def test_tools_of_a_verifiers_environment_are_offered_and_called() -> None:
-    played = play_verifiers("tools", calls(("add", '{"a": 2, "b": 3}')), "5")
-    assert (played.last.status, played.last.observation.reward) == ("ok", 1.0)
-    assert played.asked[0].tools is not None and played.asked[0].tools[0]["function"]["name"] == "add"
-    (result,) = played.asked[1].messages
-    assert (result["role"], result["tool_call_id"], result["content"]) == ("tool", "c0", "5")
-    assert not any(observation.restart for observation in played.asked[1:]), "the episode is one row"
-
-
-@pytest.mark.parametrize(("turn", "why"), [("break", "lost count"), ("six", "not a number")])
-@pytest.mark.usefixtures("verifiers")
-def test_an_error_of_a_verifiers_environment_is_a_status(turn: str, why: str) -> None:
-    played = play_verifiers("countdown", "5", turn)
-    assert played.last.status.startswith("step: error: ") and why in played.last.status
-    assert played.last.observation.reward is None
-
-
-@pytest.mark.usefixtures("verifiers")
-def test_a_verifiers_episode_that_is_cut_short_ends() -> None:
-    """The rollout waits for a response; it gets an error, and `play` closes the episode in time."""
-    played = play_verifiers("countdown", "5")
-    assert (played.last.status, played.last.observation.done) == ("ok", False)
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        ({"environment": "no-such-environment"}, "no-such-environment"),
-        ({"environment": GAMES, "args": {"kind": "chess"}}, "chess"),
-        ({"environment": GAMES, "args": {"kind": "group"}}, "rewards whole groups"),
-    ],
-)
-@pytest.mark.usefixtures("verifiers")
-def test_verifiers_environments_that_cannot_be_used_are_refused_at_start(args: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        play("verifiers", args, ())
 
 
 @pytest.fixture
@@ -214,7 +147,7 @@ def test_tools_of_an_openenv_server_are_offered_and_called(openenv: Any) -> None
 @pytest.mark.parametrize(
     ("name", "module", "args", "message"),
     [
-        ("verifiers", "verifiers", {"environment": "gsm8k"}, "the environment verifiers needs the package verifiers"),
+        ("verifiers", "verifiers", {"taskset": "gsm8k"}, "the environment verifiers needs the package verifiers"),
         ("openenv", "openenv.core.generic_client", {"url": "http://a"}, "needs the package openenv-core: pip install"),
     ],
 )
@@ -224,9 +157,3 @@ def test_a_missing_package_is_named(
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(EnvironmentArgumentsError, match=message):
         load(name, args)
-
-
-def test_a_version_of_verifiers_without_this_interface_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "verifiers", types.ModuleType("verifiers"))
-    with pytest.raises(EnvironmentArgumentsError, match="takes taskset, not environment"):
-        load("verifiers", {"environment": "gsm8k"})
