@@ -82,9 +82,15 @@ def onednn_is_faster(cpuinfo: Path = _CPUINFO) -> bool:
 
 
 def product(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """[..., in] @ [out, in]^T + [out]: torch's name for oneDNN's product without a fused operation."""
+    """[..., in] @ [out, in]^T + [out]: torch's name for oneDNN's product without a fused operation.
+
+    A single row is multiplied twice: oneDNN sums the only row of a product in another order, and the result of a token
+    would differ in its last bits with the number of tokens that are computed with it.
+    """
     if not input.numel():  # a chunk without response tokens; oneDNN does not support empty inputs
         return F.linear(input, weight, bias)
+    if input.numel() == input.shape[-1]:
+        return product(torch.stack((input, input)), weight, bias)[0]
     return torch.ops.mkldnn._linear_pointwise(input, weight, bias, "none", [], "")
 
 

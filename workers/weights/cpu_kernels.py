@@ -20,6 +20,7 @@ from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
+from troupe.workers.models.cpu import product
 from troupe.workers.models.heads import float32_logits
 
 
@@ -42,9 +43,18 @@ def logits_in_blocks() -> None:
     LogitsProcessor._apply_head = apply_head
 
 
+def _multiply(inputs: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+    """inputs [tokens, columns] @ matrix [rows, columns]^T.
+
+    By oneDNN also on processors where MKL is as fast: MKL sums a product of few rows in another order, by how many each
+    thread has, and the log-probs of a sample would differ with the moments at which others arrive and end.
+    """
+    return product(inputs, matrix, None) if inputs.dtype == torch.float32 else inputs @ matrix.T
+
+
 def _shrink(inputs: torch.Tensor, matrix: torch.Tensor, output: torch.Tensor, scaling: float = 1.0) -> None:
     """output [tokens, >= rank] = scaling * inputs [tokens, inputs] times matrix [rank, inputs]."""
-    output[:, : len(matrix)] = scaling * (inputs @ matrix.T)
+    output[:, : len(matrix)] = scaling * _multiply(inputs, matrix)
 
 
 def _expand(inputs: torch.Tensor, matrix: torch.Tensor, output: torch.Tensor, add_inputs: bool = True) -> None:
@@ -59,9 +69,9 @@ def _expand_slice(
     """Expand like `_expand`, into the columns from `start` on."""
     columns = output[:, start : start + size]
     if add_inputs:
-        columns += inputs @ matrix.T
+        columns += _multiply(inputs, matrix)
     else:
-        columns.copy_(inputs @ matrix.T)
+        columns.copy_(_multiply(inputs, matrix))
 
 
 _PRODUCTS: dict[str, Callable[..., None]] = {
@@ -74,8 +84,8 @@ _PRODUCTS: dict[str, Callable[..., None]] = {
 
 def multiply_at_once() -> None:
     """Replace vLLM's kernels in this process if an engine has memory for one adapter."""
-    for name, product in _PRODUCTS.items():
-        replaced = _with_one_adapter(vars(lora_ops)[name], product)
+    for name, replacement in _PRODUCTS.items():
+        replaced = _with_one_adapter(vars(lora_ops)[name], replacement)
         for module in (lora_ops, punica_cpu):
             setattr(module, name, replaced)
 

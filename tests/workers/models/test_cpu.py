@@ -63,6 +63,13 @@ def test_inputs_may_have_any_memory_layout() -> None:
             torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("shape", [(1,), (1, 1)])
+def test_a_row_has_the_same_result_alone_as_among_others(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(1)
+    layer, inputs = double(nn.Linear(64, 64)), torch.randn(9, 64)
+    assert torch.equal(layer(inputs[4].view(*shape, 64)), layer(inputs)[4].view(*shape, 64))
+
+
 def test_only_requested_gradients_are_computed() -> None:
     layer = double(nn.Linear(4, 3)).requires_grad_(False)
     inputs = torch.randn(2, 4, requires_grad=True)

@@ -1,4 +1,4 @@
-"""One product for all tokens gives what vLLM's kernels for the CPU give."""
+"""One product for all tokens gives what vLLM's kernels for the CPU give, whatever the number of tokens."""
 
 from __future__ import annotations
 
@@ -52,3 +52,25 @@ def test_products_are_those_of_the_kernels(slots: int, dtype: torch.dtype, reque
     assert KERNELS.bgmv_shrink is lora_ops.bgmv_shrink
     for found, kernel in zip(run(), expected, strict=True):
         torch.testing.assert_close(found, kernel, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-2)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.usefixtures("replaced")
+def test_a_token_has_the_same_result_among_any_others(threads: int) -> None:
+    """Otherwise the log-probs of a sample, and so its weight, would differ with the moments at which others end."""
+    torch.manual_seed(1)
+    a, b, states = torch.randn(1, 1, RANK, 64), torch.randn(1, 1, 64, RANK), torch.randn(24, 64)
+
+    def run(tokens: int) -> torch.Tensor:
+        small, large, indices = torch.zeros(tokens, RANK), torch.ones(tokens, 64), torch.zeros(tokens, dtype=torch.long)
+        KERNELS.bgmv_shrink(states[:tokens], a, small, indices, scaling=8.0)
+        KERNELS.bgmv_expand_slice(small, b, large, indices, 0, 64, True)
+        return large
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        whole = run(24)
+        assert [tokens for tokens in range(1, 24) if not torch.equal(run(tokens), whole[:tokens])] == []
+    finally:
+        torch.set_num_threads(before)
