@@ -94,7 +94,7 @@ def run(
         TroupeError: The run cannot start or cannot continue.
     """
     stream = _stream(progress)
-    planned = _in_place(_planned(spec, set, None if out is None else Path(out)), stream, resume=resume)
+    planned = _in_place(_planned(spec, set, None if out is None else Path(out).expanduser()), stream, resume=resume)
     from troupe.orchestrator.runs.session import RunRequest
 
     request, console = RunRequest(planned.spec, planned.out, resume, address), _console(on_step, stream)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,8 +15,6 @@ from troupe.orchestrator.training.state import BestState
 
 if TYPE_CHECKING:
     from troupe.orchestrator.training.remote_checkpoints import RemoteCheckpoints
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -80,8 +77,6 @@ def open_checkpoints(spec: RunSpec, out: Path, resume: bool) -> RunCheckpoints:
         raise UsageError(
             f"{remote.url}: none of the checkpoints ({len(saved)}) is valid; use another name to start anew"
         )
-    if resume and found is None:
-        logger.warning("nothing to resume in %s: starting from the beginning", out)
     return RunCheckpoints(store, found, remote)
 
 

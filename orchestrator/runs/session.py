@@ -198,6 +198,8 @@ async def _run_folder(request: RunRequest, console: Console) -> AsyncIterator[Ru
         checkpoints = open_checkpoints(spec, out, request.resume)
         if checkpoints.found is None:
             spec.write(file)
+            if request.resume:
+                say(console, [f"nothing to resume in {out}: starting from the beginning"])
         else:
             say(console, resumption(out, checkpoints.found, spec, file).lines())
         say(console, [f"warning: {line}" for line in warnings_of(spec)])

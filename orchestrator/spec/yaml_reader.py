@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -46,7 +47,7 @@ def read_file(path: str | FilePath) -> Document:
     Raises:
         SpecError: Not a regular file, larger than 1 MiB, not UTF-8, empty, or not YAML as specs use it.
     """
-    name = str(path)
+    name = os.path.expanduser(path)
     return parse(_read_text(name), name)
 
 

@@ -15,7 +15,6 @@ from troupe.orchestrator.training.checkpoint import (
     CheckpointStore,
     InvalidCheckpoint,
     folder_name,
-    step_of,
     verify,
 )
 from troupe.workers.contract.adapter_config import ADAPTER_CONFIG
@@ -37,11 +36,9 @@ def exported_model(directory: Path, step: int | None = None, model: str = MODEL)
         CheckpointError: No such valid checkpoint exists, or it lacks the model.
     """
     path = directory if step is None else directory / folder_name(step)
-    if directory.is_dir() and not path.is_dir():
-        steps = sorted(there for folder in directory.iterdir() if (there := step_of(folder.name)) is not None)
-        raise CheckpointError(
-            errno.ENOENT, f"no such checkpoint; steps with one: {', '.join(map(str, steps))}", str(path)
-        )
+    if step is not None and not path.is_dir():
+        steps = ", ".join(map(str, CheckpointStore(directory, keep=1).steps()))
+        raise CheckpointError(errno.ENOENT, f"no such checkpoint; steps with one: {steps or 'none'}", str(path))
     try:
         found = CheckpointStore(directory, keep=1).latest() if step is None else verify(path)
     except InvalidCheckpoint as error:

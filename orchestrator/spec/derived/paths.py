@@ -6,7 +6,8 @@ Looks nothing up on the hub.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatch
 from functools import cache
@@ -38,15 +39,21 @@ def absolute_paths(document: dict[str, Any], root: Path | None = None) -> dict[s
         root: Folder that relative paths start at, or None for the current directory.
     """
     start = Path.cwd() if root is None else root
+    return _with_paths(document, _fields(), lambda path: str(start / path), start)
 
-    def absolute(value: Any, node: FieldNode) -> Any:
-        if isinstance(value, dict):
-            return {key: absolute(one, below) if (below := node.child(key, one)) else one for key, one in value.items()}
-        if isinstance(value, list):
-            return [absolute(one, node.children.get(ITEM, node)) for one in value]
-        return str(start / value) if _is_path(value, node.consequences.path, start) else value
 
-    return absolute(document, _fields())
+def in_home(document: Any) -> Any:
+    """A document, valid or not, with the home folder in place of `~` at the beginning of its paths."""
+    return _with_paths(document, _fields(), os.path.expanduser, None)
+
+
+def _with_paths(value: Any, node: FieldNode, change: Callable[[str], str], start: Path | None) -> Any:
+    if isinstance(value, dict):
+        below = {key: node.child(str(key), one) for key, one in value.items()}
+        return {key: _with_paths(one, at, change, start) if (at := below[key]) else one for key, one in value.items()}
+    if isinstance(value, list):
+        return [_with_paths(one, node.children.get(ITEM, node), change, start) for one in value]
+    return change(value) if _is_path(value, node.consequences.path, start) else value
 
 
 def path_fields(document: Any) -> Iterator[tuple[str, str]]:

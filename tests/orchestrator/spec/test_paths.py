@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from tests.conftest import ROOT
 from tests.orchestrator.spec.test_field_tree import leaves
 from troupe.orchestrator.live.diff import field_changes
-from troupe.orchestrator.spec.derived.paths import absolute_paths, path_fields
+from troupe.orchestrator.spec.derived.paths import absolute_paths, in_home, path_fields
 from troupe.orchestrator.spec.errors import models_in
 from troupe.orchestrator.spec.field_tree import field_tree
 from troupe.orchestrator.spec.load import load_rollout_spec
@@ -78,6 +78,21 @@ def test_a_path_is_made_absolute_where_it_is_a_field_and_nowhere_else() -> None:
     held = source | {"path": "/root/a/b"}
     assert sent == document | {"data": {"eval": {"path": held, "math": held}}}
     assert dict(path_fields(document)) == {"data.eval.path.path": "a/b", "data.eval.math.path": "a/b"}
+
+
+def test_a_tilde_is_the_home_folder_in_every_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "spec.yaml").write_text(GRPO.read_text("utf-8"), "utf-8")
+    changed = ["data.train={kind: jsonl, path: ~/a.jsonl}", "model.path=~/m", "output.folder=~/runs"]
+    spec = load_rollout_spec("~/spec.yaml", [*changed, "sampling.stop=[~/stop]"])
+    assert dict(path_fields(spec.model_dump(mode="json"))).items() >= {
+        ("data.train.path", f"{tmp_path}/a.jsonl"),
+        ("model.path", f"{tmp_path}/m"),
+        ("output.folder", f"{tmp_path}/runs"),
+    }
+    assert spec.sampling.stop == ("~/stop",)
+    chain = {"stages": {"one": {"model": {"path": "~/m"}, "data": {"train": {"a": {"path": "~/a"}}}}}}
+    assert {path for _, path in path_fields(in_home(chain))} == {f"{tmp_path}/m", f"{tmp_path}/a"}
 
 
 @pytest.mark.parametrize("url", STORES)
