@@ -105,7 +105,7 @@ class RolloutRun(FakeRun[RolloutSpec]):
         self.evaluator: HeldOutEvaluation | None = None
         self.curriculum: CurriculumConfig | None = None
         """With one, prompts come from a pool of 12 instead of an endless one."""
-        self.sync_timeout_s = 1.0
+        self.sync_timeout_s = 60.0
         self.copies: RemoteCheckpoints | None = None
         self.mixed_rows: tuple[int, ...] = ()
         """Rows of each source of a mixture."""
@@ -133,13 +133,13 @@ class RolloutRun(FakeRun[RolloutSpec]):
         weights = PoolWeights(lambda engine: sync.bring_up(engine), lambda: self.trainer_calls.retry(sync.renew))
         pool = self.pool = self.engine_pool(weights)
         policy = self.policy = policy_group(*self.policies, calls=self.trainer_calls)
-        rewards = self.rewards = RewardPool([FaultyWorker("reward-0", self.reward)], 1.0)
-        scorers = [TokenScorer(policy, policy.compute_logprobs, 1.0)]
+        rewards = self.rewards = RewardPool([FaultyWorker("reward-0", self.reward)], 60.0)
+        scorers = [TokenScorer(policy, policy.compute_logprobs, 60.0)]
         critics = self.critics = (
             critic_group(self.critic, calls=self.trainer_calls) if self.spec.roles.critic is not None else None
         )
         if critics is not None and not values_at_batch(self.spec):
-            scorers.append(TokenScorer(critics, critics.compute_values, 1.0))
+            scorers.append(TokenScorer(critics, critics.compute_values, 60.0))
         scorer = Scorer(rewards, scorers)
         console = Console(io.StringIO())
         texts = None
