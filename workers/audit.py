@@ -12,6 +12,7 @@ import math
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -85,9 +86,14 @@ class _RolloutRow:
         """int64 [T, 1]: the sampled tokens."""
         return self.ids[0, self.start :][self.sampled][:, None]
 
+    @property
+    def predicting(self) -> int:
+        """Number of the last tokens that predict the response, and of the one after it."""
+        return self.ids.shape[1] - self.start + 1
+
     def of(self, states: torch.Tensor) -> torch.Tensor:
-        """Selects from one state per token [1, L, ...] the states that predict the sampled tokens [T, ...]."""
-        return states[0, self.start - 1 : -1][self.sampled]
+        """Selects from states of the last tokens or of all [1, L, ...] those that predict the sampled ones [T, ...]."""
+        return states[0, -self.predicting : -1][self.sampled]
 
     def left(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits [T, V] of the sampled tokens, with -inf at tokens that the sampler left out."""
@@ -213,9 +219,12 @@ def _run(
     model: PreTrainedModel, row: _RolloutRow, positions: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(logits [T, vocabulary], states that the head reads [T, hidden size]) for the row's sampled tokens."""
-    where = {} if positions is None else {"position_ids": positions[None]}
-    arguments = {"input_ids": row.ids, "attention_mask": torch.ones_like(row.ids), "use_cache": False}
-    output: Any = model(**arguments, output_hidden_states=True, **where)
+    arguments: dict[str, Any] = {"input_ids": row.ids, "attention_mask": torch.ones_like(row.ids), "use_cache": False}
+    if positions is not None:
+        arguments["position_ids"] = positions[None]
+    if "logits_to_keep" in signature(model.forward).parameters:
+        arguments["logits_to_keep"] = row.predicting
+    output: Any = model(**arguments, output_hidden_states=True)
     return row.of(output.logits), row.of(output.hidden_states[-1])
 
 
@@ -225,10 +234,19 @@ def _logprobs(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -
     return (scaled.gather(-1, targets) - scaled.logsumexp(-1, keepdim=True))[:, 0]
 
 
-def _above(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> torch.Tensor:
-    """[T] probability of all tokens more probable than `targets` [T, 1]."""
-    chances = (logits / temperature).softmax(-1)
-    return chances.masked_fill(logits <= logits.gather(-1, targets), 0.0).sum(-1)
+def _tempered(
+    logits: torch.Tensor, targets: torch.Tensor, temperatures: Iterable[float]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs of `targets` [T, 1], and the probability of all more probable tokens, [T, N] at N temperatures."""
+    lower = logits - logits.amax(-1, keepdim=True)
+    own = lower.gather(-1, targets)
+    more, logprobs, above = lower > own, [], []
+    for temperature in temperatures:
+        sizes = (lower / temperature).exp_()
+        whole = sizes.sum(-1)
+        logprobs.append(own[:, 0] / temperature - whole.log())
+        above.append(sizes.mul_(more).sum(-1) / whole)
+    return torch.stack(logprobs, -1), torch.stack(above, -1)
 
 
 def _score(
@@ -245,8 +263,9 @@ def _score(
         full, states = _run(model, row)
         logits = row.left(full)
         exact.append(_logprobs(logits, row.targets, temperature))
-        tempered.append(torch.stack([_logprobs(logits, row.targets, float(value)) for value in grid], -1))
-        above.append(torch.stack([_above(logits, row.targets, float(value)) for value in grid], -1))
+        logprobs, places = _tempered(logits, row.targets, grid.tolist())
+        tempered.append(logprobs)
+        above.append(places)
         for key, found, draw in [
             *_truncated(logits, row.targets, temperature, _BORDER[request.model.dtype]),
             *_endless(logits, row.targets, temperature, ends),
@@ -297,7 +316,7 @@ def _truncated(
     logprobs = torch.log_softmax(logits.float() / temperature, -1)
     surprise = torch.from_numpy(np.sort(-logprobs.numpy(), -1))  # torch's sort takes ten times as long
     mass = (-surprise).exp().cumsum(-1)
-    own, above = logprobs.gather(-1, targets), _above(logits, targets, temperature)[:, None]
+    own, (_, above) = logprobs.gather(-1, targets), _tempered(logits, targets, [temperature])
     fractions = torch.tensor(_FRACTIONS).repeat(len(mass), 1)
     shares = torch.tensor([_WITHIN, 1.0 - _WITHIN])
 
@@ -328,8 +347,8 @@ def _endless(
     found = [end for end in ends if end < logits.shape[-1]]
     if found:
         left = logits.index_fill(-1, torch.tensor(found), -torch.inf)
-        column = _logprobs(left, targets, temperature)
-        yield "ends:", column, torch.stack([column, _above(left, targets, temperature)], -1)
+        draw = torch.cat(_tempered(left, targets, [temperature]), -1)
+        yield "ends:", draw[:, 0], draw
 
 
 def _heads(

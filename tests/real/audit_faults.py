@@ -50,8 +50,7 @@ def audit_spec(folder: Path, model: Path, dtype: str, *overrides: str) -> Rollou
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     changes = [
         *(f"model.path={model}", f"model.dtype={dtype}", "sampling.max_tokens=20", "sampling.temperature=0.7"),
-        *("roles.rollout.threads=2", "roles.policy.threads=2", "audit.tokens=160"),
-        f"data.train={{kind: jsonl, path: {data}}}",
+        *("audit.tokens=160", f"data.train={{kind: jsonl, path: {data}}}"),
     ]
     return load_rollout_spec(ROOT / "deploy" / "specs" / "tiny-grpo.yaml", [*changes, *overrides])
 

@@ -24,7 +24,7 @@ MAX_TOKENS = 24
 
 def rollout_config(model: Path, max_tokens: int = MAX_TOKENS) -> RolloutConfig:
     """Float32 and eager execution, because the tests compare log-probs with transformers; a small KV cache."""
-    engine = EngineConfig(max_num_seqs=16, max_model_len=1024, enforce_eager=True, kv_cache_gib=0.125, threads=2)
+    engine = EngineConfig(max_num_seqs=16, max_model_len=1024, enforce_eager=True, kv_cache_gib=0.125, threads=1)
     return RolloutConfig(
         model=ModelConfig(path=str(model), dtype="float32"),
         engine=engine,

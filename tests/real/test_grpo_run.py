@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import subprocess
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -365,7 +366,11 @@ def not_in_the_table(ports: dict[str, int]) -> dict[str, int]:
 
 
 def roles_seen(command: Command, seen: set[str]) -> bool:
-    """Add the worker classes that run now to `seen`. Returns False, so that polling continues to the end."""
+    """Add the worker classes that run now to `seen`. Returns False, so that polling continues to the end.
+
+    A look at all processes takes as long as 50 ms of the processor, so there are few.
+    """
+    time.sleep(0.5)
     for process in command.processes("Worker"):
         try:
             title = process.cmdline()[0]

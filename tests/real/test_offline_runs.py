@@ -12,7 +12,7 @@ import io
 import json
 import shutil
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -69,7 +69,6 @@ BOUNDED = ("tiny-reward-model-ranked", "algorithm.center_coef=0.2", "algorithm.l
 BY_TOKEN = ("tiny-reward-model-token", "algorithm.center_coef=0.2", "algorithm.lm_coef=0.1")
 HALF = ("schedule.examples_per_step=8", "evaluation.every_steps=0", "checkpoint.every_steps=0")
 """Half the examples, which are enough to learn from, and evaluation and checkpoint at the end."""
-ADAPTED = ("roles.policy.lora={rank: 8, alpha: 64}", "roles.policy.learning_rate=0.02")
 TIMEOUT_S = 240.0
 PLACEMENT = Placement(
     "reusable",
@@ -323,13 +322,6 @@ async def test_a_reward_model_exports_both_heads_as_trained(shared: SharedWorker
     assert alone == {name: value for name, value in run.metrics[-1].items() if name.startswith("eval/")}
 
 
-@pytest.mark.asyncio(loop_scope="module")
-async def test_adapters_reduce_the_held_out_loss(shared: SharedWorkers) -> None:
-    """SFT, reward models and stages with adapters are in test_staged_run.py, DPO in test_lora_trainer.py."""
-    lines = (await shared.train("tiny-orpo", *HALF, *ADAPTED, folder="adapted")).metrics
-    assert lines[-1]["eval/loss"] < 0.9 * lines[0]["eval/loss"]
-
-
 def test_troupe_eval_of_a_checkpoint_gives_the_metrics_of_its_run(dpo: FinishedRun, folder: Path) -> None:
     trained = dpo.out / "checkpoints" / "step-000005" / "model"
     with running(Command(folder, troupe_command("eval", str(DPO), "--model", str(trained), "--json"))) as command:
@@ -406,36 +398,6 @@ async def test_two_policy_workers_give_the_same_updates_and_are_repeated(
         assert run.metrics[-2][name] == pytest.approx(dpo.metrics[1][name], rel=1e-3, abs=1e-5), name
     shipped("tiny-dpo", *overrides).write(run.out / RESOLVED_SPEC)
     assert equal_steps(await asyncio.to_thread(replayed, run.out, 2)) == [2]
-
-
-@pytest.mark.asyncio(loop_scope="module")
-@pytest.mark.parametrize(
-    ("name", "columns", "row"),
-    [
-        (
-            "tiny-dpo",
-            "prompt: history, answers: [human_ref_A, human_ref_B], preferred: {column: labels, first: 1, second: 0}",
-            lambda n: {"history": f"{n}?", "human_ref_A": f"a {n}", "human_ref_B": f"b {n}", "labels": n % 2},
-        ),
-        (
-            "tiny-reward-model",
-            "answers: [response_1, response_2], margin: preference_strength, "
-            "preferred: {column: preference_strength, first: negative, second: positive}",
-            lambda n: {"prompt": f"{n}?", "response_1": "a", "response_2": "b", "preference_strength": n - 4},
-        ),
-        ("tiny-kto", "response: completion", lambda n: {"prompt": f"{n}?", "completion": "a", "label": f"{n % 2 > 0}"}),
-    ],
-)
-async def test_a_step_on_the_layout_of_a_published_set(
-    name: str, columns: str, row: Callable[[int], dict[str, Any]], shared: SharedWorkers
-) -> None:
-    """SHP, HelpSteer2, and labels as text."""
-    path = shared.folder / f"{name}.jsonl"
-    path.write_text("".join(json.dumps(row(number)) + "\n" for number in range(8)))
-    data = f"data={{max_length: 64, train: {{kind: jsonl, path: {path}, {columns}}}}}"
-    short = ("schedule.steps=1", "schedule.examples_per_step=4", "evaluation=null", "checkpoint.every_steps=0")
-    (line,) = (await shared.train(name, data, *short, folder=f"published-{name}")).metrics
-    assert line["examples"] == 4 and line[f"{shipped(name).trains}/grad_norm"] > 0
 
 
 def accuracy(model: RewardModel) -> float:

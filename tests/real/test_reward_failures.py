@@ -45,8 +45,8 @@ def failing(folder: Path) -> Iterator[Run]:
     )
     with running(Run(folder, GRPO, *overrides, name="failing", env={"PYTHONPATH": str(judges)})) as run:
         # How far generation and training overlap depends on the machine's load. Of the last two steps the samples may
-        # not be written.
-        run.wait_until(lambda: _updated_in_flight(run, run.metrics[:-2]), "a response with two weight versions")
+        # not be written; older ones were looked at before.
+        run.wait_until(lambda: _updated_in_flight(run, run.metrics[-6:-2]), "a response with two weight versions")
         (judges / "always").touch()
         run.wait()
         yield run

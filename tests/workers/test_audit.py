@@ -30,7 +30,7 @@ from transformers import (
 
 from tests.kept_tokens import words_of
 from troupe.orchestrator.insight.audit.attribution import attribute
-from troupe.workers.audit import _above, _endless, _load, _truncated, _variants, score_tokens
+from troupe.workers.audit import _endless, _load, _tempered, _truncated, _variants, score_tokens
 from troupe.workers.contract.audit import DOUBLED, MISSING, STALE, TIED_EMBEDDING, WHOLE_MODEL, ScoreRequest
 from troupe.workers.contract.config import ModelConfig
 from troupe.workers.contract.messages import KEPT_TOKENS, ROLLOUTS
@@ -70,12 +70,15 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return new, old
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-def test_the_place_of_a_token_is_the_probability_of_those_above_it(temperature: float) -> None:
+def test_the_place_of_a_token_is_the_probability_of_those_above_it() -> None:
     logits = torch.tensor([[3.0, 1.0, 2.0], [0.0, 5.0, 1.0], [1.0, 1.0, 0.0]])
-    chances = (logits / temperature).softmax(-1)
-    found = _above(logits, torch.tensor([[2], [1], [2]]), temperature)
-    assert torch.allclose(found, torch.stack([chances[0, 0], torch.tensor(0.0), chances[2, 0] + chances[2, 1]]))
+    temperatures = (0.5, 1.0, 2.0)
+    logprobs, above = _tempered(logits, torch.tensor([[2], [1], [2]]), temperatures)
+    for column, temperature in enumerate(temperatures):
+        chances = (logits / temperature).softmax(-1)
+        assert torch.allclose(logprobs[:, column].exp(), torch.stack([chances[0, 2], chances[1, 1], chances[2, 2]]))
+        expected = torch.stack([chances[0, 0], torch.tensor(0.0), chances[2, 0] + chances[2, 1]])
+        assert torch.allclose(above[:, column], expected)
 
 
 def load(folder: Path) -> PreTrainedModel:
