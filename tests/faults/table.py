@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from tests.conftest import ROOT
 from tests.faults import stalls
@@ -22,7 +24,12 @@ def record(container: Container, outcome: Outcome) -> None:
     """Keep an outcome for the table; the one of the same fault in the same container is replaced."""
     rows = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
     rows.setdefault(outcome.fault, {})[str(container)] = vars(outcome)
-    RESULTS.write_text(json.dumps(rows, indent=1))
+    RESULTS.write_text(a_line_each(rows))
+
+
+def a_line_each(rows: Mapping[str, Any]) -> str:
+    """The rows as JSON, one on each line."""
+    return "{\n" + ",\n".join(f" {json.dumps(name)}: {json.dumps(row)}" for name, row in rows.items()) + "\n}\n"
 
 
 def table() -> str:
