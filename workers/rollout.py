@@ -10,6 +10,7 @@ import pyarrow as pa
 from troupe.workers.contract.arrow import pickle_tables
 from troupe.workers.contract.config import RolloutConfig
 from troupe.workers.contract.imports import without_collections
+from troupe.workers.contract.judges import Judge
 from troupe.workers.contract.messages import (
     FinishedSamples,
     GroupRequest,
@@ -117,6 +118,10 @@ class RolloutWorker:
     async def connect_environments(self, name: str, link: EnvironmentLink) -> None:
         """Use these environment workers for new episodes in the environment of this name."""
         self.generation.connect(name, link)
+
+    async def connect_judge(self, judge: Judge) -> None:
+        """Let this judge play as the players of games that the policy does not play."""
+        self.generation.connect_judge(judge)
 
     async def update_weights(self, update: WeightUpdate) -> WeightAck:
         """Load a published file of weights while running requests are paused; see `EngineWeights.update`."""

@@ -234,7 +234,7 @@ def trust_region(config: AlgorithmConfig) -> TrustRegion | None:
 def compares_with_batch(config: AlgorithmConfig) -> bool:
     """Whether an advantage depends on samples outside of its group: what `by_source` divides."""
     own = advantage(config)
-    return own.whiten or own.reward_scale != "none" or own.baseline == "running_mean"
+    return own.whiten or own.reward_scale != "none" or own.baseline in ("running_mean", "player_average")
 
 
 def dynamic_sampling(config: AlgorithmConfig) -> int:

@@ -113,6 +113,8 @@ COVARIANCE_OPTIONS: dict[str, frozenset[str]] = {
     "penalize": frozenset({"cov_share", "cov_penalty"}),
 }
 """Fields of the algorithm section that only rows read that control the covariance of tokens."""
+BASELINE_OPTIONS = frozenset({"baseline_decay"})
+"""Fields of the algorithm section that only the baseline player_average reads."""
 CRITIC_OPTIONS = frozenset({"value_clip"})
 TRUST_REGION_OPTIONS = frozenset({"trust_region"})
 COMPARES = frozenset({"group", "smooth_group", "max_likelihood", "best_of_subsets", "best_of_group", "custom"})
@@ -163,6 +165,16 @@ ALGORITHMS: dict[str, Algorithm] = {
             source="Williams 1992; Sutton and Barto, Reinforcement Learning, 2nd ed., sec. 13.3 and 13.4",
             kl_in="reward",
             advantage=AdvantageConfig(estimator="returns", baseline="running_mean", reward_to_go=True),
+            loss=PolicyLossConfig(objective="policy_gradient", kl_estimator="k1"),
+        ),
+        Algorithm(
+            name="rae",
+            summary="Self-play: policy gradient with each player's return, minus the moving average of that player's.",
+            formula="A = R - b, then b = baseline_decay b + (1 - baseline_decay) R, of each player in each source; "
+            f"{_GRADIENT}",
+            source="SPIRAL, arXiv 2506.24119 (role-conditioned advantage estimation); order and decay: its code",
+            kl_in="reward",
+            advantage=AdvantageConfig(estimator="returns", baseline="player_average", reward_to_go=False),
             loss=PolicyLossConfig(objective="policy_gradient", kl_estimator="k1"),
         ),
         Algorithm(
@@ -510,5 +522,7 @@ def unread_options(row: Algorithm) -> frozenset[str]:
     unread = frozenset().union(*ESTIMATOR_OPTIONS.values()) - ESTIMATOR_OPTIONS[row.advantage.estimator]
     unread |= frozenset().union(*OBJECTIVE_OPTIONS.values()) - OBJECTIVE_OPTIONS[row.loss.objective]
     unread |= frozenset().union(*COVARIANCE_OPTIONS.values()) - COVARIANCE_OPTIONS[row.advantage.covariance]
+    if row.advantage.baseline != "player_average":
+        unread |= BASELINE_OPTIONS
     # Without rewards to go every token is credited with the whole return, which is not discounted.
     return unread if row.advantage.reward_to_go else unread | {"gamma"}

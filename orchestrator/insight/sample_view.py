@@ -21,7 +21,7 @@ from rich.text import Text
 CONVERSATION_COLUMNS = (
     *("step", "prompt_uid", "sample_index", "segment", "messages", "conversation", "response", "answer"),
     *("status", "reward", "components", "finish_reason", "response_ids", "loss_mask", "weight_versions", "trained"),
-    "advantages",
+    *("advantages", "player"),
 )
 """What `show_samples` needs."""
 _INVISIBLE = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
@@ -77,9 +77,10 @@ def _cell(value: object) -> str:
 def _heading(row: Mapping[str, Any]) -> Text:
     """Identity, rewards and size of a sample."""
     segment = f".{row['segment']}" if row["segment"] else ""
+    player = f"  {row['player']}" if row["player"] else ""
     parts = [
         Text(f"step {row['step']}", "bold"),
-        Text(visible(f"{row['prompt_uid']}[{row['sample_index']}]{segment}"), "bold"),
+        Text(visible(f"{row['prompt_uid']}[{row['sample_index']}]{segment}{player}"), "bold"),
         _reward(row),
         *_sizes(row),
     ]

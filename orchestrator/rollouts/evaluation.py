@@ -239,7 +239,7 @@ class Evaluator:
             prompt_uid=pick.prompt_uid,
             row=pick.row,
             attempt=0,
-            samples=sampling.samples,
+            samples=sampling.samples * held_out.settings.players,
             seed=sampling_seed(self._seed, pick.prompt_uid),
             greedy=sampling.temperature == 0.0,
             top_p=sampling.top_p,

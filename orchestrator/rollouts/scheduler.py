@@ -400,7 +400,7 @@ class RolloutScheduler:
         replacements lasts (dynamic sampling).
         """
         failures = [(i, s) for i, s in enumerate(scored.rewards.statuses) if s != "ok"]
-        if len(scored.rewards.statuses) - len(failures) < self._min_group:
+        if scored.least_rewarded < self._min_group:
             self._replace(group, f"reward: {failures[0][1]}", failed=True, scored=scored)
             return
         for sample_index, status in failures:

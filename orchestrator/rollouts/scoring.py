@@ -59,10 +59,31 @@ class ScoredGroup:
 
     @property
     def has_signal(self) -> bool:
-        """Whether the rewards of its samples and candidates, or of their steps, differ."""
+        """Whether the rewards of its samples and candidates, or of their steps, differ; in a game, those of a player's
+        samples."""
         others = () if self.candidates is None else self.candidates.rewards
-        rewards = (reward for reward in (*self.rewards.rewards, *others) if reward is not None)
-        return self.rewards.steps_differ or differ(rewards)
+        return self.rewards.steps_differ or self.differs((*self.rewards.rewards, *others))
+
+    def differs(self, values: Sequence[float | None]) -> bool:
+        """Whether the values of its samples (and candidates) differ; in a game, those of a player's samples."""
+        if not self.players:
+            return differ([value for value in values if value is not None])
+        return any(differ([v for i in own if (v := values[i]) is not None]) for own in self.players.values())
+
+    @cached_property
+    def players(self) -> dict[str, list[int]]:
+        """Indices of the samples by the player of a game whose part they are, or empty if there are no players."""
+        found: dict[str, list[int]] = {}
+        for sample in self.summary.samples:
+            if sample.player:
+                found.setdefault(sample.player, []).append(sample.sample_index)
+        return found
+
+    @property
+    def least_rewarded(self) -> int:
+        """Samples that have a reward; in a game, those of the player with the fewest."""
+        rewarded = set(self.rewarded)
+        return min((len(rewarded.intersection(own)) for own in self.players.values()), default=len(rewarded))
 
     @cached_property
     def rewarded(self) -> list[int]:
@@ -98,7 +119,12 @@ class SignalTest:
         elif component is None:
             if not group.has_signal:
                 return "all rewards of the group are equal"
-        elif not differ(value for i in group.rewarded if (value := group.rewards.components[component][i]) is not None):
+        elif not group.differs(
+            [
+                value if reward is not None else None
+                for value, reward in zip(group.rewards.components[component], group.rewards.rewards, strict=True)
+            ]
+        ):
             return f"all values of {component} in the group are equal"
         if settings.mask_truncated and group.truncated.issuperset(group.rewarded):
             return "all samples of the group are truncated"

@@ -24,6 +24,7 @@ from troupe.orchestrator.pools.engines import EnginePool, finished_samples
 from troupe.orchestrator.pools.workers import Workers
 from troupe.orchestrator.rollouts.kept_samples import read_samples, write_samples
 from troupe.orchestrator.rollouts.open_groups import GroupProgress
+from troupe.orchestrator.rollouts.players import player_metrics
 from troupe.orchestrator.rollouts.scheduler import RolloutScheduler
 from troupe.orchestrator.rollouts.scoring import RewardPool, ScoredGroup, row_lengths
 from troupe.orchestrator.rollouts.step_counts import add, sample_counts
@@ -37,7 +38,7 @@ from troupe.orchestrator.training.checkpoint import SAMPLES, Checkpoint
 from troupe.orchestrator.training.ledger import Ledger
 from troupe.workers.contract.advantage_state import AdvantageState
 from troupe.workers.contract.messages import PrepareRequest, SampleSummary, engine_prompt_tokens, sampled_tokens
-from troupe.workers.contract.rewards import differ, is_solved
+from troupe.workers.contract.rewards import is_solved
 from troupe.workers.contract.roles import TableRef
 
 logger = logging.getLogger(__name__)
@@ -167,6 +168,7 @@ class RolloutSource(BatchSource):
         """Rewards, lengths, staleness and throughput of the batch; see `batch_metrics`."""
         metrics = batch_metrics(self._groups, version - 1, seconds) | candidate_metrics(self._groups)
         metrics |= episode_metrics(self._groups, self._components.scheduler.settings) | self._source_metrics()
+        metrics |= player_metrics(self._groups, self._components.scheduler.settings)
         metrics |= self._sample_counts()
         metrics["rollout/tokens_per_s"] = self._components.pool.meter.read()
         if any(one.mask_truncated for one in self._components.scheduler.settings.entries):
@@ -379,7 +381,7 @@ def batch_metrics(groups: Sequence[ScoredGroup], version: int, seconds: float) -
 
 def _is_mixed(group: ScoredGroup) -> bool:
     """Whether the rewards of its samples differ."""
-    return differ([reward for reward in group.rewards.rewards if reward is not None])
+    return group.differs(group.rewards.rewards)
 
 
 def source_metrics(

@@ -37,6 +37,8 @@ from troupe.workers.contract.judges import Judge
 
 logger = logging.getLogger(__name__)
 
+JudgeCaller = WorkerHandle[roles.Reward] | Engine
+"""A worker that asks judges."""
 _CONNECT_TIMEOUT_S = 60.0
 """Timeout for giving an engine the link to the environment."""
 _END_TIMEOUT_S = 10.0
@@ -82,7 +84,7 @@ class RunPools:
         return [cast("Any", self.by_role[environment_role(name)]) for name in self.spec.roles.environments()]
 
     @property
-    def judges(self) -> LinkedPool[roles.JudgeEngine, WorkerHandle[roles.Reward], Judge] | None:
+    def judges(self) -> LinkedPool[roles.JudgeEngine, JudgeCaller, Judge] | None:
         """The judge workers, if the run has them."""
         return cast("Any", self.by_role.get("judge"))
 
@@ -154,6 +156,8 @@ def engine_pool(run: RunPools, role: str) -> EnginePool:
         engine = await run.session.launcher.engine(name)
         for environments in run.environments:
             await environments.connect(engine)
+        if run.judges is not None and run.spec.roles.judge_plays:
+            await run.judges.connect(engine)
         return engine
 
     async def end_episodes(engine: str) -> None:
@@ -214,13 +218,18 @@ def environment_pool(run: RunPools, role: str) -> LinkedPool[roles.EnvironmentSe
     )
 
 
-def judge_pool(run: RunPools, role: str) -> LinkedPool[roles.JudgeEngine, WorkerHandle[roles.Reward], Judge]:
-    """The judge workers, which reward workers call through a link."""
+def judge_pool(run: RunPools, role: str) -> LinkedPool[roles.JudgeEngine, JudgeCaller, Judge]:
+    """The judge workers, which reward workers, and engines that they play against, call through a link."""
     name = settings_of(run.spec, role).config.model_dump_json(exclude={"engine", "device"})  # what an answer depends on
 
-    async def connect(worker: WorkerHandle[roles.Reward], judge: Judge) -> None:
-        # A worker that scores a group answers when it has finished.
-        await worker.call(roles.Reward.connect_judge, run.spec.schedule.score_timeout_s, judge)
+    async def connect(worker: JudgeCaller, judge: Judge) -> None:
+        if isinstance(worker, Engine):
+            await worker.handle.call(roles.RolloutEngine.connect_judge, _CONNECT_TIMEOUT_S, judge)
+        else:  # a worker that scores a group answers when it has finished
+            await worker.call(roles.Reward.connect_judge, run.spec.schedule.score_timeout_s, judge)
+
+    def callers() -> list[JudgeCaller]:
+        return [*run.rewards.workers, *(run.engines.workers if run.spec.roles.judge_plays else ())]
 
     def make_link(workers: Sequence[WorkerHandle[roles.JudgeEngine]], lost: str) -> Judge:
         return run.session.cluster.judge_link(name, workers, lost)
@@ -228,7 +237,7 @@ def judge_pool(run: RunPools, role: str) -> LinkedPool[roles.JudgeEngine, Worker
     return LinkedPool(
         role,
         run.session.workers.each(role),
-        callers=Callers(lambda: run.rewards.workers, connect),
+        callers=Callers(callers, connect),
         make_link=make_link,
         launch=run.session.launcher.replica,
         budget=RestartBudget.of_role(run.spec, role),

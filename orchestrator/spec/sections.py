@@ -301,13 +301,18 @@ class RolesConfig(Roles):
     games: {...}}`): sources in `data.train` and sets in `data.eval` select one by name; null: a sample is one response
     to its prompt."""
     judge: Annotated[JudgeRole | None, Consequences(resume=ALLOWED), SAMPLED, EVALUATED_BY_SET] = None
-    """A language model that scores responses for the reward function `judge`; null: it has an endpoint, or is not
-    used."""
+    """A frozen language model that scores responses for the reward function `judge`, or plays against the policy
+    (`roles.environment.players`); null: it has an endpoint, or is not used."""
 
     def environments(self) -> dict[str, EnvironmentRole]:
         """The environments by name: empty for one without a name."""
         role = self.environment
         return role if isinstance(role, dict) else {} if role is None else {"": role}
+
+    @property
+    def judge_plays(self) -> bool:
+        """Whether the judge's model plays as a player of a game."""
+        return any(environment.has_opponent for environment in self.environments().values())
 
 
 class BaseSchedule(Frozen):

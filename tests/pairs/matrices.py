@@ -25,6 +25,12 @@ _JUDGED = {
     "args": {"rubric": "Rate how friendly the response is.", "scale": [0, 10]},
 }
 _JUDGE = _ENGINE | {"model": _TINY, "max_tokens": 8, "structured": {"regex": "Score: (10|[0-9])"}}
+_GAME = {
+    "name": "troupe.deploy.examples.games:KuhnPoker",
+    "cpus": 0.25,
+    "truncated_turns": "continue",
+    "players": {"first": "policy", "second": "policy"},
+}
 _GUESS = {"cpus": 0.2, "name": "guess_number", "args": {"low": 1, "high": 10, "guesses": 2}, "episodes": 16} | {
     "truncated_turns": "continue"  # a random model never ends a turn
 }
@@ -169,6 +175,11 @@ ROLLOUTS = Matrix(
         "environment": {
             "none": {},
             "one": {"roles.environment": _GUESS, "roles.reward.functions+": {"name": "environment"}},
+            "game": {
+                "roles.environment": _GAME,
+                "roles.reward.functions+": {"name": "environment"},
+                "data.train.1.group_size?": 4,
+            },
             "named": {
                 "roles.environment": {"game": _GUESS},
                 "data.train.1.environment?": "game",

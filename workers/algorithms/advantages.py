@@ -6,7 +6,7 @@ They compute in float64 on the CPU, vectorized over samples.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -46,6 +46,8 @@ class SampledTokens:
     sources: tuple[str, ...] = ()
     """[N] name of the source of each sample's prompt, within which batch-wide statistics are computed; if empty, they
     are computed over all samples."""
+    players: tuple[str, ...] = ()
+    """[N] player of a game whose part each sample is, or empty; groups are of one prompt and one player."""
 
     def parts(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name of the source, bool [N]: its samples) for each part with separate statistics; one without a name if
@@ -86,6 +88,31 @@ def group_advantages(rewards: torch.Tensor, groups: torch.Tensor, normalize_by_s
         centred = centred / ((squares / (count - 1).clamp(min=1.0)).sqrt() + STD_EPS)[groups]
     # The mean of equal numbers may have a rounding error; their minimum and maximum do not.
     return centred.masked_fill(uniform_groups(rewards, groups)[groups], 0.0)
+
+
+def player_average_advantages(
+    returns: torch.Tensor, players: Sequence[str], averages: Mapping[str, float], decay: float
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """Returns minus the moving average of each player's returns (RAE: SPIRAL, arXiv 2506.24119).
+
+    For each sample in order advantage = return - b, then b = decay b + (1 - decay) return: the order of the published
+    code, in which no baseline includes the sample itself.
+
+    Args:
+        returns: float64 [n].
+        players: Player of each sample.
+        averages: Averages of earlier batches by player; a new one starts at 0.
+        decay: Weight of the average so far.
+
+    Returns:
+        float64 [n] advantages, and the averages after the batch.
+    """
+    after, advantages = dict(averages), list[float]()
+    for player, value in zip(players, returns.tolist(), strict=True):
+        average = after.get(player, 0.0)
+        advantages.append(value - average)
+        after[player] = decay * average + (1.0 - decay) * value
+    return torch.tensor(advantages, dtype=torch.double), after
 
 
 def uniform_groups(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:

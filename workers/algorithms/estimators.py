@@ -24,6 +24,7 @@ from troupe.workers.algorithms.advantages import (
     leave_one_out_advantages,
     max_likelihood_advantages,
     n_step_advantages,
+    player_average_advantages,
     process_advantages,
     returns_to_go,
     shaped_rewards,
@@ -160,7 +161,11 @@ def _returns(config: AdvantageConfig, batch: SampledTokens, state: AdvantageStat
     credited = totals[batch.sequence]
     if config.reward_to_go:
         credited = returns_to_go(shaped.token_rewards, batch.lengths, config.gamma)
-    above = _above_baseline(config, totals, shaped, batch, state)
+    following = shaped.state
+    if config.baseline == "player_average":
+        above, following = _above_players(config, totals, batch, following)
+    else:
+        above = _above_baseline(config, totals, shaped, batch, state)
     # In this order, a whole return credited to every token leaves `above` bitwise unchanged.
     advantages = (credited - totals[batch.sequence]) + above[batch.sequence]
     if shaped.own_rewards is not None:
@@ -171,7 +176,22 @@ def _returns(config: AdvantageConfig, batch: SampledTokens, state: AdvantageStat
         )
         for name, members in batch.parts()
     }
-    return Estimate(advantages, shaped.state.with_moments(seen), metrics=shaped.metrics)
+    return Estimate(advantages, following.with_moments(seen), metrics=shaped.metrics)
+
+
+def _above_players(
+    config: AdvantageConfig, returns: torch.Tensor, batch: SampledTokens, state: AdvantageState
+) -> tuple[torch.Tensor, AdvantageState]:
+    """float64 [N]: the returns minus the moving average of each player's, within each source; and the next state."""
+    above, averages = torch.zeros_like(returns), dict(state.players)
+    of_samples = batch.players or ("",) * len(returns)
+    for name, members in batch.parts():
+        players = [player for player, inside in zip(of_samples, members.tolist(), strict=True) if inside]
+        before = averages.get(name, {})
+        above[members], averages[name] = player_average_advantages(
+            returns[members], players, before, config.baseline_decay
+        )
+    return above, state.model_copy(update={"players": averages})
 
 
 def _of_critic(config: AdvantageConfig, batch: SampledTokens, state: AdvantageState) -> Estimate:

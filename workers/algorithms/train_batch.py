@@ -174,8 +174,12 @@ class _Batch:
         self.components: list[list[dict[str, Any]]] = rewards.column("components").to_pylist()
         self.reward_spans: list[list[dict[str, float]]] = rewards.column("reward_spans").to_pylist()
         self.uids = [uid for uid, _ in keep]
-        number = {uid: position for position, uid in enumerate(dict.fromkeys(self.uids))}
-        self.groups = torch.tensor([number[uid] for uid in self.uids])
+        first = dict(zip(reversed(self.rows), reversed(rollouts.column("player").to_pylist()), strict=True))
+        self.players = tuple(first[key] or "" for key in keep)
+        """Player whose part each sample is, or empty."""
+        compared = list(zip(self.uids, self.players, strict=True))
+        number = {group: position for position, group in enumerate(dict.fromkeys(compared))}
+        self.groups = torch.tensor([number[group] for group in compared])
 
     def sampled(self) -> SampledTokens:
         """The tokens that the policy sampled."""
@@ -195,6 +199,7 @@ class _Batch:
             masked=self.masked,
             components=self._by_component(),
             sources=tuple(self.request.sources[uid] for uid in self.uids) if self.request.sources else (),
+            players=self.players,
         )
 
     def spread(self, values: torch.Tensor) -> torch.Tensor:

@@ -79,6 +79,8 @@ class AdvantageState(Frozen):
     """Sequence returns of all batches: scaled, clipped, with their KL penalty."""
     sources: Mapping[str, SourceMoments] = Field(default_factory=dict)
     """These statistics of each source, if they are computed within sources; then the ones above are not used."""
+    players: Mapping[str, Mapping[str, float]] = Field(default_factory=dict)
+    """Moving average of the returns by source (empty over all samples) and player (baseline player_average)."""
     prompts: Mapping[int, PromptHistory] = Field(default_factory=dict)
     """Histories by row of the prompt pool."""
 

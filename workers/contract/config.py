@@ -474,6 +474,11 @@ ENVIRONMENTS = (
 """Names of the built-in environments; each is implemented in `workers/agents/environments/`."""
 
 
+PlayerName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")]
+POLICY, JUDGE = "policy", "judge"
+"""The roles whose models play as players of a game."""
+
+
 class EpisodeConfig(Frozen):
     """Bounds of an episode, and how its turns are read."""
 
@@ -491,6 +496,20 @@ class EpisodeConfig(Frozen):
     sample."""
     tool_parser: Annotated[str | None, EVALUATED] = Field(default=None, min_length=1)
     """vLLM's parser for the tool calls in a turn, such as `hermes` or `llama3_json`; null: turns are plain text."""
+    players: Annotated[dict[PlayerName, Literal["policy", "judge"]], EVALUATED_IF_SET] = Field(default_factory=dict)
+    """Players of a game and the role whose model plays as them, such as `{white: policy, black: policy}`: `judge` is
+    the frozen one of `roles.judge`. Each that the policy plays is a sample, so that a group of `algorithm.group_size`
+    samples has that many divided by their number episodes. Left out: the environment has one player."""
+
+    @property
+    def trained(self) -> tuple[str, ...]:
+        """The players that the policy plays, or none if the environment names none."""
+        return tuple(name for name, role in self.players.items() if role == POLICY)
+
+    @property
+    def has_opponent(self) -> bool:
+        """Whether the frozen model of `roles.judge` plays as one of the players."""
+        return JUDGE in self.players.values()
 
 
 class EnvironmentConfig(EpisodeConfig):
@@ -658,9 +677,12 @@ class AdvantageConfig(Frozen):
     """Estimator group: divide by the group's standard deviation."""
     pass_k: int = Field(default=4, ge=2)
     """Estimator best_of_subsets: samples in a subset, whose best one counts. A group needs more samples than this."""
-    baseline: Literal["none", "running_mean", "group_mean", "leave_one_out", "greedy"] = "none"
+    baseline: Literal["none", "running_mean", "group_mean", "leave_one_out", "greedy", "player_average"] = "none"
     """returns: what is subtracted from a sample's return: nothing, the mean of all earlier batches, the mean of the
-    group, the mean of the other samples of the group, or the reward of the greedy response to the same prompt."""
+    group, the mean of the other samples of the group, the reward of the greedy response to the same prompt, or the
+    moving average of the returns of the same player in the same source."""
+    baseline_decay: float = Field(default=0.95, ge=0.0, lt=1.0)
+    """Baseline player_average: weight of the average so far against the next return."""
     reward_to_go: bool = True
     """returns: credit a token with the rewards from its position on; false: with the rewards of the whole response."""
     gamma: float = Field(default=1.0, ge=0.0, le=1.0)

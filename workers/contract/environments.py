@@ -49,10 +49,15 @@ class Observation:
     """Messages to add to the conversation."""
     reward: float | None = None
     """Reward of the policy's last turn, or None. It counts from the last token that the policy sampled."""
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    """In a game of several players, the rewards of players by name, each of the player's last turn."""
     done: bool = False
     """Whether the episode ends here. The messages of the last observation are recorded and not shown to the policy."""
     tools: Sequence[Mapping[str, Any]] | None = None
     """Tools that the chat template offers, as JSON schemas of functions; read at the beginning of a conversation."""
+    player: str | None = None
+    """In a game of several players (`roles.environment.players`), whose turn follows. `messages` continue what this
+    player has seen, or begin it."""
     restart: bool = False
     """Whether `messages` are a separate conversation, instead of continuing the one so far. The sample then has
     one more row, with its own prompt."""
@@ -77,7 +82,7 @@ class Observation:
     `usage` alone. The conversation must be a new one."""
     also: Sequence[Observation] = ()
     """Separate conversations whose responses are sampled at the same time as the next turn. Read of each are
-    `messages`, `tools`, `stop`, `max_tokens`, `structured`, `logprobs`, `refusable`, `raw`, `counted`, and
+    `messages`, `tools`, `stop`, `max_tokens`, `structured`, `logprobs`, `refusable`, `raw`, `counted`, `player`, and
     `conversation` with `restart`.
     The message of the next step has their responses as `also`, in this order (fewer if the turns have run out), and the
     sample has a row for each conversation."""
@@ -154,21 +159,26 @@ def read_observation(value: Any) -> Observation:
     if not isinstance(value, Mapping):
         raise TypeError(f"expected an Observation, got {type(value).__name__}")
     reward = value.get("reward")
-    if reward is not None:
-        reward = float(reward)
-        if not math.isfinite(reward):
-            raise ValueError(f"reward: not a finite number: {reward}")
+    given = dict(value.get("rewards") or {})
+    rewards = {valid_text(str(player)): _finite(f"rewards.{player}", number) for player, number in given.items()}
+    player = value.get("player")
+    if player is not None and (not isinstance(player, str) or not player):
+        raise TypeError(f"player: expected a name, got {player!r:.40}")
     info = {valid_text(str(name)): float(number) for name, number in dict(value.get("info") or {}).items()}
     longest = value.get("max_tokens")
     if longest is not None and (isinstance(longest, bool) or not isinstance(longest, int) or longest < 1):
         raise ValueError(f"max_tokens: expected a positive integer, got {longest!r}")
     also = tuple(_conversation(number, one) for number, one in enumerate(value.get("also") or ()))
-    names = [name for name in (_name_of(value), *(one.conversation for one in also)) if name]
+    own = [(player, _name_of(value)), *((one.player, one.conversation) for one in also)]
+    names = [tuple(filter(None, pair)) for pair in own if any(pair)]
     if len(set(names)) < len(names):
-        raise ValueError(f"also: two turns of one conversation at the same time: {', '.join(names)}")
+        together = ", ".join(map(" ".join, names))
+        raise ValueError(f"also: two turns of one conversation at the same time: {together}")
     return Observation(
         messages=tuple(_message(number, message) for number, message in enumerate(value.get("messages") or ())),
-        reward=reward,
+        reward=None if reward is None else _finite("reward", reward),
+        rewards=rewards,
+        player=player,
         done=bool(value.get("done", False)),
         tools=read_tools(value.get("tools")),
         restart=bool(value.get("restart", False)),
@@ -194,7 +204,15 @@ def _conversation(number: int, value: Any) -> Observation:
         raise type(error)(f"also.{number}.{error}") from None
     if not read.messages:
         raise ValueError(f"also.{number}.messages: there are none")
-    return replace(read, reward=None, done=False, restart=read.restart or not read.conversation, also=(), info={})
+    separate = read.restart or not (read.conversation or read.player)
+    return replace(read, reward=None, rewards={}, done=False, restart=separate, also=(), info={})
+
+
+def _finite(place: str, value: Any) -> float:
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"{place}: not a finite number: {number}")
+    return number
 
 
 def _name_of(value: Mapping[str, Any]) -> str:

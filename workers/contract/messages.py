@@ -82,6 +82,7 @@ ROLLOUTS = pa.schema(
         pa.field("generate_s", pa.float32(), nullable=False),  # arrival in the engine to last token
         pa.field("first_token_s", pa.float32(), nullable=False),
         pa.field("source", pa.string()),  # as in PROMPTS
+        pa.field("player", pa.string()),  # of a game; null: the environment names none
     ],
     metadata=SCHEMA_METADATA,
 )
@@ -265,6 +266,8 @@ class EpisodeSummary:
     """How often the episode started again because its environment worker died."""
     info: Mapping[str, float] = field(default_factory=dict)
     """Numbers from the environment; the last value of each."""
+    outcome: float | None = None
+    """In a game of several players 1 if the player has won, 0.5 in a draw and 0 if another one has won, or None."""
 
 
 @dataclass(frozen=True)
@@ -284,6 +287,8 @@ class SampleSummary:
     """Tokens of each row of the sample, prompt included; empty if it has one row."""
     episode: EpisodeSummary | None = None
     """None if the sample is one response to its prompt."""
+    player: str = ""
+    """In a game of several players, the one whose part of the episode the sample is; else empty."""
 
     @property
     def row_lengths(self) -> tuple[int, ...]:

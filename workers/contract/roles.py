@@ -158,6 +158,10 @@ class RolloutEngine(Replica, Protocol):
         """Uses these environment workers for new episodes in the environment of this name."""
         ...
 
+    def connect_judge(self, judge: Judge) -> Reply[None]:
+        """Lets this judge play as the players of games that the policy does not play."""
+        ...
+
     def generate(
         self, request: GroupRequest, prompts: TableRef, finished: TableRef | None = None
     ) -> Reply[tuple[GroupSummary, TableRef]]:

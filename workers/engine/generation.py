@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -25,16 +26,19 @@ from troupe.workers.agents.interface import (
 )
 from troupe.workers.contract.config import RolloutConfig, StructuredConfig
 from troupe.workers.contract.environments import EnvironmentGone
+from troupe.workers.contract.judges import Judge
 from troupe.workers.contract.messages import ROLLOUTS, FinishedSamples, GroupRequest, GroupSummary, SampleSummary
 from troupe.workers.contract.roles import EnvironmentLink
 from troupe.workers.data.chat import PromptRefused, encode_prompt, sample_seed, turn_seed
 from troupe.workers.data.tokenizer import load_chat_tokenizer, within_embedding
 from troupe.workers.data.turn_ends import turn_ends
 from troupe.workers.engine.errors import EngineClosed
+from troupe.workers.engine.opponent import Opponent
 from troupe.workers.engine.rows import (
+    Built,
     RowBuilder,
-    Rows,
     RunningGroup,
+    episode_samples,
     merged,
     sample_summary,
     sampled_turn,
@@ -81,6 +85,7 @@ class Generation:
         self._environments: dict[str, EnvironmentLink] = {}
         self._readers: dict[str, TurnReader] = {}
         """Turn readers by the name of their environment; `_long` has the same keys."""
+        self._judge: Judge | None = None
         self._noted = set[tuple[str, str]]()
         """Environments with a note in the log."""
         self._long: dict[str, LongReader] = {}
@@ -104,6 +109,10 @@ class Generation:
         for name, bounds in self.config.episodes.items():
             self._readers[name] = TurnReader(tokenizer, tool_parser(bounds.tool_parser, tokenizer))
             self._long[name] = LongReader(TurnReader(other, tool_parser(bounds.tool_parser, other)), thread)
+
+    def connect_judge(self, judge: Judge) -> None:
+        """Let this judge play as the players of games that the policy does not play."""
+        self._judge = judge
 
     def connect(self, environment: str, link: EnvironmentLink) -> None:
         """Use these environment workers for new episodes in the environment of this name."""
@@ -133,9 +142,9 @@ class Generation:
             self._engine.name, self._require_tokenizer(), request, prompt, prompt_ids, self._records(request)
         )
 
-        def build(index: int, output: RequestOutput) -> tuple[SampleSummary, Rows]:
+        def build(index: int, output: RequestOutput) -> Built:
             rows = [builder.sampled(index, output)]
-            return sample_summary(rows, self._engine.version), rows
+            return [sample_summary(rows, self._engine.version)], rows
 
         sampling = {index: self._sample(request, index, prompt_ids) for index in request.missing}
         outputs = await self._all_or_none(request, sampling, build, finished)
@@ -143,7 +152,7 @@ class Generation:
         built = [build(index, output) for index, output in outputs.items()]
         summary = self._summary(
             request,
-            [sample for sample, _ in built],
+            [sample for samples, _ in built for sample in samples],
             time.monotonic() - started,
             cached_tokens=sum(output.num_cached_tokens or 0 for output in outputs.values()),
             candidates=[sample_summary([row], self._engine.version) for row in candidates],
@@ -156,8 +165,9 @@ class Generation:
         """Play one episode in the environment of this name for each sample of the group."""
         started = time.monotonic()
         records = self._records(request)
+        bounds = self.config.episodes[environment]
         runner = EpisodeRunner(
-            self.config.episodes[environment],
+            bounds,
             max_tokens=self.config.sampling.max_tokens,
             max_model_len=self.config.engine.max_model_len,
             reader=self._readers[environment],
@@ -172,23 +182,24 @@ class Generation:
                 return sampled_turn(await self._sample(request, index, list(ids), limits), records)
 
             row = read_row(prompt, sample_seed(request.seed, index))
+            opponent = Opponent(lambda: self._judge, request.seed, index, bounds.episode_timeout_s)
             key = f"{self._engine.name}/{request.prompt_uid}/{request.attempt}/{index}/{next(self._serial)}"
-            return await runner.play(key, row, sample)
+            return await replace(runner, opponent=opponent).play(key, row, sample)
 
         builder = RowBuilder(self._engine.name, self._require_tokenizer(), request, prompt, [], records)
 
-        def build(index: int, played: Played) -> tuple[SampleSummary, Rows]:
-            rows = builder.episode(index, played)
-            return sample_summary(rows, self._engine.version, played), rows
+        def build(index: int, played: Played) -> Built:
+            return episode_samples(builder, index, played, bounds.trained, self._engine.version)
 
-        playing = {index: play(index) for index in request.missing}
+        # A sample is the part of one player: the samples of an episode follow each other.
+        playing = {index: play(index) for index in request.missing if index % max(1, len(bounds.trained)) == 0}
         episodes = await self._all_or_none(request, playing, build, finished)
         for kind, note in [item for played in episodes.values() for item in played.notes.items()]:
             if (environment, kind) not in self._noted:
                 self._noted.add((environment, kind))
                 logger.warning("%s: %s", environment or "the environment", note)
         built = [build(index, played) for index, played in episodes.items()]
-        samples = [sample for sample, _ in built]
+        samples = [sample for samples, _ in built for sample in samples]
         cached = sum(sample.episode.cached_tokens for sample in samples if sample.episode is not None)
         summary = self._summary(request, samples, time.monotonic() - started, cached_tokens=cached)
         return summary, merged(request, finished, [row for _, rows in built for row in rows])
@@ -330,7 +341,7 @@ class Generation:
         self,
         request: GroupRequest,
         samples: Mapping[int, Coroutine[Any, Any, T]],
-        build: Callable[[int, T], tuple[SampleSummary, Rows]],
+        build: Callable[[int, T], Built],
         earlier: pa.Table | None,
     ) -> dict[int, T]:
         """Outputs of all samples by index; the first failure cancels the others and is raised.

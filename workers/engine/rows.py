@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -38,6 +38,8 @@ T = TypeVar("T")
 
 Rows = list[dict[str, Any]]
 """Rows of the ROLLOUTS table."""
+Built = tuple[Sequence[SampleSummary], Rows]
+"""The samples of a response or an episode, and their rows."""
 _NOT_FINITE = "a log-prob of the response is not finite"
 
 
@@ -68,8 +70,8 @@ class RowBuilder:
             "first_token_s": turn.first_token_s,
         }
 
-    def episode(self, index: int, played: Played) -> Rows:
-        """The rows of an episode: one, unless the chat template rewrote its history."""
+    def episode(self, index: int, played: Played, player: str | None = None) -> Rows:
+        """The rows of an episode, or of a player's part: one, unless the chat template rewrote its history."""
         # An episode that failed before its first prompt has a row too: the sample is accounted for.
         segments = played.segments or [Segment([0])]
         last = len(segments) - 1
@@ -86,6 +88,7 @@ class RowBuilder:
             | shared
             | {
                 "segment": number,
+                "player": player,
                 "prompt_ids": segment.prompt_ids,
                 "rollout_logprobs": segment.logprobs,
                 "kept_tokens": segment.kept if self.records else None,
@@ -126,6 +129,7 @@ class RowBuilder:
             "answer": self.prompt["answer"],
             "metadata": self.prompt["metadata"],
             "source": self.prompt["source"],
+            "player": None,
             "engine": self.engine,
         }
 
@@ -178,13 +182,16 @@ def _version_spans(completion: CompletionOutput) -> list[dict[str, int]]:
     return [{"version": int(span.version), "start": span.start, "end": span.end} for span in spans]
 
 
-def sample_summary(rows: Rows, version: int, played: Played | None = None) -> SampleSummary:
+def sample_summary(
+    rows: Rows, version: int, played: Played | None = None, outcome: float | None = None
+) -> SampleSummary:
     """Summary of a sample from its rows.
 
     Args:
         rows: One row, or the rows of an episode.
         version: Current version of the engine, for a sample without tokens.
         played: The episode, or None if the sample is one response.
+        outcome: See `EpisodeSummary.outcome`.
     """
     versions = [span["version"] for row in rows for span in row["weight_versions"]] or [version]
     lengths = tuple(len(row["prompt_ids"]) + len(row["response_ids"]) for row in rows)
@@ -207,8 +214,32 @@ def sample_summary(rows: Rows, version: int, played: Played | None = None) -> Sa
             cut_observations=played.cut_observations,
             restarts=played.restarts,
             info=dict(played.info),
+            outcome=outcome,
         ),
+        player=rows[0]["player"] or "",
     )
+
+
+def episode_samples(builder: RowBuilder, index: int, played: Played, players: Sequence[str], version: int) -> Built:
+    """The samples of an episode: one, or one for each player that the policy plays.
+
+    Args:
+        builder: Builds their rows.
+        index: Index of the first sample.
+        played: The episode.
+        players: The players that the policy plays; none if the environment names none.
+        version: Current version of the engine, for samples without tokens.
+    """
+    if not players:
+        rows = builder.episode(index, played)
+        return [sample_summary(rows, version, played)], rows
+    summaries, rows = list[SampleSummary](), Rows()
+    for number, player in enumerate(players, index):
+        own = played.sample(player)
+        part = builder.episode(number, own, player)
+        summaries.append(sample_summary(part, version, own, played.outcome(player)))
+        rows += part
+    return summaries, rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -217,9 +248,9 @@ class RunningGroup(Generic[T]):
 
     request: GroupRequest
     tasks: Mapping[int, asyncio.Task[T]]
-    """The task of each sample, by its index."""
-    build: Callable[[int, T], tuple[SampleSummary, Rows]]
-    """Summary and rows of a finished sample."""
+    """The task of each sample, by its index; of an episode of several players, by the first one's."""
+    build: Callable[[int, T], Built]
+    """Summaries and rows of what a finished task has sampled."""
     earlier: pa.Table | None = None
     """Rows of `request.finished`."""
 
@@ -227,7 +258,7 @@ class RunningGroup(Generic[T]):
         """The samples that are finished now, including `request.finished`, and their ROLLOUTS table."""
         done = {i: task for i, task in self.tasks.items() if task.done() and not task.cancelled()}
         built = [self.build(i, task.result()) for i, task in done.items() if task.exception() is None]
-        summaries = (*self.request.finished, *(summary for summary, _ in built))
+        summaries = (*self.request.finished, *(summary for own, _ in built for summary in own))
         rows = [row for _, own in built for row in own]
         found = FinishedSamples(self.request.prompt_uid, self.request.attempt, summaries)
         return found, merged(self.request, self.earlier, rows)

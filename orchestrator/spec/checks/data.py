@@ -108,7 +108,7 @@ def _judge(spec: RolloutSpec) -> Iterator[Finding]:
             why = "needs a role `judge`, or args.endpoint with the url and the model of one"
             yield f"{path}.name", why
         return
-    if not asking:
+    if not asking and not spec.roles.judge_plays:
         yield "roles.judge", "no reward function asks it: add the function `judge`, or remove the role"
     if judge.max_tokens >= judge.max_model_len:
         limit = f"roles.judge.max_model_len, {judge.max_model_len}"

@@ -62,7 +62,8 @@ def plays_and_judges(spec: RolloutSpec, held_out: HeldOutSettings) -> dict[str, 
         role = spec.roles.environments()[held_out.environment]
         found["played_in"] = decisive(role, "evaluation")
     judge = spec.roles.judge
-    if judge is not None and any(function.name == JUDGE_REWARD for function in held_out.functions):
+    plays = held_out.environment is not None and spec.roles.environments()[held_out.environment].has_opponent
+    if judge is not None and (plays or any(function.name == JUDGE_REWARD for function in held_out.functions)):
         found["judged_by"] = field_tree(type(judge)).counted(judge, "evaluation", Counts.BY_SET)
     return found
 

@@ -59,6 +59,8 @@ class HeldOutSettings:
     environment: str | None = None
     """Name of the environment that its samples are episodes in, empty for one without a name, or None if its samples
     are single responses."""
+    players: int = 1
+    """Samples of an episode: one for each player that the policy plays."""
 
     @property
     def name(self) -> str:
@@ -140,6 +142,7 @@ def held_out_sets(spec: RolloutSpec) -> list[HeldOutSettings]:
     """Settings with which each source of `data.eval` is sampled and scored, in the order of the spec."""
     evaluation = spec.evaluation or EvaluationConfig()
     found: list[HeldOutSettings] = []
+    games = spec.roles.environments()
     for name, source in spec.data.held_out_sets().items():
         own = source if isinstance(source, HeldOut) else HeldOut()
         solved = solved_at(spec) if own.rewards is None else right_from(own.rewards)
@@ -151,7 +154,8 @@ def held_out_sets(spec: RolloutSpec) -> list[HeldOutSettings]:
                 own_rewards=own.rewards is not None,
                 solved_at=solved if own.solved_at is None else own.solved_at,
                 level=own.level,
-                environment=_environment_of(spec, own.environment),
+                environment=(environment := _environment_of(spec, own.environment)),
+                players=1 if environment is None else max(1, len(games[environment].trained)),
             )
         )
     return found

@@ -96,6 +96,16 @@ def reinforce(batch: Batch) -> Advantages:
     return [[g - baseline for g in to_go(token_rewards(s, 0.0))] for s in batch.samples]
 
 
+def rae(batch: Batch) -> Advantages:
+    """SPIRAL, arXiv 2506.24119, of one player: the average of the samples before each one, with its decay of 0.95."""
+    average, result = 0.0, []
+    for number, s in enumerate([*batch.earlier, *batch.samples]):
+        if number >= len(batch.earlier):
+            result.append([s.reward - average] * len(s))
+        average = 0.95 * average + 0.05 * s.reward
+    return result
+
+
 def actor_critic(batch: Batch) -> Advantages:
     """A3C, arXiv 1602.01783, sec. 4, k = 8."""
     result = []
@@ -405,6 +415,7 @@ class Loop:
 PPO_CLIP = clipped(0.2, 0.2)
 LOOPS = {
     "reinforce": Loop(reinforce, gradient, token_mean),
+    "rae": Loop(rae, gradient, token_mean),
     "actor_critic": Loop(actor_critic, gradient, token_mean),
     "actor_critic_gae": Loop(actor_critic_gae, gradient, token_mean),
     "ppo": Loop(ppo, PPO_CLIP, token_mean),

@@ -14,20 +14,22 @@ NEEDS = "the environment textarena needs the package textarena: troupe env insta
 
 
 class TextArena(Environment):
-    """A game of one player: a turn of the policy is a move. The reward is the game's, at its end."""
+    """A game: a turn is a move. The rewards are the game's, at its end. Several players are named 0, 1, ..."""
 
-    def __init__(self, game: str, args: Mapping[str, Any] | None = None) -> None:
-        """`game`: its id, such as `Wordle-v0`; `args`: further arguments of `textarena.make`."""
+    def __init__(self, game: str, args: Mapping[str, Any] | None = None, players: int = 1) -> None:
+        """`game`: its id, such as `Wordle-v0`; `args`: further arguments of `textarena.make`; `players`: how many."""
         try:
             make = importlib.import_module("textarena").make
         except ImportError as error:
             raise ValueError(f"{NEEDS} ({error})") from error
         try:
             self._game: Any = make(env_id=game, **(args or {}))
-            self._game.reset(num_players=1)
-        except Exception as error:  # games of several players refuse one
+            self._game.reset(num_players=players)
+        except Exception as error:  # a game refuses another number of players than it is for
             raise ValueError(f"{game}: {type(error).__name__}: {error}") from error
-        self._name, self._seen = game, ""
+        self._name, self._players = game, players
+        self._seen: dict[int, str] = {}
+        self._system: list[Message] = []
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """Rows of seeds, without end."""
@@ -35,21 +37,28 @@ class TextArena(Environment):
 
     def start(self, row: Row) -> Observation:
         """The rules and the board; the seed is the row's column `seed`, or the episode's."""
-        self._game.reset(num_players=1, seed=int(row.metadata.get("seed", row.seed)) % 2**32)
-        self._seen = ""
-        system = [message for message in row.messages if message["role"] == "system"]
-        return Observation([*system, self._shown()])
+        self._game.reset(num_players=self._players, seed=int(row.metadata.get("seed", row.seed)) % 2**32)
+        self._seen, self._system = {}, [message for message in row.messages if message["role"] == "system"]
+        return self._shown()
 
     def step(self, message: Message) -> Observation:
         """The game's answer to a move."""
         done, _ = self._game.step(action=message["content"])
         if not done:
-            return Observation([self._shown()])
+            return self._shown()
         rewards, info = self._game.close()
-        return Observation(reward=float(rewards[0]), done=True, info={"invalid_move": float(info[0]["invalid_move"])})
+        invalid = {"invalid_move": float(any(one["invalid_move"] for one in info.values()))}
+        if self._players == 1:
+            return Observation(reward=float(rewards[0]), done=True, info=invalid)
+        return Observation(
+            rewards={str(player): float(won) for player, won in rewards.items()}, done=True, info=invalid
+        )
 
-    def _shown(self) -> Message:
-        """What is new: wrappers of most games repeat the game so far."""
-        seen, (_, observed) = self._seen, self._game.get_observation()
-        self._seen = observed if isinstance(observed, str) else "\n".join(text for _, text, _ in observed)
-        return {"role": "user", "content": self._seen.removeprefix(seen).strip() if seen else self._seen}
+    def _shown(self) -> Observation:
+        """What is new to the player whose turn it is: wrappers of most games repeat the game so far."""
+        player, observed = self._game.get_observation()
+        text = observed if isinstance(observed, str) else "\n".join(text for _, text, _ in observed)
+        seen, self._seen[player] = self._seen.get(player), text
+        new = {"role": "user", "content": text.removeprefix(seen).strip() if seen else text}
+        messages = [*self._system, new] if seen is None else [new]
+        return Observation(messages, player=None if self._players == 1 else str(player))

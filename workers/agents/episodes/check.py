@@ -9,13 +9,13 @@ import asyncio
 import random
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from troupe.workers.agents.episodes.conversation import TurnReader
 from troupe.workers.agents.episodes.episode import EpisodeRunner, SampleTurn
 from troupe.workers.agents.episodes.turns import Played, SampledTurn, TurnLimits
-from troupe.workers.contract.config import EpisodeConfig
+from troupe.workers.contract.config import POLICY, EpisodeConfig
 from troupe.workers.contract.environments import EpisodeReply, Message, Row
 from troupe.workers.data.turn_ends import turn_ends
 
@@ -97,11 +97,12 @@ async def rehearse(
         ValueError: the environment cannot be loaded.
     """
     reader, sizes = rehearsal.reader, (rehearsal.max_tokens, rehearsal.max_model_len)
+    config = rehearsal.config.model_copy(update={"players": dict.fromkeys(rehearsal.config.players, POLICY)})
     rng, played, link = random.Random(seed), list[Played](), _Direct(server)
     try:
         await server.start()
         with ThreadPoolExecutor(1) as tokenizing:
-            runner = EpisodeRunner(rehearsal.config, *sizes, reader, tokenizing, lambda: link)
+            runner = EpisodeRunner(config, *sizes, reader, tokenizing, lambda: link)
             for number, row in enumerate(rows):
                 turns = _scripted(reader.tokenizer, said) if said else _random(reader.tokenizer, rng)
                 played.append(await runner.play(f"check/{number}", row, _sampler(turns)))
@@ -150,10 +151,17 @@ class TokenStretch:
     text: str
     reward: float | None = None
     """Reward of the turn, or None if it has none."""
+    player: str = ""
+    """Player of a game whose row it is, or empty."""
 
 
 def stretches(played: Played, tokenizer: PreTrainedTokenizerBase) -> list[TokenStretch]:
-    """The tokens of an episode by author, in order."""
+    """The tokens of an episode by author, in order; of a game, those of one player after the other."""
+    sides = played.sides or {"": played}
+    return [replace(part, player=player) for player, side in sides.items() for part in _stretches(side, tokenizer)]
+
+
+def _stretches(played: Played, tokenizer: PreTrainedTokenizerBase) -> list[TokenStretch]:
     found, rewards, before = list[TokenStretch](), dict(played.rewards), 0
 
     def text(ids: Sequence[int]) -> str:
@@ -171,8 +179,11 @@ def stretches(played: Played, tokenizer: PreTrainedTokenizerBase) -> list[TokenS
 
 def describe(played: Played, parts: Sequence[TokenStretch]) -> list[str]:
     """The episode as lines: every stretch of tokens with who wrote it and whether it has loss, rewards and status."""
-    lines, rows = list[str](), len(played.segments)
+    lines, rows, player = list[str](), len(played.segments), ""
     for part in parts:
+        if part.player != player:
+            player, rows = part.player, len(played.sides[part.player].segments)
+            lines.append(f"player {player}")
         if rows > 1 and part.name == "prompt":
             lines.append(f"row {part.row + 1} of {rows}")
         shown = " ".join(map(str, part.ids[:12])) + (" ..." if len(part.ids) > 12 else "")
@@ -181,5 +192,5 @@ def describe(played: Played, parts: Sequence[TokenStretch]) -> list[str]:
         if part.reward is not None:
             lines.append(f"  reward {part.reward:g}")
     info = "".join(f", {name} {value:g}" for name, value in played.info.items())
-    lines.append(f"end: {played.status}, {played.finish_reason}, {len(played.turns)} turns{info}")
+    lines.append(f"end: {played.status}, {played.finish_reason}, {played.sampled_turns} turns{info}")
     return lines

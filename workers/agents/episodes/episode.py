@@ -23,6 +23,7 @@ from troupe.workers.contract.environments import (
     cut,
     failed_status,
 )
+from troupe.workers.contract.judges import JudgeAnswer
 from troupe.workers.contract.roles import EnvironmentLink
 from troupe.workers.contract.text import one_line
 
@@ -43,6 +44,8 @@ _Span = tuple[int, int]
 
 SampleTurn = Callable[[Sequence[int], TurnLimits], Awaitable[SampledTurn]]
 """Samples the turn behind these tokens."""
+Opponent = Callable[[list[Message], int], Awaitable[JudgeAnswer]]
+"""A frozen model's turn of this number, by what its player has seen."""
 
 
 class EpisodeFailed(Exception):
@@ -96,6 +99,8 @@ class EpisodeRunner:
     """The current link: environment workers come and go."""
     form_problem: Callable[[StructuredConfig], str] = lambda form: ""
     """Why a turn cannot have this form; empty if it can."""
+    opponent: Opponent | None = None
+    """Plays as the players that the policy does not play, or None without any."""
     long: LongReader | None = None
     """Reads long conversations and turns, so that other episodes do not wait for them. If None, one thread reads
     all."""
@@ -151,12 +156,12 @@ class EpisodeRunner:
         """The policy's first request. Raises EpisodeFailed."""
         if observation.done:
             raise EpisodeFailed("start: it is done before the policy's first turn, which leaves nothing to train")
-        if observation.reward:
-            raise EpisodeFailed(f"start: the reward {observation.reward:g} is for no turn: step gives rewards")
+        for reward in filter(None, (observation.reward, *observation.rewards.values())):
+            raise EpisodeFailed(f"start: the reward {reward:g} is for no turn: step gives rewards")
         state.played.hear(observation)
         asked = await self._open(state, observation)
         if asked.refusal is None or not observation.refusable:
-            state.begin(asked)
+            asked.begin()
         if asked.refusal is not None and not observation.refusable:
             tokens = len(asked.conversation.prompt_ids)
             raise EpisodeFailed(f"the first prompt has {tokens} tokens, and max_model_len is {self.max_model_len}")
@@ -165,18 +170,18 @@ class EpisodeRunner:
 
     async def _turn(self, state: _OpenEpisode, asked: _Asked, sample: SampleTurn) -> Message:
         """Samples one turn, with the branches' turns, and records them; returns the message for the environment."""
-        first = len(state.played.turns)
+        first = state.played.sampled_turns
         branches, state.branches = state.branches, []
         wanted = [one for one in (asked, *branches) if one.refusal is None]
         sampled = wanted[: self.config.max_turns - first]
-        sampling = (self._sample(number, one, sample) for number, one in enumerate(sampled, first))
+        sampling = (self._sample(number, one, sample, one is not asked) for number, one in enumerate(sampled, first))
         turns = dict(zip(sampled, await asyncio.gather(*sampling), strict=True))
         also = []
         for branch in branches:
             if branch.refusal is not None:
                 also.append(branch.refusal)
             elif branch in turns:
-                state.played.messages += branch.observation.messages
+                branch.side.messages += branch.observation.messages
                 also.append(await self._read(state, branch, turns[branch]))
         answer = asked.refusal or await self._read(state, asked, turns[asked])
         if asked.refusal is None:
@@ -185,26 +190,43 @@ class EpisodeRunner:
             state.end("max_turns")  # those without a response would wait for it
         return answer | ({"also": also} if also else {})
 
-    async def _sample(self, number: int, asked: _Asked, sample: SampleTurn) -> SampledTurn:
-        """Sample the next turn of a conversation."""
+    async def _sample(self, number: int, asked: _Asked, sample: SampleTurn, beside: bool) -> SampledTurn:
+        """Sample the next turn of a conversation, which is one `beside` others or not."""
+        if asked.observation.player is not None and asked.observation.player not in self.config.trained:
+            new = asked.observation.messages if beside else ()
+            return await self._opponents_turn([*asked.side.messages, *new], number, asked.observation.player)
         prompt, longest = asked.conversation.prompt_ids, asked.observation.max_tokens or self.max_tokens
         room = min(self.max_tokens, self.max_model_len - len(prompt), longest)
         form = asked.observation.structured
         structured = None if form is None else StructuredConfig.model_validate(form)
         return await sample(prompt, TurnLimits(number, room, tuple(asked.observation.stop), structured))
 
+    async def _opponents_turn(self, messages: list[Message], number: int, player: str) -> SampledTurn:
+        """The turn of a player that the policy does not play: a text without tokens. Raises EpisodeFailed."""
+        if self.opponent is None:
+            raise EpisodeFailed(f"{player}: no judge plays here")
+        answer = await self.opponent(messages, number)
+        if answer.failure:
+            raise EpisodeFailed(f"{player}: {answer.failure}")
+        return SampledTurn((), (), (), "stop", text=answer.text)
+
     async def _read(self, state: _OpenEpisode, asked: _Asked, turn: SampledTurn) -> Message:
         """Record a turn at the end of its conversation's row; its message for the environment."""
-        state.played.prompt_tokens += len(asked.conversation.prompt_ids)
-        state.played.record(asked.segment, asked.added, turn)
+        asked.side.prompt_tokens += len(asked.conversation.prompt_ids)
+        asked.side.record(asked.segment, asked.added, turn)
         long = self.long is not None and len(turn.ids) > _LONG_TURN
         reader = self.long.reader if long and self.long is not None else self.reader
-        message, history = await self._run(
-            partial(reader.read, turn.ids, asked.tools, cut=turn.finish_reason == "length"), long=long
-        )
+        if turn.text is not None:
+            message = history = {"role": "assistant", "content": turn.text}
+        else:
+            message, history = await self._run(
+                partial(reader.read, turn.ids, asked.tools, cut=turn.finish_reason == "length"), long=long
+            )
         told = await self._told(message, asked, turn)
         asked.conversation.add_response(turn.ids, history)
-        state.played.messages.append(message)
+        asked.side.messages.append(message)
+        if asked.side is not state.played:
+            asked.side.response = message["content"]
         return told
 
     async def _told(self, message: Message, asked: _Asked, turn: SampledTurn) -> Message:
@@ -242,8 +264,8 @@ class EpisodeRunner:
         Raises:
             EpisodeFailed: it has no tokens, or continues a request that was refused.
         """
-        name = observation.conversation
-        before = None if observation.restart or (beside and not name) else state.conversations.get(name)
+        player, name = self._player(observation), (observation.player or "", observation.conversation)
+        before = None if observation.restart or (beside and not any(name)) else state.conversations.get(name)
         if before is not None and before.refusal is not None:
             raise EpisodeFailed("a request that was refused can only be followed by a separate conversation")
         if before is None:
@@ -253,10 +275,23 @@ class EpisodeRunner:
             added = await self._add(conversation, observation.messages)
         row = Segment(list(conversation.prompt_ids)) if before is None or added.forked else before.segment
         refusal = await self._refusal(conversation, observation)
-        asked = _Asked(conversation, observation, tools, refusal, row, added.ids)
-        if name or not beside:
+        asked = _Asked(conversation, observation, tools, refusal, row, added.ids, state.played.side(player))
+        if any(name) or not beside:
             state.conversations[name] = asked
         return asked
+
+    def _player(self, observation: Observation) -> str | None:
+        """The player whose turn is asked for. Raises EpisodeFailed."""
+        if observation.player is None and self.config.players:
+            raise EpisodeFailed(f"no player is named whose turn it is, one of {', '.join(self.config.players)}")
+        return None if observation.player is None else self._known(observation.player)
+
+    def _known(self, player: str) -> str:
+        """The name of a player. Raises EpisodeFailed."""
+        if player not in self.config.players:
+            known = ", ".join(self.config.players) or "none"
+            raise EpisodeFailed(f"there is no player {player!r} in roles.environment.players ({known})")
+        return player
 
     async def _refusal(self, conversation: Conversation, observation: Observation) -> Message | None:
         """The answer to a request that is refused or counted, or None if a turn is sampled.
@@ -284,27 +319,28 @@ class EpisodeRunner:
         played = state.played
         played.hear(observation)
         state.done = observation.done
-        if not played.turns and (observation.done or observation.reward):
+        if not played.sampled_turns and (observation.done or observation.reward):
             raise EpisodeFailed("it ended before the policy's first turn")
-        if observation.reward is not None and played.turns:
-            row = played.segments[-1]
-            row.rewards.append((len(row.response_ids), observation.reward))
+        if observation.reward is not None and played.sampled_turns:
+            asked.side.earn(observation.reward)
+        for player, reward in observation.rewards.items():
+            played.side(self._known(player)).earn(reward)
         if state.cut and self.config.truncated_turns == "end":
             state.end("length")
         elif observation.done:
             state.end("stop")
-        elif len(played.turns) >= self.config.max_turns:
+        elif played.sampled_turns >= self.config.max_turns:
             state.end("max_turns")
         else:
             return await self._next(state, observation)
-        played.messages += observation.messages
+        asked.side.messages += observation.messages
         return asked
 
     async def _next(self, state: _OpenEpisode, observation: Observation) -> _Asked:
         """Continue or begin a conversation; the turns that follow."""
         following = await self._open(state, observation)
         if following.refusal is None or not observation.refusable:
-            state.played.messages += observation.messages
+            following.side.messages += observation.messages
         if following.refusal is not None and "refused" in following.refusal:
             state.refusals += 1
             if not observation.refusable or state.refusals >= self.config.max_turns:
@@ -325,7 +361,7 @@ class EpisodeRunner:
         for message in observation.messages:
             shown = cut_observation(message["content"], self.config.max_observation_chars, state.prompts)
             if shown != message["content"]:
-                state.played.cut_observations += 1
+                state.played.side(observation.player).cut_observations += 1
             messages.append(message | {"content": shown})
         return replace(observation, messages=messages, also=[self._bounded(state, one) for one in observation.also])
 
@@ -388,6 +424,13 @@ class _Asked:
     """The row of the next turn."""
     added: Sequence[int]
     """Tokens that follow the row's last turn."""
+    side: Played
+    """The part of the player whose turn it is; the whole episode if the environment names no players."""
+
+    def begin(self) -> None:
+        """Record the first prompt of the episode."""
+        self.side.segments.append(self.segment)
+        self.side.messages = list(self.conversation.messages)
 
 
 @dataclass
@@ -397,8 +440,8 @@ class _OpenEpisode:
     played: Played
     prompts: Sequence[str]
     """Texts of the row's messages."""
-    conversations: dict[str, _Asked] = field(default_factory=dict)
-    """By name, with what was last asked of each."""
+    conversations: dict[tuple[str, str], _Asked] = field(default_factory=dict)
+    """By player and name, with what was last asked of each."""
     branches: list[_Asked] = field(default_factory=list)
     """Sampled along with the next turn."""
     refusals: int = 0
@@ -412,16 +455,12 @@ class _OpenEpisode:
     done: bool = False
     """Whether the environment has ended it."""
 
-    def begin(self, asked: _Asked) -> None:
-        self.played.segments.append(asked.segment)
-        self.played.messages = list(asked.conversation.messages)
-
     def end(self, reason: str) -> None:
         self.played.finish_reason = reason
         self.over = True
 
     def fail(self, status: str) -> None:
-        self.played.status = failed_status(len(self.played.turns), status, self.played.response)
+        self.played.status = failed_status(self.played.sampled_turns, status, self.played.response)
 
 
 def cut_observation(text: str, longest: int, prompts: Sequence[str]) -> str:

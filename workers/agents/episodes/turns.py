@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
@@ -43,6 +43,8 @@ class SampledTurn:
     """Tokens of the prompt that the engine read from its cache."""
     generate_s: float = 0.0
     first_token_s: float = 0.0
+    text: str | None = None
+    """Text of the turn of another model, which has no tokens; None if the policy sampled it."""
 
 
 @dataclass
@@ -90,6 +92,10 @@ class Segment:
         return len(self.prompt_ids) + len(self.response_ids)
 
 
+_SHARED = ("finish_reason", "status", "environment_s", "restarts", "info", "notes")
+"""What the parts of all players of an episode have in common."""
+
+
 @dataclass
 class Played:
     """A finished episode."""
@@ -112,6 +118,31 @@ class Played:
     info: dict[str, float] = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)
     """The first note of each kind (`Observation.note`)."""
+    sides: dict[str, Played] = field(default_factory=dict)
+    """What each player of a game has seen and done, by name; none if the environment names no players."""
+
+    def side(self, player: str | None) -> Played:
+        """What a player has seen and done so far: the episode itself if the environment names no players."""
+        return self if player is None else self.sides.setdefault(player, Played([]))
+
+    def sample(self, player: str) -> Played:
+        """The part of a player as an episode, with how the whole one ended."""
+        ending = {name: vars(self)[name] for name in _SHARED}
+        return replace(self.side(player), **ending)
+
+    def outcome(self, player: str) -> float | None:
+        """1 if the player has won, 0.5 in a draw and 0 if another one has won, or None without another player."""
+        totals = {name: sum(reward for _, reward in side.rewards) for name, side in self.sides.items()}
+        others = [total for name, total in totals.items() if name != player]
+        if not others:
+            return None
+        own, best = totals.get(player, 0.0), max(others)
+        return 1.0 if own > best else 0.5 if own == best else 0.0
+
+    @property
+    def sampled_turns(self) -> int:
+        """Turns of all players."""
+        return len(self.turns) + sum(len(side.turns) for side in self.sides.values())
 
     @property
     def rewards(self) -> list[tuple[int, float]]:
@@ -119,6 +150,12 @@ class Played:
         starts = accumulate((len(segment.response_ids) for segment in self.segments), initial=0)
         rows = zip(starts, self.segments, strict=False)
         return [(start + end, reward) for start, segment in rows for end, reward in segment.rewards]
+
+    def earn(self, reward: float) -> None:
+        """Record a reward of the last turn; without one, it is of a row without tokens."""
+        self.segments = self.segments or [Segment([0])]
+        row = self.segments[-1]
+        row.rewards.append((len(row.response_ids), reward))
 
     def hear(self, observation: Observation) -> None:
         """Keep what the environment reports besides messages."""

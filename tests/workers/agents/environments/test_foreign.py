@@ -290,6 +290,36 @@ def test_a_game_of_textarena_shows_what_is_new(monkeypatch: pytest.MonkeyPatch) 
     assert (last.reward, last.done, last.info) == (1.0, True, {"invalid_move": 0.0})
 
 
+def test_a_game_of_textarena_for_two_names_whose_turn_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Game:
+        def reset(self, num_players: int, seed: int = 0) -> None:
+            if num_players != 2:
+                raise ValueError("two players")
+            self.texts, self.turn = ["You are 0.", "You are 1."], 0
+
+        def get_observation(self) -> tuple[int, str]:
+            return self.turn, self.texts[self.turn]
+
+        def step(self, action: str) -> tuple[bool, dict[str, Any]]:
+            self.texts = [f"{text}\n{action}" for text in self.texts]
+            self.turn = 1 - self.turn
+            return action == "mate", {}
+
+        def close(self) -> tuple[dict[int, int], dict[int, Any]]:
+            return {0: 1, 1: -1}, {0: {"invalid_move": False}, 1: {"invalid_move": True}}
+
+    monkeypatch.setitem(sys.modules, "textarena", SimpleNamespace(make=lambda **_: Game()))
+    with pytest.raises(ValueError, match="two players"):
+        TextArena("Chess-v0")
+    environment = TextArena("Chess-v0", players=2)
+    asked = [environment.start(Row(({"role": "system", "content": "Play."},)))]
+    asked += [environment.step({"role": "assistant", "content": move}) for move in ("e4", "e5", "mate")]
+    texts = [[message["content"] for message in observation.messages] for observation in asked]
+    assert texts == [["Play.", "You are 0."], ["Play.", "You are 1.\ne4"], ["e4\ne5"], []]
+    assert [observation.player for observation in asked] == ["0", "1", "0", None]
+    assert (asked[-1].rewards, asked[-1].done, asked[-1].info) == ({"0": 1.0, "1": -1.0}, True, {"invalid_move": 1.0})
+
+
 def trace(**fields: Any) -> Any:
     """A trace of verifiers: the policy's, with a reward of two parts."""
     client = SimpleNamespace(base_url=fields.pop("url", "http://episode/v1"))

@@ -1,0 +1,54 @@
+"""Games of several players that cannot work as a spec describes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from troupe.orchestrator.algorithms import section as algorithms
+from troupe.orchestrator.errors import Finding
+from troupe.orchestrator.spec.derived.sampling import group_settings, reward_functions
+from troupe.orchestrator.spec.rollout import RolloutSpec
+
+_ONE = frozenset({"agent", "guess_number", "gymnasium", "openenv", "retry", "single_turn", "tools", "verifiers"})
+"""Built-in environments that have one player."""
+
+
+def player_problems(spec: RolloutSpec) -> Iterator[Finding]:
+    """Environments with `players` that have none, groups that they do not divide, and what cannot tell them apart."""
+    games = {name: role for name, role in spec.roles.environments().items() if role.players}
+    for name, role in games.items():
+        path = f"roles.environment.{name}".rstrip(".")
+        if role.name in _ONE:
+            yield f"{path}.players", f"{role.name} has one player; remove it"
+        elif not role.trained:
+            yield f"{path}.players", "the policy plays none of them: it has nothing to train on"
+        elif role.has_opponent and spec.roles.judge is None:
+            yield "roles.judge", f"is required: its model plays as a player of {path}"
+    several = {name: len(role.trained) for name, role in games.items() if len(role.trained) > 1}
+    yield from _groups(spec, several)
+    if not several:
+        return
+    advantage = algorithms.advantage(spec.algorithm)
+    if advantage.estimator == "smooth_group" or advantage.baseline == "greedy":
+        why = f"{spec.algorithm.name} keeps one result of each prompt, but the players of a game have their own"
+        yield "algorithm.name", f"{why}: use an algorithm that compares samples of a group, or rae"
+    for path, functions in reward_functions(spec).items():
+        for number, function in enumerate(functions):
+            if function.compares not in ("", "baseline"):
+                why = "compares samples of a prompt, and players of a game have different ones"
+                yield f"{path}.{number}.args.compare", f"{why}; remove it"
+
+
+def _groups(spec: RolloutSpec, several: dict[str, int]) -> Iterator[Finding]:
+    """Numbers of samples that are no whole episodes, or too few for each player."""
+    least = algorithms.row_of(spec.algorithm).min_group_size
+    for number, group in enumerate(group_settings(spec)):
+        players = 1 if group.environment is None else several.get(group.environment, 1)
+        game = ".".join(filter(None, ("roles.environment", group.environment, "players")))
+        own = spec.data.mixture and spec.data.mixture[number].group_size is not None
+        path = f"data.train.{number}.group_size" if own else "algorithm.group_size"
+        if group.samples % players:
+            yield path, f"must be a multiple of {players}, the policy's players in {game}, got {group.samples}"
+        elif players > 1 and group.samples // players < least:
+            why = f"{spec.algorithm.name} compares samples of a player: needs at least {least} for each"
+            yield path, f"{why} of {players} in {game}, got {group.samples}"
