@@ -19,7 +19,6 @@ import pytest_asyncio
 import torch
 from transformers import AutoTokenizer
 
-from tests.processes import descendants
 from tests.real.rollout_helpers import (
     MAX_TOKENS,
     chat,
@@ -47,7 +46,7 @@ REQUEST = GroupRequest(prompt_uid="p0", row=0, attempt=2, samples=4, seed=11)
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def worker(tiny_model: Path) -> AsyncIterator[RolloutWorker]:
-    """One worker for all tests of this file that leave its engine running.
+    """One worker for all tests of this file, of which the last ends its engine.
 
     The engine records the tokens that its sampler leaves, which it does not where the spec does not truncate.
     """
@@ -426,19 +425,20 @@ async def test_a_cancelled_group_is_removed_from_the_engine(worker: RolloutWorke
     assert len(await rows(worker, REQUEST)) == 4
 
 
-async def test_a_dead_engine_process_is_a_clear_error(tiny_model: Path) -> None:
-    """A running request, a new request and a health probe raise `EngineDead`, which names the signal."""
-    others = descendants(title="EngineCore")
-    worker = RolloutWorker(rollout_config(tiny_model, max_tokens=900), "rollout-7")
-    await worker.start()
-    running = asyncio.create_task(worker.generate(replace(REQUEST, samples=8), PROMPTS))
-    await until_sampling(worker, 8)
-    (engine,) = set(descendants(title="EngineCore")).difference(others)
-    engine.kill()
-    with pytest.raises(EngineDead, match=r"rollout-7 has ended \(SIGKILL\)"):
-        await asyncio.wait_for(running, 30)
+async def test_a_dead_engine_process_is_a_clear_error(worker: RolloutWorker) -> None:
+    """A running request, a new request and a health probe raise `EngineDead`, which names the signal.
+
+    Last: it costs the engine.
+    """
+    core: Any = worker.engine.require_live().engine_core
+    (engine,) = core.resources.engine_manager.processes
+    with sampling_config(worker, max_tokens=900):
+        running = asyncio.create_task(worker.generate(replace(REQUEST, samples=8), PROMPTS))
+        await until_sampling(worker, 8)
+        engine.kill()
+        with pytest.raises(EngineDead, match=r"rollout-0 has ended \(SIGKILL\)"):
+            await asyncio.wait_for(running, 30)
     with pytest.raises(EngineDead):
         await asyncio.wait_for(worker.generate(REQUEST, PROMPTS), 30)
     with pytest.raises(EngineDead):
         await asyncio.wait_for(worker.health(), 30)
-    await worker.close()
