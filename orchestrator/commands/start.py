@@ -99,20 +99,10 @@ def init(
     ] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="File to write.")] = Path("run.yaml"),
     force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
-    no_trial: Annotated[
-        bool, typer.Option("--no-trial", help="Do not sample generated tasks to choose their difficulty.")
-    ] = False,
 ) -> None:
     """Write a first spec that fits this machine, with a comment for each field; in a terminal, ask what is missing."""
     from troupe.orchestrator.starter.choices import OWN_TASKS
-    from troupe.orchestrator.starter.command import (
-        InitFlags,
-        complete,
-        copy_of,
-        text_of,
-        with_difficulty,
-        write,
-    )
+    from troupe.orchestrator.starter.command import InitFlags, complete, copy_of, text_of, write
     from troupe.orchestrator.starter.environments import write_rows
 
     if output.exists() and not force:
@@ -133,6 +123,6 @@ def init(
             flags = replace(flags, data=str(write_rows(environment, values or {}, output, force=force)))
             typer.echo(f"wrote {flags.data}: the tasks of {environment}")
         choices = complete(flags, ask if sys.stdin.isatty() else None)
-        text = text_of(choices if no_trial else with_difficulty(choices, typer.echo), output, typer.echo)
+        text = text_of(choices, output, typer.echo)
     write(text, output, force)
     typer.echo(f"wrote {output}; next: troupe validate {output}")

@@ -16,10 +16,6 @@ from troupe.workers.contract.rewards import ENVIRONMENT_REWARD
 
 GYM = "reasoning_gym:"
 """Begins the name of generated tasks."""
-TASKS = 2000
-"""Generated tasks to train on."""
-
-
 TURNS = 4
 """Most turns of the policy in an episode."""
 _SCORED = frozenset({"retry", "tools", "single_turn"})
@@ -35,32 +31,6 @@ _SLOW = {"turn_timeout_s": 200.0, "episode_timeout_s": 500.0, "memory_limit_mib"
 """Bounds of environments that start programs for an episode."""
 _EPISODES = 64
 """Episodes under way in one worker."""
-
-_EASY = "chain_sum, products and gcd"
-"""Tasks of reasoning-gym: a model of 135 million parameters solves a fifth of their easiest level."""
-
-
-@dataclass(frozen=True)
-class Difficulty:
-    """Settings of a generated task, and how a model did at them."""
-
-    settings: dict[str, Any]
-    right: int
-    samples: int
-    mixed: int
-    """Prompts with right and wrong samples."""
-    prompts: int
-    tasks: int = TASKS
-    """Tasks to train on: fewer if the settings have few different ones, so that some are left to evaluate on."""
-
-    @property
-    def note(self) -> str:
-        """What the trial has shown."""
-        shown = f"the model solves {self.right} of {self.samples} samples"
-        if not self.mixed:
-            other = "a harder task" if self.right else f"a larger model or an easier task ({_EASY} are easy)"
-            return f"{shown}, and no prompt has right and wrong ones: there is nothing to learn; try {other}"
-        return f"{shown}, and {self.mixed} of {self.prompts} prompts have right and wrong ones to learn from"
 
 
 @dataclass(frozen=True)
@@ -83,10 +53,6 @@ class Choices:
     """A built-in environment or `package.module:Class`; empty if a sample is one response."""
     environment_args: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Its arguments."""
-    difficulty: Difficulty | None = None
-    """Difficulty of a generated task, or None for the task's default settings."""
-    not_tried: str = ""
-    """Why the difficulty of generated tasks was not tried; empty if it was, or if the task has no difficulty."""
 
     @property
     def offline(self) -> bool:

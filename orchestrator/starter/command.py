@@ -6,7 +6,7 @@ import importlib
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
@@ -23,7 +23,6 @@ from troupe.orchestrator.spec.offline import OfflineSpec
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.starter.choices import GYM, Choices, check_algorithm, check_environment
 from troupe.orchestrator.starter.data import read_data
-from troupe.orchestrator.starter.difficulty import BUDGET_S, PROMPTS, find_difficulty, has_levels, why_not_tried
 from troupe.orchestrator.starter.sizing import cluster, fitting_document
 from troupe.workers.contract.imports import missing_package
 
@@ -99,32 +98,6 @@ def complete(flags: InitFlags, ask: Ask | None) -> Choices:
     )
 
 
-def with_difficulty(choices: Choices, say: Callable[[str], None]) -> Choices:
-    """The choices with a difficulty of the generated tasks at which the model is sometimes right.
-
-    If it cannot be tried on this machine, the choices hold the reason.
-
-    Raises:
-        UsageError: There is no such task, or the model cannot be sampled from.
-    """
-    if choices.data.startswith(GYM):
-        check_task(choices.data.removeprefix(GYM))
-    if not has_levels(choices):
-        return choices
-    shown = graphics().gpus
-    if why := why_not_tried(choices.model, shown[0].memory if shown else 0):
-        say(f"difficulty: not tried: {why}")
-        return replace(choices, not_tried=why)
-    what = f"sampling {PROMPTS} prompts of each level to choose a difficulty that the model can learn from"
-    say(f"{what} (at most {BUDGET_S / 60:.0f} minutes; --no-trial skips this)")
-    found = find_difficulty(choices)
-    if isinstance(found, str):
-        say(f"difficulty: not tried: {found}")
-        return replace(choices, not_tried=found)
-    say(f"difficulty: {found.note}")
-    return replace(choices, difficulty=found)
-
-
 def text_of(choices: Choices, output: Path, say: Callable[[str], None] = lambda _: None) -> str:
     """The spec for these choices.
 
@@ -155,10 +128,6 @@ def text_of(choices: Choices, output: Path, say: Callable[[str], None] = lambda 
     ]
     if choices.environment:
         heading.insert(2, f"  troupe env check {output}    plays an episode without the model")
-    if choices.difficulty is not None:
-        heading.append(f"Difficulty: {choices.difficulty.note}.")
-    elif choices.not_tried:
-        heading.append(f"Difficulty: that of the task, not tried: {choices.not_tried}.")
     if data.reward is not None and data.reward.note:
         heading.append(f"Reward: {data.reward.note}.")
     if data.unused:

@@ -14,7 +14,8 @@ from troupe.orchestrator.data.preferences import answer_columns, column_names
 from troupe.orchestrator.data.readers import find_column, has_column
 from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.starter.answers import asking, fitting_reward, fitting_tests
-from troupe.orchestrator.starter.choices import GYM, OWN_TASKS, TASKS, Choices, Data, Earned, needs_answer
+from troupe.orchestrator.starter.choices import GYM, OWN_TASKS, Choices, Data, needs_answer
+from troupe.orchestrator.starter.difficulty import generated_data
 from troupe.orchestrator.starter.examples import tools_column, trained_characters, what_is_read
 from troupe.orchestrator.starter.tables import Table, find_tables
 
@@ -67,12 +68,7 @@ def read_data(choices: Choices) -> Data:
     if choices.data.startswith(GYM):
         if choices.offline:
             raise UsageError(f"--data: {choices.algorithm} learns from examples, not from generated tasks")
-        recipe: dict[str, object] = {"name": choices.data.removeprefix(GYM)}
-        size = TASKS if choices.difficulty is None else choices.difficulty.tasks
-        if choices.difficulty is not None and choices.difficulty.settings:
-            recipe["args"] = choices.difficulty.settings
-        train = {"kind": "reasoning_gym", "recipes": [recipe], "size": size, "seed": 1}
-        return Data({"train": train, "eval": train | {"size": 200, "seed": 2}}, 512, 0, Earned("reasoning_gym"))
+        return generated_data(choices)
     train, held_out, why = find_tables(choices.data)
     found = _examples(choices, train) if choices.offline else _prompts(choices, train)
     columns = {name: value for name, value in found.section["train"].items() if name not in train.section}

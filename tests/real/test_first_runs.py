@@ -32,9 +32,9 @@ def test_the_demo_learns(demo_model: Path, tmp_path: Path) -> None:
 
 
 def test_the_spec_of_the_tutorial_has_something_to_learn_from(demo_model: Path, tmp_path: Path) -> None:
-    """The difficulty that `init` chooses is neither too easy nor too hard for the model."""
+    """The tasks that `init` chooses are neither too easy nor too hard for the model."""
     spec = tmp_path / "my.yaml"
     written = ("init", "--model", str(demo_model), "--data", "reasoning_gym:chain_sum", "--output", str(spec))
-    assert "difficulty: the model solves " in run_troupe(tmp_path, *written)
+    assert "easiest of their kind" in run_troupe(tmp_path, *written)
     (reward,) = rewards(tmp_path, spec, 1)
     assert 0.1 < reward < 0.9

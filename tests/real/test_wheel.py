@@ -144,7 +144,7 @@ def test_export_writes_the_notebooks_model(notebook: str, user: User) -> None:
 
 def test_the_spec_of_init_is_valid_and_planned(user: User, tiny_model: Path) -> None:
     """A spec of `init` is trained in test_first_runs.py, and the notebook above trains with this installation."""
-    data = ("--data", "reasoning_gym:chain_sum", "--no-trial")
+    data = ("--data", "reasoning_gym:chain_sum")
     user.types("troupe", "init", "--model", str(tiny_model), *data, "--name", "first")
     assert "run.yaml: first is valid: grpo" in user.types("troupe", "validate", "run.yaml")
     assert "rollout-0" in user.types("troupe", "plan", "run.yaml")
