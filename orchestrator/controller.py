@@ -25,7 +25,6 @@ from troupe.orchestrator.telemetry.metrics import PeakMemory, PhaseTimers
 from troupe.orchestrator.telemetry.recorder import RunRecorder
 from troupe.orchestrator.telemetry.sinks import MetricSinks
 from troupe.orchestrator.telemetry.timeline import CallLog
-from troupe.orchestrator.training.alarm import Alarm
 from troupe.orchestrator.training.batch import (
     Batch,
     BatchSource,
@@ -86,7 +85,6 @@ class RunParts:
     best: BestCheckpoints
     evaluations: RunEvaluations
     saves: RunSaves
-    alarm: Alarm
     all: tuple[RunPart, ...]
 
     def states(self) -> dict[str, Any]:
@@ -203,7 +201,7 @@ class Controller:
                 await self._recorder.end_step(0)  # start-up; a resumed run's is part of its first step
             source.start()
             self._timers = self._new_timers()
-            while self.version < spec.schedule.steps and not (self.parts.alarm.stops or await self._is_over(watch)):
+            while self.version < spec.schedule.steps and not await self._is_over(watch):
                 async with asyncio.timeout(spec.schedule.step_timeout_s):
                     step = self.step(self.version)
                     step = step if self._weights is None else self._weights.guard(step)
@@ -234,7 +232,6 @@ class Controller:
         ledger.check()
         early = self.parts.best.no_gain if self.version < spec.schedule.steps else ""
         how = "finished" if self.version >= spec.schedule.steps or early else "stopped"
-        how = "alarm" if how == "stopped" and self.parts.alarm.stops else how
         self._recorder.events.record("run_ended", how=how, **({"detail": early} if early else {}))
         return RunOutcome(
             self.version,

@@ -329,7 +329,7 @@ class Outcome:
 
     folder: Path
     stopped: bool = False
-    """Whether a request or an alarm has stopped it before its last step."""
+    """Whether a request has stopped it before its last step."""
     interrupted: bool = False
     """Whether it was asked to stop, if only while its workers were closed; its report is then left to `report`."""
 

@@ -54,7 +54,7 @@ from troupe.orchestrator.telemetry.json_lines import JsonLinesFile
 from troupe.orchestrator.telemetry.run_folder import RunFolder
 from troupe.orchestrator.training.checkpoint import Checkpoint, CheckpointStore, InvalidCheckpoint, verify
 from troupe.orchestrator.training.ledger import Ledger
-from troupe.orchestrator.training.parts import states_of
+from troupe.orchestrator.training.parts import FORMAT, states_of
 from troupe.orchestrator.training.state import PenaltyState
 from troupe.workers.agents.environments.gateway.completions import Completions, Generate
 from troupe.workers.agents.environments.gateway.messages import Messages
@@ -337,7 +337,8 @@ def test_the_state_of_a_checkpoint(tmp_path: Path) -> None:
     prompts.next()
     good = {
         "ledger": json.loads(json.dumps(ledger.state())),
-        "memory": PenaltyState().model_dump(mode="json"),
+        "format": FORMAT,
+        "parts": {"penalty": PenaltyState().model_dump(mode="json")},
         "source": {"prompts": prompts.state(), "advantages": AdvantageState().model_dump(mode="json")},
         "trainers": {"policy": {"zero_stage": 1, "workers": 2, "dtype": "float32"}},
     }

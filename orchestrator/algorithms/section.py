@@ -20,7 +20,6 @@ from troupe.orchestrator.algorithms.table import (
     COMPARES,
     CRITIC_OPTIONS,
     KL_FIELDS,
-    RENAMED,
     ROW_ONLY,
     TRUST_REGION_OPTIONS,
     Algorithm,
@@ -45,8 +44,6 @@ _REPLACED = 3  # groups that a custom filter may replace, for each group of a st
 
 def unknown_algorithm(name: str) -> str:
     """Error message for a name that no algorithm of either kind has."""
-    if (renamed := RENAMED.get(name)) is not None:
-        return f"no algorithm '{name}', but {renamed}: {ALGORITHMS[renamed].summary}"
     lists = "`troupe algorithms` lists those on rollouts, such as grpo, and on offline data, such as dpo"
     return f"no algorithm '{name[:60]}' ({nearest(name, [*ALGORITHMS, *OFFLINE_ALGORITHMS]) or lists})"
 

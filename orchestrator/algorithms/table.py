@@ -513,9 +513,6 @@ ALGORITHMS: dict[str, Algorithm] = {
     )
 }
 
-RENAMED = {"trpo": "ppo_kl_limit"}
-"""Names that rows had in earlier versions."""
-
 
 def unread_options(row: Algorithm) -> frozenset[str]:
     """Fields that other estimators and objectives read, but the row's do not."""

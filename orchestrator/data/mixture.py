@@ -113,11 +113,10 @@ class PromptMixture:
             own = saved[source.share.name]
             source.order.restore(own)
             source.due = _number(own, "due")
-        # Checkpoints of earlier versions have neither the time nor weights.
-        self._time = _number(state, "time") if "time" in state else min(source.due for source in self._sources)
+        self._time = _number(state, "time")
         for source in self._sources:
             own, weight = saved[source.share.name], source.share.weight
-            before = _number(own, "weight") if "weight" in own else weight
+            before = _number(own, "weight")
             if source.due < self._time:  # it had had its passes; it begins again as every source does
                 source.due = self._time + 0.5 / weight
             elif before != weight:

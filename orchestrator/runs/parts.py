@@ -8,10 +8,9 @@ from troupe.orchestrator.controller import Controller, RunComponents, RunParts
 from troupe.orchestrator.runs.checkpoints import RunCheckpoints
 from troupe.orchestrator.runs.session import Session
 from troupe.orchestrator.spec.base import RunSpec
-from troupe.orchestrator.spec.derived.training import alarm_limits, kl_penalty
+from troupe.orchestrator.spec.derived.training import kl_penalty
 from troupe.orchestrator.telemetry.console import Console
 from troupe.orchestrator.telemetry.sinks import MetricSinks
-from troupe.orchestrator.training.alarm import Alarm
 from troupe.orchestrator.training.best_checkpoints import BestCheckpoints
 from troupe.orchestrator.training.evaluations import RunEvaluations
 from troupe.orchestrator.training.parts import RunPart, restore_parts
@@ -70,7 +69,7 @@ def run_parts(
     saves = RunSaves(spec, components.updates, targets, checkpoints.done)
     evaluators = components.evaluator, components.beside
     evaluations = RunEvaluations(spec, *evaluators, saves, recorder, console, sinks)
-    penalty, alarm = Penalty(kl_penalty(spec)), Alarm(alarm_limits(spec), recorder.events)
+    penalty = Penalty(kl_penalty(spec))
     parts = (
         penalty,
         best,
@@ -79,7 +78,6 @@ def run_parts(
         StepMetrics(source, components.ledger, components.peaks, components.data),
         RestartCounts(recovery.budget, components.budgets),
         saves,
-        alarm,
         *(() if components.scaler is None else (components.scaler,)),
         ChangeEvents(components.ledger, recorder.events),
         StepFiles(source, recorder),
@@ -88,4 +86,4 @@ def run_parts(
     if checkpoints.found is not None:
         with checkpoints.found.restoring():
             restore_parts(parts, checkpoints.found.state)
-    return RunParts(penalty, best, evaluations, saves, alarm, parts)
+    return RunParts(penalty, best, evaluations, saves, parts)

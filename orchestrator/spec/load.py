@@ -26,7 +26,6 @@ from troupe.orchestrator.spec.checks.shared import NEEDS_DISK
 from troupe.orchestrator.spec.derived.paths import in_home
 from troupe.orchestrator.spec.errors import SpecError, from_validation
 from troupe.orchestrator.spec.examples import example_name, example_text
-from troupe.orchestrator.spec.former_fields import without_former_fields
 from troupe.orchestrator.spec.locations import is_url
 from troupe.orchestrator.spec.offline import OfflineSpec
 from troupe.orchestrator.spec.rollout import RolloutSpec
@@ -114,7 +113,7 @@ def spec_schema() -> dict[str, Any]:
 def _parse(document: yaml_reader.Document, kind: type[SpecT]) -> SpecT:
     try:
         # JSON mode is the strict one that takes lists for tuples: no text is read as a number, no 1 as true.
-        spec = kind.model_validate_json(json.dumps(in_home(without_former_fields(document.data))), strict=True)
+        spec = kind.model_validate_json(json.dumps(in_home(document.data)), strict=True)
     except ValidationError as error:
         raise SpecError(from_validation(error, kind, document.data, document.source)) from None
     if problems := find_problems(spec):

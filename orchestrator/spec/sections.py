@@ -543,19 +543,6 @@ class RolloutCheckpointConfig(CheckpointConfig):
     0: it samples them again."""
 
 
-class AlarmConfig(Frozen):
-    """Detects reward hacking: the reward is above its mean so far while one of these limits is exceeded."""
-
-    kl: float | None = Field(default=None, gt=0.0)
-    """KL divergence from the reference, per token, in nats (needs the role `reference`)."""
-    repetition: float | None = Field(default=None, gt=0.0, le=1.0)
-    """Share of a response's 4-grams that occur earlier in it."""
-    response_tokens: float | None = Field(default=None, gt=0.0)
-    """Mean response length."""
-    action: Literal["warn", "stop"] = "warn"
-    """`warn`: log a warning and set the metric `alarm/reward_hacking`; `stop`: also save and stop the run."""
-
-
 class BaseFailures(Frozen):
     """Which failures are tolerated, and when the run stops."""
 
@@ -604,8 +591,6 @@ class FailureConfig(BaseFailures):
     """Seconds between health checks of every engine."""
     health_misses: int = Field(default=3, ge=1)
     """Consecutive health checks that an engine misses before it counts as lost."""
-    alarm: AlarmConfig | None = None
-    """Watch for reward hacking."""
 
 
 SinkName = Literal["tensorboard", "wandb", "mlflow", "trackio", "swanlab"]

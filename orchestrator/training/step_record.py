@@ -16,11 +16,11 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import pyarrow as pa
 import xxhash
-from pydantic import BeforeValidator, ConfigDict, ValidationError
+from pydantic import ConfigDict, ValidationError
 
 from troupe.orchestrator.data.texts import TextPicks
 from troupe.orchestrator.errors import UsageError
@@ -36,17 +36,10 @@ STEP = "step.json"
 _PREFIX = "step-"
 
 
-def _of_penalty(state: Any) -> Any:
-    """The part of a state that is the penalty's: earlier versions kept the state of the alarm with it, and more."""
-    known = PenaltyState.model_fields
-    return {name: state[name] for name in known if name in state} if isinstance(state, dict) else state
-
-
 class StepRecord(Frozen):
     """Inputs of one step's updates besides its tables, and the digests of the resulting weights."""
 
-    # A metric of an update may be NaN; records of earlier versions have a field more.
-    model_config = ConfigDict(allow_inf_nan=True, ser_json_inf_nan="constants", extra="ignore")
+    model_config = ConfigDict(allow_inf_nan=True, ser_json_inf_nan="constants")  # a metric may be NaN
 
     format: Literal[1] = 1
     step: int
@@ -55,7 +48,7 @@ class StepRecord(Frozen):
     """Versions of the packages, and the processor."""
     working_folder: str
     """Folder that relative paths of the spec refer to."""
-    state: Annotated[PenaltyState, BeforeValidator(_of_penalty)]
+    state: PenaltyState
     """Before the updates."""
     rows: tuple[TrainRow, ...]
     units: tuple[tuple[int, ...], ...] | None

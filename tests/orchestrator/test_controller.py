@@ -501,19 +501,6 @@ def test_texts_are_trained_in_minibatches_of_zero_advantage_rows(tmp_path: Path)
     assert not any("policy/empty_updates" in line for line in run.lines())
 
 
-def test_the_reward_hacking_alarm_is_a_metric_and_can_stop_the_run(tmp_path: Path) -> None:
-    """A constant reward raises no alarm; a rising one does."""
-    alarm = {"alarm": {"response_tokens": 1.0, "action": "stop"}}
-    calm = RolloutRun(tmp_path / "calm", failures=alarm)
-    assert calm.run().steps_done == 4
-    assert [line["alarm/reward_hacking"] for line in calm.lines()] == [0.0] * 4
-    rising = RolloutRun(tmp_path / "rising", failures=alarm)
-    rising.reward.uniform = frozenset(f"e0-r{row}" for row in range(5))  # rewards of the first step: all 0
-    outcome = rising.run()
-    assert (outcome.steps_done, outcome.stopped) == (2, True)
-    assert [line["alarm/reward_hacking"] for line in rising.lines()] == [0.0, 1.0]
-
-
 def test_a_stopped_run_saves_its_last_whole_step_and_resumes(tmp_path: Path) -> None:
     """After a stop during generation, groups in flight are rescheduled; none is lost and none is trained twice."""
     sections: dict[str, Any] = {"schedule": {"steps": 6, "max_staleness": 1}, "checkpoint": {"every_steps": 0}}
@@ -783,7 +770,7 @@ def test_workers_that_write_to_another_disk_end_the_run_before_it_trains(tmp_pat
 
 
 def test_the_order_of_the_parts(tmp_path: Path) -> None:
-    """The alarm and the scaler see the metrics of what is before them."""
+    """The scaler sees the metrics of what is before them."""
 
     async def parts() -> list[str]:
         return [type(part).__name__ for part in RolloutRun(tmp_path).build().parts.all]
@@ -796,7 +783,6 @@ def test_the_order_of_the_parts(tmp_path: Path) -> None:
         "StepMetrics",
         "RestartCounts",
         "RunSaves",
-        "Alarm",
         "ChangeEvents",
         "StepFiles",
     ]

@@ -102,7 +102,7 @@ LEFT_OUT = {
     ),
     **dict.fromkeys(("*.batched", "data.*.process", "data.*.mask_truncated"), "as for the whole run"),
     **dict.fromkeys(("data.eval.sampling", "data.eval.rewards"), "as for all sets"),
-    **dict.fromkeys(("evaluation.at_end", "*.best.mode", "failures.alarm.action"), "another time or side of the same"),
+    **dict.fromkeys(("evaluation.at_end", "*.best.mode"), "another time or side of the same"),
 }
 """Switches of a spec that no value of the matrices sets, as patterns of their paths, with the reason."""
 ROLLOUTS = Matrix(
@@ -232,7 +232,7 @@ ROLLOUTS = Matrix(
         "saves": _SAVES | {"beside": {"checkpoint.async_save": True, "checkpoint.samples_mib": 0}},
         "audit": {"none": {}, "at start": {"audit.at_start": True}},
         "records": {
-            "all": {"failures.alarm": {"repetition": 0.9}},
+            "all": {},
             "few": {"output": {"trajectories": False, "replay_steps": 0}},
         },
     },

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
@@ -18,7 +19,6 @@ import torch
 
 from troupe.workers.algorithms.advantages import SampledTokens
 from troupe.workers.contract.config import CustomConfig
-from troupe.workers.contract.imports import import_module
 
 __all__ = ["CustomAlgorithm", "GroupRewards", "LossTokens", "SampledTokens", "TokenLoss"]
 
@@ -102,7 +102,7 @@ def _load(name: str, args: str) -> CustomAlgorithm:
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # an installed command does not look into the folder that it starts in
     try:
-        found = vars(import_module(module_name)).get(attribute)
+        found = vars(importlib.import_module(module_name)).get(attribute)
     except Exception as error:  # the module is the user's
         raise CustomAlgorithmError(f"cannot import {module_name}: {type(error).__name__}: {error}") from error
     if found is None:

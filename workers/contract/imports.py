@@ -8,24 +8,7 @@ import importlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
-from pathlib import Path
-from types import ModuleType
 from typing import Any
-
-_PACKAGE = Path(__file__).absolute().parents[2]
-"""The folder `troupe`."""
-_OLD_NAMES = {
-    "workers.environments": "troupe.environments",
-    "workers.rewards": "troupe.rewards",
-    "workers.algorithms": "troupe.algorithms",
-    "workers.sandbox": "troupe.sandbox",
-    "workers": "troupe.workers",
-    "orchestrator": "troupe.orchestrator",
-    "deploy.examples": "troupe.deploy.examples",
-    "troupe.workers.environments": "troupe.environments",
-    "troupe.workers.sandbox": "troupe.sandbox",
-}
-"""Earlier names of modules, with today's."""
 
 
 class NameProblem(ValueError):
@@ -61,7 +44,7 @@ def import_attribute(name: str, module: str, attribute: str) -> Any:
         NameProblem: the import fails, or there is no such attribute.
     """
     try:
-        found = getattr(import_module(module), attribute, None)
+        found = getattr(importlib.import_module(module), attribute, None)
     except Exception as error:  # the module may be the user's
         if isinstance(error, ImportError) and (problem := missing_package_for(error)):
             raise NameProblem(f"{name}: {problem}") from error
@@ -75,38 +58,6 @@ def resolve(path: str) -> Any:
     """What `module:name` in a row of a table names. It is imported here: model libraries take seconds to import."""
     module, _, name = path.partition(":")
     return getattr(importlib.import_module(module), name)
-
-
-def import_module(name: str) -> ModuleType:
-    """The module of this name.
-
-    Raises:
-        Exception: Whatever its import raises. The message of a ModuleNotFoundError names today's module where `name`,
-            or what the module imports, is an earlier name of one of ours.
-    """
-    try:
-        found = importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if hint := _todays_name(error.name or ""):
-            raise ModuleNotFoundError(f"{error}; {hint}", name=error.name) from error
-        raise
-    hint = _todays_name(name)
-    if hint and found.__file__ is not None and _is_ours(Path(found.__file__)):  # a checkout is the current folder
-        raise ModuleNotFoundError(hint, name=name)
-    return found
-
-
-def _todays_name(module: str) -> str:
-    """What a module with an earlier name is called now, as a hint; empty for other modules."""
-    for old, new in _OLD_NAMES.items():
-        if module == old or module.startswith(f"{old}."):
-            return f"Troupe's {old} is {new} now"
-    return ""
-
-
-def _is_ours(file: Path) -> bool:
-    folders = ("workers", "orchestrator", "deploy")
-    return any(file.resolve().is_relative_to((_PACKAGE / folder).resolve()) for folder in folders)
 
 
 EXTRAS: Mapping[str, tuple[str, ...]] = {

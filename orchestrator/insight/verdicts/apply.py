@@ -42,7 +42,7 @@ RULES: tuple[Rule, ...] = (
 )
 _ORDER = (Level.PROBLEM, Level.WARNING, Level.NOTE)
 _EVALUATED = ("eval/",)
-_REWARDED = ("reward/", "groups/mixed", "alarm/reward_hacking")
+_REWARDED = ("reward/", "groups/mixed")
 """Name prefixes of the metrics that each digest covers."""
 HEALTHY = "healthy: no check found anything wrong"
 _OF_SPEED = frozenset({"slow-rewards", "starved-trainer", "starved-engines"})

@@ -64,29 +64,21 @@ def entropy_collapse(run: History) -> Iterator[Verdict]:
 def reward_hacking(run: History) -> Iterator[Verdict]:
     """The reward rises while what it stands for gets worse."""
     reward = run["reward/mean"]
-    alarms = [step for step, value in run["alarm/reward_hacking"] if value > 0]
     signs, evidence, since = _signs_of_hacking(run)
-    if alarms:
-        since = [*since, alarms[0]]
-    if not (alarms or (signs and reward.trend().rises)):
+    if not signs or not reward.trend().rises:
         return
-    why, rises = "; ".join(signs) or "a limit of failures.alarm was exceeded", reward.trend().rises
-    rose = f"The reward rose from {reward.first:.3g} to {reward.last:.3g} while {why}."
-    above = f"In {len(alarms)} of {len(reward)} steps the reward was above its mean so far while {why}."
     yield Verdict(
         "reward-hacking",
         Level.PROBLEM if len(signs) > 1 or "eval/reward" in evidence else Level.WARNING,
-        "The reward rises, the text gets worse" if rises else "An alarm was raised",
-        f"{rose if rises else above} Read the best samples of "
-        f"{'the last steps' if rises else 'these steps'}: the policy may have found what the reward function does not "
-        "check.",
+        "The reward rises, the text gets worse",
+        f"The reward rose from {reward.first:.3g} to {reward.last:.3g} while {'; '.join(signs)}. Read the best samples "
+        "of the last steps: the policy may have found what the reward function does not check.",
         min(since),
         None,
         ("reward/mean", *evidence),
         (
             Remedy("Close the loophole in the reward function, or add one that checks what it leaves out."),
             add_kl(run),
-            Remedy("Stop such a run automatically.", field("failures.alarm", "{repetition: 0.3, action: stop}")),
         ),
     )
 

@@ -26,7 +26,6 @@ ROLLOUT_CHECKS: tuple[Check, ...] = (
     data.text_problems,
     data.held_out_problems,
     shared.output_problems,
-    rollout.check_alarm,
     rollout.check_optimizers,
     shared.environment_problems,
     adapters.lora_problems,

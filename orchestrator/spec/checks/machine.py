@@ -20,7 +20,6 @@ from troupe.orchestrator.spec.checks.adapters import trained_adapters, wrong_ada
 from troupe.orchestrator.spec.derived.sampling import held_out_sets, reward_functions
 from troupe.orchestrator.spec.derived.sizes import sequence_lengths
 from troupe.orchestrator.spec.derived.training import needs_old_logprobs
-from troupe.orchestrator.spec.former_fields import former_advice
 from troupe.orchestrator.spec.locations import is_pattern, matching_files
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.sections import environment_role
@@ -177,8 +176,7 @@ def unusable_environment(environment: EnvironmentConfig, path: str) -> Iterator[
     except ProbeFailed as error:
         field, problem = "name", f"{environment.name}: cannot be loaded: {error}"
     if problem:
-        advice = [former_advice(("roles", "environment", "args", name)) for name in environment.args]
-        yield f"{path}.{field}", f"{problem}{''.join(f' ({one})' for one in advice if one)}"
+        yield f"{path}.{field}", problem
 
 
 def _load_functions(request: str) -> list[Any]:

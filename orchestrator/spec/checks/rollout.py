@@ -329,16 +329,6 @@ def check_sleep(spec: RolloutSpec) -> Iterator[Finding]:
         yield "roles.rollout.sleep", f"{why}; remove it or set roles.rollout.colocate_with: policy"
 
 
-def check_alarm(spec: RolloutSpec) -> Iterator[Finding]:
-    alarm = spec.failures.alarm
-    if alarm is None:
-        return
-    if alarm.kl is None and alarm.repetition is None and alarm.response_tokens is None:
-        yield "failures.alarm", "has no limit: set kl, repetition or response_tokens"
-    if alarm.kl is not None and spec.roles.reference is None:
-        yield "failures.alarm.kl", "needs the role reference: the divergence is measured from it"
-
-
 def check_optimizers(spec: RolloutSpec) -> Iterator[Finding]:
     yield from trainer_problems(spec)
     if spec.roles.critic is not None and spec.roles.critic.ema_decay > 0:

@@ -6,7 +6,6 @@ from troupe.orchestrator.algorithms import section
 from troupe.orchestrator.algorithms.table import KlPenalty
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.rollout import RolloutSpec
-from troupe.orchestrator.spec.sections import AlarmConfig
 from troupe.workers.contract.config import Sleep
 from troupe.workers.contract.weight_backends import BACKENDS, TransferBackend, automatic_backend
 
@@ -32,11 +31,6 @@ def update_rules(spec: RunSpec) -> tuple[object, ...]:
 def kl_penalty(spec: RunSpec) -> KlPenalty | None:
     """The penalty on KL(old || new), or None for an algorithm without one."""
     return None if spec.rollouts is None else section.kl_penalty(spec.rollouts.algorithm)
-
-
-def alarm_limits(spec: RunSpec) -> AlarmConfig | None:
-    """When a rising reward counts as reward hacking, or None if never."""
-    return None if spec.rollouts is None else spec.rollouts.failures.alarm
 
 
 def skips_zero_advantage(spec: RolloutSpec) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from typing import Any
 
@@ -31,7 +30,6 @@ from troupe.orchestrator.algorithms.table import (
     CRITIC_OPTIONS,
     ESTIMATOR_OPTIONS,
     OBJECTIVE_OPTIONS,
-    RENAMED,
 )
 from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.workers.algorithms.advantages import SampledTokens
@@ -165,15 +163,6 @@ def test_option_tables_name_fields_that_exist() -> None:
 def test_an_unknown_algorithm_is_refused(name: str) -> None:
     with pytest.raises(ValidationError, match="no algorithm"):
         AlgorithmConfig(name=name)
-
-
-@pytest.mark.parametrize(("former", "name"), RENAMED.items())
-def test_a_former_name_is_refused_with_the_name_of_today(former: str, name: str) -> None:
-    assert former not in ALGORITHMS
-    with pytest.raises(
-        ValidationError, match=re.escape(f"no algorithm '{former}', but {name}: {ALGORITHMS[name].summary}")
-    ):
-        AlgorithmConfig(name=former)
 
 
 @pytest.mark.parametrize(

@@ -79,12 +79,7 @@ CLAIMS: dict[str, tuple[tuple[str, History, History], ...]] = {
         (
             "The reward rises",
             record(reward__mean=rising(0.1, 0.02), repetition=late(0.1, 0.8)),
-            record(reward__mean=rising(0.9, -0.02), repetition=late(0.1, 0.8), alarm__reward_hacking=late(0, 1)),
-        ),
-        (
-            "a limit of failures.alarm",
-            record(reward__mean=0.5, alarm__reward_hacking=late(0, 1)),
-            record(reward__mean=0.5, repetition=late(0.1, 0.8)),
+            record(reward__mean=rising(0.9, -0.02), repetition=late(0.1, 0.8)),
         ),
     ),
     "no_signal": (

@@ -19,7 +19,6 @@ from troupe.orchestrator.spec.derived.paths import model_overrides, without_adap
 from troupe.orchestrator.spec.derived.training import resolved_backend, resolved_sleep
 from troupe.orchestrator.spec.derived.warnings import warnings_of
 from troupe.orchestrator.spec.errors import SpecError
-from troupe.orchestrator.spec.former_fields import without_former_fields
 from troupe.orchestrator.spec.load import load_rollout_spec, parse_spec, plan_runs, read_document
 from troupe.orchestrator.spec.offline import OfflineSpec
 from troupe.orchestrator.spec.rollout import RolloutSpec
@@ -50,19 +49,6 @@ def test_the_section_reaches_policy_and_engines() -> None:
     assert (lora.scaling, lora.reserved_rank) == (2.0, 8)
     assert spec.trains_adapters and not without_adapters(spec).trains_adapters
     assert rollout_config(without_adapters(spec)).lora is None
-
-
-def test_former_fields_of_an_older_run_are_left_out() -> None:
-    """Its folder has every field with its value; 0 and 0.0 are the same number."""
-    former = {"rank": 4, "dropout": 0.0, "bias": "none", "modules_to_save": []}
-    assert loaded(f"{FIELD}={json.dumps(former)}") == loaded(f"{FIELD}={{rank: 4}}", f"{FIELD}.dropout=0")
-
-
-def test_arguments_of_the_user_with_such_a_name_stay() -> None:
-    args = {"lora": {"dropout": 0.0, "bias": "none"}, "algorithm": {"packing": None}}
-    functions = f"roles.reward.functions=[{{name: exact_match, args: {json.dumps(args)}}}]"
-    data = read_document(SPECS / "tiny-lora.yaml", [functions]).data
-    assert without_former_fields(data)["roles"]["reward"]["functions"][0]["args"] == args
 
 
 def test_without_the_section_all_weights_train() -> None:

@@ -35,7 +35,6 @@ WRITTEN = _WRITTEN.split()
 """Names in `metrics.jsonl` of recorded runs: GRPO with evaluation, PPO with four models, SFT, a reward model."""
 
 _CONFIGURED = """
-alarm/reward_hacking
 candidates/chosen
 candidates/failed
 candidates/reward

@@ -219,11 +219,3 @@ def test_a_run_that_keeps_nothing_asks_the_trainers_nothing(tmp_path: Path) -> N
     calls = {call for worker in fakes_of(run.policy) for call in worker.calls}
     assert calls and not calls & {"digest", "keep_batch"}
     assert not (tmp_path / "replay").exists()
-
-
-def test_a_record_with_a_field_of_an_earlier_version_can_be_read(tmp_path: Path) -> None:
-    run = RecordedRun(tmp_path)
-    run.run()
-    file = folder_of(run.root, 2) / STEP
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"groups": [["e0-r0", 0, 4, 1, 1]]}))
-    assert read_step(run.root, 2).kept.step == 2

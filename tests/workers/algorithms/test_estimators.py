@@ -18,8 +18,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from troupe.orchestrator.algorithms.table import ALGORITHMS, KlPenalty
-from troupe.orchestrator.spec.sections import AlarmConfig
-from troupe.orchestrator.training.alarm import signs
 from troupe.orchestrator.training.state import PenaltyState
 from troupe.workers.algorithms.advantages import (
     STD_EPS,
@@ -740,23 +738,6 @@ def test_penalty_coefficient_follows_the_divergence() -> None:
         assert after == memory.model_copy(update={"kl_old_coef": expected}), divergence
     twice = memory.after_updates(1.0, penalty).after_updates(1.0, penalty)
     assert twice.kl_old_coef == pytest.approx(3.2)
-
-
-def test_the_alarm_fires_only_while_the_reward_rises() -> None:
-    alarm = AlarmConfig(kl=0.1, repetition=0.5, response_tokens=100.0)
-    bad = {"kl_ref": 0.2, "repetition": 0.75, "response_tokens/mean": 150.0}
-    assert signs({"reward/mean": 1.0, **bad}, Moments(), alarm) == [], "the first step has nothing to be above"
-    before = Moments().seen([1.0, 0.5])
-    assert signs({"reward/mean": 0.5, **bad}, Moments().seen([1.0]), alarm) == []
-    assert signs({"reward/mean": 0.75, **bad}, before, alarm) == [], "as high as the mean is not above it"
-    assert signs({"reward/mean": 0.8, **bad}, before, alarm) == [
-        "the KL divergence from the reference is 0.2, above 0.1",
-        "repetition is 0.75, above 0.5",
-        "the response length is 150, above 100",
-    ]
-    at_the_limit = {"kl_ref": 0.1, "repetition": 0.5}
-    assert signs({"reward/mean": 9.0, **at_the_limit}, before, alarm) == []
-    assert signs({"reward/mean": 9.0, **bad}, before, AlarmConfig()) == []
 
 
 @settings(max_examples=50, deadline=None)

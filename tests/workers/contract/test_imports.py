@@ -18,10 +18,6 @@ import troupe.rewards
 import troupe.sandbox
 from tests.conftest import ROOT
 from troupe.workers.agents.environments import base as environments
-from troupe.workers.agents.environments.base import EnvironmentLoadError
-from troupe.workers.agents.environments.base import load as load_environment
-from troupe.workers.algorithms.custom import CustomAlgorithmError, load_custom
-from troupe.workers.contract.config import CustomConfig
 from troupe.workers.contract.imports import (
     EXTRAS,
     PackageMissing,
@@ -30,45 +26,12 @@ from troupe.workers.contract.imports import (
     require_package,
 )
 from troupe.workers.rewards import loading as rewards
-from troupe.workers.rewards.loading import RewardFunctionError
-from troupe.workers.rewards.loading import load as load_reward
 
 
 @pytest.mark.parametrize("module", [troupe.algorithms, troupe.environments, troupe.rewards, troupe.sandbox])
 def test_a_public_module_has_what_it_lists(module: object) -> None:
     names = vars(module)["__all__"]
     assert names == sorted(names) and set(names) <= set(vars(module))
-
-
-@pytest.mark.parametrize(
-    ("name", "hint"),
-    [
-        ("workers.environments.retry:Retry", "Troupe's workers.environments is troupe.environments now"),
-        ("troupe.workers.environments.retry:Retry", "Troupe's troupe.workers.environments is troupe.environments now"),
-        ("workers.rollout:RolloutWorker", "Troupe's workers is troupe.workers now"),
-        ("deploy.examples.sums_agent:solve", "Troupe's deploy.examples is troupe.deploy.examples now"),
-    ],
-)
-@pytest.mark.parametrize("folder", [ROOT, Path("/")], ids=["in the checkout", "elsewhere"])
-def test_an_old_name_is_refused_with_todays_name(
-    name: str, hint: str, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(folder)
-    with pytest.raises(EnvironmentLoadError, match=hint):
-        load_environment(name, {})
-    with pytest.raises(RewardFunctionError, match=hint):
-        load_reward(name, {})
-    with pytest.raises(CustomAlgorithmError, match=hint):
-        load_custom(CustomConfig(name=name))
-
-
-def test_an_old_name_in_a_users_module_is_refused_with_todays_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "own_old_environment.py").write_text("from orchestrator.nowhere import Environment\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(EnvironmentLoadError, match=r"Troupe's orchestrator is troupe\.orchestrator now"):
-        load_environment("own_old_environment:Game", {})
 
 
 @pytest.mark.parametrize("arguments", [["validate"], ["plan"]])

@@ -120,13 +120,6 @@ def test_an_interpreter_that_cannot_be_used_is_refused(python: str, tmp_path: Pa
         interpreter_of("agent", str(tmp_path))
 
 
-def test_a_former_argument_is_refused_with_the_field_that_stands_for_it() -> None:
-    config = EnvironmentConfig(name="tools", args={"tools": ["calculator"], "max_result_chars": 4000})
-    ((field, problem),) = unusable_environment(config, "roles.environment")
-    assert field == "roles.environment.args"
-    assert problem.endswith("argument 'max_result_chars' (set roles.environment.max_observation_chars instead)")
-
-
 def test_tasks_of_an_environment_are_rows(python: str) -> None:
     for name in (NAME, NAME.replace(":Elsewhere", ":Further")):
         found = environments.own_rows(name, {}, 2, python)
