@@ -216,30 +216,24 @@ def evaluated_model(model: str | Path, *, best: bool = False) -> Path:
     return folder
 
 
-def plan(
-    spec: SpecLike, *, set: Overrides = (), cluster: str | None = None, measured: str | Path | None = None
-) -> Plan:
+def plan(spec: SpecLike, *, set: Overrides = (), cluster: str | None = None) -> Plan:
     """Placement and memory of every worker; `misfit` names what does not fit.
 
     Args:
         spec: The spec.
         set: Fields to set.
         cluster: NODESxGPUS[xTYPE], as in `2x8xH200`, or None for this machine.
-        measured: Folder of a `troupe bench` of the spec, whose measurements replace estimates, if any.
 
     Raises:
         SpecError: The spec is not valid.
-        UsageError: `set` or `cluster` is not valid, there is no such example, the file has stages, or the folder has
-            no results of a benchmark.
+        UsageError: `set` or `cluster` is not valid, there is no such example, or the file has stages.
     """
     planned = with_configs(_planned(spec, set))
-    from troupe.orchestrator.plan.measured import Recorded
     from troupe.orchestrator.plan.placement import CPUS_PER_NODE
     from troupe.orchestrator.plan.plan import described_nodes, plan_stages
 
     nodes = None if cluster is None else described_nodes(cluster, CPUS_PER_NODE)
-    recorded = None if measured is None else Recorded.read(Path(measured))
-    ((_, found),) = plan_stages([planned], nodes, advise=True, recorded=recorded)
+    ((_, found),) = plan_stages([planned], nodes, advise=True)
     return found
 
 

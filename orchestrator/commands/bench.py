@@ -24,7 +24,6 @@ from troupe.orchestrator.commands.options import (
 from troupe.orchestrator.commands.runs import create_models
 from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.insight.bench.points import Point, Sweep, grid, parse_sweep
-from troupe.orchestrator.plan.measured import BENCH
 from troupe.orchestrator.runs.prepare import checked, single
 from troupe.orchestrator.signals import exit_on_signals, taken
 from troupe.orchestrator.spec.base import RunSpec
@@ -60,9 +59,8 @@ def bench(
     """Measure rollouts without training: tokens/s, latencies, caches and the bottleneck, for every point of a sweep.
 
     Only engines (and environments) are started, and points that differ in sampling or in the number of engines share
-    them. --train measures the fastest point afterwards. Writes the results as JSON, which `troupe plan --measured`
-    reads, after every point, so that they also hold what was measured before an interruption. The exit code is 1 if
-    something could not be measured.
+    them. --train measures the fastest point afterwards. Writes the results as JSON after every point, so that they
+    also hold what was measured before an interruption. The exit code is 1 if something could not be measured.
     """
     if taken():
         exit_on_signals()  # until Ray starts, there is nothing to end in order
@@ -71,7 +69,7 @@ def bench(
     if output is not None and is_url(output):
         raise UsageError(f"--output {output} is a URL; write the results to a disk")
     points = _points(spec, [parse_sweep(text) for text in sweep], set_, prompts)
-    file = output or points[0].spec.run_folder / BENCH
+    file = output or points[0].spec.run_folder / "bench.json"
     with started_ahead(points[0].spec, address):  # it imports while this process does
         from troupe.orchestrator.insight.bench.engines import BenchRequest
 

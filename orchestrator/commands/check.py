@@ -95,14 +95,6 @@ def plan(
     gib_per_node: Annotated[
         float, typer.Option(help="Host memory per node of --cluster, in GiB (0: not checked).")
     ] = 0.0,
-    measured: Annotated[
-        Path | None,
-        typer.Option(
-            "--measured",
-            metavar="FOLDER",
-            help="Folder (or file) of a `troupe bench` of this spec: what it measured replaces estimates.",
-        ),
-    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON: placement, memory in bytes, what does not fit.")
     ] = False,
@@ -117,13 +109,11 @@ def plan(
     runs = plan_runs(read_document(spec, set_))
     runs = _with_model_configs(tuple(map(with_configs, runs)))
     from troupe.orchestrator.commands.plan_table import show, unknown_sizes
-    from troupe.orchestrator.plan.measured import Recorded
     from troupe.orchestrator.plan.plan import as_json as plan_json
     from troupe.orchestrator.plan.plan import plan_stages
 
-    recorded = None if measured is None else Recorded.read(measured)
     nodes = _nodes(cluster, address, cpus_per_node, gib_per_node)
-    plans = list(plan_stages(runs, nodes, advise=True, recorded=recorded))
+    plans = list(plan_stages(runs, nodes, advise=True))
     if as_json:
         typer.echo(json.dumps([plan_json(planned.spec.name, found) for planned, found in plans], indent=2))
     else:

@@ -13,12 +13,10 @@ from rich.table import Table
 
 from troupe.orchestrator.commands.options import UNBOUNDED, fitting_table, output_width
 from troupe.orchestrator.plan.fit import MemoryPlan, SharedUse, UnknownModel, gib
-from troupe.orchestrator.plan.measured import PEAK
 from troupe.orchestrator.plan.memory import HEADROOM
 from troupe.orchestrator.plan.plan import Plan
 from troupe.orchestrator.plan.worker_memory import PERIODS, Part, Where, WorkerMemory
 from troupe.orchestrator.roles.names import role_of
-from troupe.orchestrator.telemetry.run_summary import duration
 
 COLUMNS = {
     "weights": ("weights",),
@@ -38,7 +36,6 @@ COLUMNS = {
     "moved": ("moved",),
     "funcs": ("functions",),
     "proc": ("process",),
-    "measured": (PEAK,),
 }
 """Headings of the memory table, and the parts that each adds up."""
 
@@ -127,26 +124,14 @@ def notes(memory: MemoryPlan) -> Iterator[str]:
         yield f"warning: {_unknown(model)}; its workers are not counted"
 
 
-def measurements(plan: Plan) -> Iterator[str]:
-    """What a benchmark measured for the spec, and what follows from it."""
-    if plan.measured is None:
-        return
-    yield from plan.measured.lines
-    if (step_s := plan.measured.step_s) is not None:
-        whole = duration(plan.steps * step_s)
-        left_out = "without scoring, weight updates and the start"
-        yield f"a step takes about {step_s:.2f} s, {plan.steps} steps {whole} ({left_out})"
-
-
 def predictions(plan: Plan) -> Iterator[str]:
     """The predicted speed of a step, and the division of its GPUs."""
-    speed, measured = plan.predicted, plan.measured
+    speed = plan.predicted
     if speed is None:
         return
-    source = "a roofline" if measured is None or measured.training_s is None else "measured times where they are known"
     parts = f"sampling {speed.sampling_s:.1f} s, " if speed.sampling_gpus else ""
     yield (
-        f"predicted ({source}; sequences as long as allowed): {speed.tokens_per_gpu:,.0f} tokens/s/GPU; a step of "
+        f"predicted (a roofline; sequences as long as allowed): {speed.tokens_per_gpu:,.0f} tokens/s/GPU; a step of "
         f"{speed.step_s:.1f} s: {parts}training {speed.training_s:.1f} s at {speed.mfu:.0%} MFU, weights "
         f"{speed.transfer_s:.1f} s"
     )
@@ -183,5 +168,5 @@ def show(plan: Plan, console: Console | None = None) -> None:
             console.print(render_memory(plan.memory, where, console.width))
     if plan.memory.shared:
         console.print(render_periods(plan.memory, console.width))
-    for note in (*notes(plan.memory), *measurements(plan), *predictions(plan)):
+    for note in (*notes(plan.memory), *predictions(plan)):
         console.print(note, markup=False, highlight=False, soft_wrap=console.width == UNBOUNDED)

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from troupe.orchestrator.model_facts.families import undivided
-from troupe.orchestrator.plan.measured import Measured, with_peak
 from troupe.orchestrator.plan.memory import HEADROOM, Memory, MemoryOf, PlacedWorker, Sizes
 from troupe.orchestrator.plan.placement import Node
 from troupe.orchestrator.plan.remedies import Misfit
@@ -95,15 +94,8 @@ class MemoryPlan:
     """GPUs whose workers hold parts of their memory in some periods of a step only."""
 
 
-def memory_plan(
-    spec: RunSpec,
-    everyone: Sequence[PlacedWorker],
-    nodes: Sequence[Node],
-    sizes: Sizes,
-    measured: Measured | None = None,
-) -> MemoryPlan:
-    """Memory of every worker, engine and node of a spec whose workers are placed; `measured` replaces estimates."""
-    peaks = {} if measured is None else measured.memory
+def memory_plan(spec: RunSpec, everyone: Sequence[PlacedWorker], nodes: Sequence[Node], sizes: Sizes) -> MemoryPlan:
+    """Memory of every worker, engine and node of a spec whose workers are placed."""
     by_name = {node.name: node for node in nodes}
     workers: dict[str, tuple[WorkerMemory, ...]] = {}
     caches: dict[str, Cache] = {}
@@ -115,8 +107,7 @@ def memory_plan(
             memory: MemoryOf = resolve(row_of(spec, placed.role).memory)
             alike[kind] = memory(spec, placed, gpu, sizes)
         estimated, cache = alike[kind]
-        own = (replace(memory, worker=placed.worker) for memory in estimated)
-        workers[placed.worker] = tuple(with_peak(memory, peaks.get(placed.role, {})) for memory in own)
+        workers[placed.worker] = tuple(replace(memory, worker=placed.worker) for memory in estimated)
         if cache is not None:
             caches[placed.worker] = cache
     node_memories = tuple(_of_node(spec, number, node, everyone, workers, sizes) for number, node in enumerate(nodes))

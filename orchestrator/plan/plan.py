@@ -12,7 +12,6 @@ from typing import Any
 
 from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.plan.fit import MemoryPlan, memory_plan
-from troupe.orchestrator.plan.measured import Measured, Recorded
 from troupe.orchestrator.plan.memory import PlacedWorker, Sizes
 from troupe.orchestrator.plan.placement import (
     GPU_GIB,
@@ -51,22 +50,13 @@ class Plan:
     """Steps of the run."""
     remedies: tuple[MisfitRemedy, ...] = ()
     """Changes after which the misfit is gone."""
-    measured: Measured | None = None
-    """What a benchmark measured for the spec; None without a benchmark."""
     predicted: Prediction | None = None
     """The speed of a run that fits; None without a known type of GPU and size of the model."""
     balance: Division | None = None
     """The division of its GPUs that fits and is faster, if one was looked for and there is one."""
 
 
-def plan(
-    spec: RunSpec,
-    nodes: Sequence[Node],
-    known: Sizes | None = None,
-    *,
-    advise: bool = False,
-    recorded: Recorded | None = None,
-) -> Plan:
+def plan(spec: RunSpec, nodes: Sequence[Node], known: Sizes | None = None, *, advise: bool = False) -> Plan:
     """Place every worker of a spec on nodes, and add up its memory.
 
     Args:
@@ -75,17 +65,16 @@ def plan(
         known: Sizes of models that were read before, or that an earlier stage will write, or None.
         advise: Look for changes with which the workers fit, or for a faster division of GPUs; each that is tried is
             planned as well.
-        recorded: A benchmark, whose measurements replace estimates if they hold for the spec.
     """
     sizes = known if known is not None else Sizes()
-    placed = _Placed.of(spec, nodes, sizes, recorded)
+    placed = _Placed.of(spec, nodes, sizes)
     misfit = placed.misfit
     found: tuple[MisfitRemedy, ...] = ()
     text = "" if misfit is None else misfit.problem
     if misfit is not None and advise:
-        found = remedies(spec, misfit, lambda other: _Placed.of(other, nodes, sizes, recorded).assessed)
+        found = remedies(spec, misfit, lambda other: _Placed.of(other, nodes, sizes).assessed)
         text = describe(spec, misfit, found, max((node.gpus for node in nodes), default=0.0))
-    faster = _faster(spec, placed, lambda other: _Placed.of(other, nodes, sizes, recorded)) if advise else ()
+    faster = _faster(spec, placed, lambda other: _Placed.of(other, nodes, sizes)) if advise else ()
     return Plan(
         rows=placed.rows,
         in_process=tuple((size.role, size.colocate_with or "") for size in role_sizes(spec) if size.in_process),
@@ -95,24 +84,19 @@ def plan(
         memory=placed.memory,
         steps=spec.schedule.steps,
         remedies=found,
-        measured=placed.measured,
         predicted=placed.predicted,
         balance=next(iter(faster), None),
     )
 
 
 def _faster(spec: RunSpec, placed: _Placed, assess: Callable[[RunSpec], _Placed]) -> Iterator[Division]:
-    """Divisions of the GPUs that fit and make a step shorter: by what is predicted for them, or by measured times."""
+    """Divisions of the GPUs that fit and are predicted to make a step shorter."""
     if placed.predicted is None or spec.rollouts is None:
         return
     for division in placed.predicted.shorter:
         other = changed(spec, division.changes(spec.rollouts))
         speed = None if other is None else assess(other).predicted
-        if speed is None:
-            continue
-        if placed.measured is not None and placed.measured.training_s is not None:
-            yield division
-        elif speed.step_s < placed.predicted.step_s:
+        if speed is not None and speed.step_s < placed.predicted.step_s:
             yield replace(division, step_s=speed.step_s)
 
 
@@ -124,7 +108,6 @@ class _Placed:
     rows: tuple[PlacedWorker, ...]
     memory: MemoryPlan
     misfit: Misfit | None
-    measured: Measured | None
     predicted: Prediction | None
 
     @property
@@ -133,7 +116,7 @@ class _Placed:
         return self.misfit, 0.0 if self.predicted is None else self.predicted.tokens_per_gpu
 
     @classmethod
-    def of(cls, spec: RunSpec, nodes: Sequence[Node], sizes: Sizes, recorded: Recorded | None) -> _Placed:
+    def of(cls, spec: RunSpec, nodes: Sequence[Node], sizes: Sizes) -> _Placed:
         """Place a spec's workers."""
         placements = place(role_sizes(spec))
         fitted = fit(placements, nodes)
@@ -149,11 +132,10 @@ class _Placed:
             for placement in placements
             for placed in placement.workers
         )
-        measured = None if recorded is None else recorded.of(spec, nodes)
-        memory = memory_plan(spec, rows, nodes, sizes, measured)
+        memory = memory_plan(spec, rows, nodes, sizes)
         misfit = _first(placements, nodes, fitted.missing, memory.misfit)
-        speed = None if misfit is not None else predict(spec, rows, nodes, sizes, memory.caches, measured)
-        return cls(placements, rows, memory, misfit, measured, speed)
+        speed = None if misfit is not None else predict(spec, rows, nodes, sizes, memory.caches)
+        return cls(placements, rows, memory, misfit, speed)
 
 
 def _first(
@@ -234,7 +216,6 @@ def as_json(name: str, planned: Plan) -> dict[str, Any]:
         "misfit": planned.misfit or None,
         "remedies": [dict(remedy.changes) for remedy in planned.remedies],
         "warnings": list(memory.warnings),
-        "measured": None if planned.measured is None else asdict(planned.measured),
         "predicted": None if planned.predicted is None else planned.predicted.as_json(),
         "balance": None if planned.balance is None else asdict(planned.balance),
     }
@@ -249,7 +230,6 @@ def plan_stages(
     nodes: Sequence[Node] | None,
     *,
     advise: bool = False,
-    recorded: Recorded | None = None,
 ) -> Iterator[tuple[PlannedRun, Plan]]:
     """Plan each run, up to and including the first that does not fit.
 
@@ -260,12 +240,11 @@ def plan_stages(
         runs: The runs of one file.
         nodes: The nodes of the cluster, or None for this machine.
         advise: Look for changes with which a run fits.
-        recorded: A benchmark, whose measurements replace estimates if they hold for a run.
     """
     sizes = Sizes()
     for run in runs:
         available = [local_node(os.cpu_count() or 1, run.spec)] if nodes is None else nodes
-        planned = plan(run.spec, available, sizes, advise=advise, recorded=recorded)
+        planned = plan(run.spec, available, sizes, advise=advise)
         trained = sizes.of(run.spec.model)
         if trained is not None:
             sizes.known[str(run.model)] = trained

@@ -1,8 +1,7 @@
 """Predicts the speed of a run on GPUs, and the division of its GPUs with which a step is shortest.
 
 A roofline of both sides, in seconds: each kind of work at the share of a GPU's peak that it reaches on an H100.
-Sequences are as long as the spec allows. The numbers rank layouts; `troupe bench` measures, and `--measured` takes its
-times instead.
+Sequences are as long as the spec allows. The numbers rank layouts; `troupe bench` measures.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from troupe.orchestrator.model_facts.model_size import ModelSize
-from troupe.orchestrator.plan.measured import Measured
 from troupe.orchestrator.plan.memory import PlacedWorker, Sizes
 from troupe.orchestrator.plan.placement import Node
 from troupe.orchestrator.plan.worker_memory import BUCKET, WIDTHS, Cache, adapter_numbers, kv_bytes
@@ -107,7 +105,6 @@ def predict(
     nodes: Sequence[Node],
     sizes: Sizes,
     caches: Mapping[str, Cache],
-    measured: Measured | None = None,
 ) -> Prediction | None:
     """The speed of a spec whose workers are placed, or None without a known type of GPU and size of the model.
 
@@ -117,7 +114,6 @@ def predict(
         nodes: The nodes.
         sizes: Sizes of models.
         caches: KV caches by engine.
-        measured: A benchmark, whose times replace predicted ones.
     """
     known = [gpu_peaks(node.gpu_type) for node in nodes if node.gpus]
     peaks = [each for each in known if each is not None]
@@ -135,9 +131,6 @@ def predict(
     engine, together = rollouts.roles.rollout, overlaps_steps(spec)
     sampling_s = _sampling(rollouts, size, caches, cluster.peaks)
     transfer_s = _transfer(rollouts, size, cluster)
-    if measured is not None and measured.sampling_s is not None and measured.training_s is not None:
-        mfu *= training_s / measured.training_s
-        sampling_s, training_s = measured.sampling_s, measured.training_s
     engines = engine.workers * engine.tensor_parallel_size
     step_s = step_seconds(sampling_s, max(training_s, others_s), together) + transfer_s
     gpus = sum(role.workers for role in trainers.values())

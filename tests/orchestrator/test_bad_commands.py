@@ -106,7 +106,6 @@ COMMANDS = [
     ("bench two.yaml", USAGE, "a file with stages is several runs"),
     ("bench good.yaml -o folder", USAGE, "--output folder is a folder"),
     ("bench good.yaml -o s3://bucket/bench.json", USAGE, "--output s3:/bucket/bench.json is a URL"),
-    ("plan good.yaml --measured none", USAGE, "--measured: none does not exist"),
     ("bench good.yaml --sweep seed", USAGE, "--sweep: expected FIELD=VALUE,VALUE,..., got 'seed'"),
     (
         "bench good.yaml --sweep roles.rollout.worker=1,2",

@@ -1,7 +1,4 @@
-"""The bottleneck of each point and what to change, as lines for the spec; and the results as plain data.
-
-The record is for `--json`, and for `troupe plan --measured`.
-"""
+"""The bottleneck of each point and what to change, as lines for the spec; and the results as plain data."""
 
 from __future__ import annotations
 
@@ -14,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from troupe.orchestrator.insight.bench.points import WORKERS, Point
 from troupe.orchestrator.insight.bench.results import Measures, Result
 from troupe.orchestrator.roles.settings import rollout_config
-from troupe.orchestrator.spec.derived.digests import measured_settings
 from troupe.orchestrator.spec.sections import environment_role
 
 if TYPE_CHECKING:
@@ -271,7 +267,6 @@ def record_of(results: Sequence[Result], cores: int | None, train: TrainResult |
         train: The trainers alone, at the fastest point, or None if not measured.
     """
     spec, best = results[0].point.spec, best_of(results)
-    settings = None if best is None else measured_settings(best.point.spec)
     return {
         "name": spec.name,
         "model": spec.model.path,
@@ -281,7 +276,7 @@ def record_of(results: Sequence[Result], cores: int | None, train: TrainResult |
         "fields": list(results[0].point.settings),
         "best": None if best is None else results.index(best),
         "points": [_point(result, bound_of(result, results, cores)) for result in results],
-        "train": None if train is None else asdict(train) | {"spec": settings},
+        "train": None if train is None else asdict(train),
     }
 
 
@@ -293,7 +288,6 @@ def _point(result: Result, bound: Bound | None) -> Json:
         "workers": result.point.workers,
         "group_size": spec.group_size,
         "prompts": spec.schedule.prompts_per_step,
-        "spec": measured_settings(spec),
         "memory": asdict(result.peak),
         "measures": None if result.measures is None else asdict(result.measures),
         "problem": result.problem,

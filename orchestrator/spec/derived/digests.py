@@ -1,4 +1,4 @@
-"""Digests of the settings that results depend on, and the settings that measurements of a spec depend on."""
+"""Digests of the settings that results depend on."""
 
 from __future__ import annotations
 
@@ -9,14 +9,10 @@ from typing import Any
 
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.derived.sampling import HeldOutSettings, held_out_sets, reward_functions
-from troupe.orchestrator.spec.field_tree import decisive, field_tree, live_names
+from troupe.orchestrator.spec.field_tree import decisive, field_tree
 from troupe.orchestrator.spec.rollout import RolloutSpec
-from troupe.workers.contract.config import Frozen
 from troupe.workers.contract.consequences import Counts
 from troupe.workers.contract.rewards import JUDGE_REWARD
-
-Settings = Mapping[str, Mapping[str, Any]]
-"""Settings by what they determine: `model`, `engine`, `sampling`, `trainer`."""
 
 
 def evaluation_digest(spec: RunSpec) -> str:
@@ -68,30 +64,6 @@ def plays_and_judges(spec: RolloutSpec, held_out: HeldOutSettings) -> dict[str, 
     return found
 
 
-def measured_settings(spec: RolloutSpec) -> Settings:
-    """The settings that measurements depend on, as they are recorded with them."""
-    schedule, roles = spec.schedule, spec.roles
-    batch = {"algorithm.group_size": spec.group_size, "schedule.prompts_per_step": schedule.prompts_per_step}
-    updates = {"schedule.epochs": schedule.epochs, "schedule.minibatches": schedule.minibatches}
-    critic = {} if roles.critic is None else _flat("roles.critic", roles.critic)
-    return {
-        "model": _flat("model", spec.model),
-        "engine": _flat("roles.rollout", roles.rollout, live_names(roles.rollout)),
-        "sampling": _flat("sampling", spec.sampling) | batch,
-        "trainer": _flat("roles.policy", roles.policy) | critic | updates,
-    }
-
-
-def different(one: Settings, other: Settings, *parts: str) -> list[str]:
-    """Paths of the settings in these parts that are not equal."""
-    return [
-        path
-        for part in parts
-        for path in sorted({*one[part], *other[part]})
-        if one[part].get(path) != other[part].get(path)
-    ]
-
-
 def _evaluated_by(spec: RolloutSpec) -> dict[str, Any]:
     """Environment and judge that decide results, by set; the digest's other fields hold an unnamed environment."""
     sets = {one.label: plays_and_judges(spec, one) for one in held_out_sets(spec)}
@@ -102,8 +74,3 @@ def _evaluated_by(spec: RolloutSpec) -> dict[str, Any]:
 
 def _digest(content: Mapping[str, Any]) -> str:
     return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
-
-
-def _flat(section: str, values: Frozen, without: frozenset[str] = frozenset()) -> dict[str, Any]:
-    """The fields of a section by their paths."""
-    return {f"{section}.{name}": value for name, value in values.model_dump(mode="json", exclude=set(without)).items()}

@@ -10,14 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from docs.tooling.layouts import size as size_of
-from tests.orchestrator.plan.test_measured import recorded
 from tests.orchestrator.plan.test_remedies import NODE
 from troupe.orchestrator.commands.plan_table import predictions
-from troupe.orchestrator.plan.measured import Measured
 from troupe.orchestrator.plan.memory import Sizes
 from troupe.orchestrator.plan.placement import GPU_GIB
 from troupe.orchestrator.plan.plan import Plan, as_json, described_nodes, plan
-from troupe.orchestrator.plan.speed import Prediction, decode_seconds, divisions, predict, token_seconds
+from troupe.orchestrator.plan.speed import Prediction, decode_seconds, divisions, token_seconds
 from troupe.orchestrator.spec.load import plan_runs, read_document
 from troupe.workers.contract.config import TrainerConfig
 from troupe.workers.contract.gpus import GpuPeaks, gpu_peaks
@@ -128,20 +126,6 @@ def test_the_plan_says_how_fast_a_run_is_and_who_waits() -> None:
     data = as_json("x", found)
     assert (data["balance"]["sampling"], data["predicted"]["step_s"]) == (found.balance.sampling, speed.step_s)
     assert data["predicted"]["sampling_idle"] == waits[0] and "shorter" not in data["predicted"]
-
-
-def test_measured_times_replace_predicted_ones() -> None:
-    spec = plan_runs(read_document(NODE, ["model.path=given"]))[0].spec
-    sizes, nodes = Sizes({"given": size_of("7B")}), described_nodes("1x8xH100", 128, 0)
-    found = plan(spec, nodes, sizes)
-    measured = Measured("bench.json", {}, 60.0, (), sampling_s=60.0, training_s=20.0)
-    speed = predict(spec, found.rows, nodes, sizes, found.memory.caches, measured)
-    assert speed is not None and found.predicted is not None
-    assert (speed.sampling_s, speed.training_s) == (60.0, 20.0)
-    assert speed.mfu * 20.0 == pytest.approx(found.predicted.mfu * found.predicted.training_s)
-    best = speed.shorter[0]
-    assert (best.sampling, best.step_s) == (6, pytest.approx(40.0 + speed.transfer_s))
-    assert recorded().of(spec, nodes).training_s is None  # of another device
 
 
 @pytest.mark.parametrize(("cluster", "changes"), [("1x8", ()), ("1x8xT4", ())])
