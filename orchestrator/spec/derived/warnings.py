@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 from troupe.orchestrator.algorithms import section
@@ -21,17 +20,14 @@ _LENGTHS = frozenset({"overlong", "length"})
 
 def warnings_of(spec: RunSpec) -> list[str]:
     """One line for each: adapters of models that nothing verifies or that were trained with other chat templates,
-    held-out data that no evaluation uses, profiles of what the run does not have, restarts that cannot be, learning
-    rates that do not reach their peak, sources that the run does not draw from, groups that differ in length alone,
-    prices of lengths that no response has, and roles with more workers than work."""
+    held-out data that no evaluation uses, restarts that cannot be, learning rates that do not reach their peak, groups
+    that differ in length alone, prices of lengths that no response has, and roles with more workers than work."""
     return [
         *unverified_adapters(spec.models()),
         *forgotten_templates(spec.models()),
         *_unused_eval(spec),
-        *_missing_profiles(spec),
         *_limited_restarts(spec),
         *_rising_rates(spec),
-        *_undrawn_sources(spec),
         *(() if spec.rollouts is None else _idle_workers(spec.rollouts)),
         *(() if spec.rollouts is None else _priced_lengths(spec.rollouts)),
     ]
@@ -40,17 +36,6 @@ def warnings_of(spec: RunSpec) -> list[str]:
 def _unused_eval(spec: RunSpec) -> Iterator[str]:
     if spec.evaluation is None and any(name.partition(".")[0] == "eval" for name in spec.data.sources()):
         yield "data.eval: the run never evaluates on it; add `evaluation: {}` (without it, only `troupe eval` does)"
-
-
-def _missing_profiles(spec: RunSpec) -> Iterator[str]:
-    profile, trainers = spec.output.profile, spec.roles.trainers().values()
-    if profile is None:
-        return
-    most, ranks = spec.schedule.steps, max(role.data_parallel_size for role in trainers)
-    if late := [str(step) for step in profile.steps if step > most]:
-        yield f"output.profile.steps: the run has {most} steps; not recorded: {', '.join(late)}"
-    if beyond := [str(rank) for rank in profile.ranks if rank >= ranks]:
-        yield f"output.profile.ranks: no trainer has rank {', '.join(beyond)} (ranks count from 0)"
 
 
 def _limited_restarts(spec: RunSpec) -> Iterator[str]:
@@ -74,23 +59,6 @@ def _rising_rates(spec: RunSpec) -> Iterator[str]:
                 f"roles.{name}.warmup_updates: {role.warmup_updates}, but the run has {updates}: the learning rate "
                 f"stays below roles.{name}.learning_rate"
             )
-
-
-def _undrawn_sources(spec: RunSpec) -> Iterator[str]:
-    """Sources of a mixture whose first draw is due after the run's last one (`PromptMixture`)."""
-    if spec.rollouts is None:
-        sources, per_step = spec.offline.data.train, spec.offline.schedule.examples_per_step
-    else:
-        sources, per_step = spec.rollouts.data.train, spec.rollouts.schedule.prompts_per_step
-        if spec.rollouts.data.curriculum is not None or section.dynamic_sampling(spec.rollouts.algorithm):
-            return  # more is drawn than trained on
-    if not isinstance(sources, tuple) or any(source.repeats for source in sources):
-        return
-    draws = spec.schedule.steps * per_step
-    for number, source in enumerate(sources):
-        before = (math.ceil(0.5 * other.weight / source.weight - 0.5) for other in sources)
-        if sum(max(0, count) for count in before) >= draws:
-            yield f"data.train.{number}.weight: {source.weight:g}, so that none of the run's {draws} draws is from it"
 
 
 def _idle_workers(spec: RolloutSpec) -> Iterator[str]:
