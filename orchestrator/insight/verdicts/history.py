@@ -230,10 +230,20 @@ class History:
         return started[-1] if started and isinstance(started[-1], Mapping) else {}
 
     def share_of_samples(self, counted: Series) -> Series:
-        """Counts of samples of the step, as shares of the samples dispatched for the step."""
+        """Counts of samples of the step, as shares of the samples dispatched for the step.
+
+        Steps recorded before `dispatched_samples` existed are judged by their batch as the spec has it.
+        """
         dispatched = dict(self["dispatched_samples"])
-        shares = [(step, count / size) for step, count in counted if (size := dispatched.get(step))]
+        shares = [
+            (step, count / size) for step, count in counted if (size := dispatched.get(step, self._samples_per_batch))
+        ]
         return Series(counted.name, tuple(step for step, _ in shares), tuple(share for _, share in shares))
+
+    @property
+    def _samples_per_batch(self) -> int:
+        """Samples of a step's batch, the most if sources differ; 0 if the spec does not set it."""
+        return int(self.get("schedule.prompts_per_step", 0)) * max(self.group_sizes)
 
     @property
     def group_sizes(self) -> frozenset[int]:

@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from troupe.orchestrator.cluster.inspection import ProcessFacts
@@ -241,8 +240,8 @@ class RunObserver:
             self._reported.add(reason)
             path = keep_report(self.folder, report)
             logger.warning("%s (%s)", report.diagnosis.summary, path)
-            alarm = partial(self._cluster.events.record, "alarm", detail=report.diagnosis.summary)
-            self._loop.call_soon_threadsafe(alarm)
+            events, detail = self._cluster.events, report.diagnosis.summary
+            self._loop.call_soon_threadsafe(lambda: events.record("alarm", detail=detail))
 
     def _fail(self, error: Exception) -> None:
         """The last report of a run that ends with an error."""

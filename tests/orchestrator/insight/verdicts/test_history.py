@@ -55,15 +55,20 @@ def test_lines_become_series_and_later_lines_of_a_step_win() -> None:
 
 
 def test_a_count_of_samples_is_a_share_of_what_the_step_dispatched() -> None:
+    """Steps of earlier versions do not say what they dispatched: their batch has 2 prompts of 8 samples at most."""
     lines = [{"step": 1, "failed": 4.0}, {"step": 2, "failed": 4.0, "dispatched_samples": 20.0}]
     spec = {
         "schedule": {"prompts_per_step": 2},
         "algorithm": {"group_size": 4},
         "data": {"train": [{"name": "a"}, {"name": "b", "group_size": 8}]},
     }
-    run = History.of(lines, spec)
-    assert run.share_of_samples(run["failed"]) == Series("failed", (2,), (4 / 20,))
+
+    def shares(run: History) -> Series:
+        return run.share_of_samples(run["failed"])
+
+    assert shares(History.of(lines, spec)) == Series("failed", (1, 2), (4 / 16, 4 / 20))
     assert History.of(lines, spec).group_sizes == {4, 8} and History.of([]).group_sizes == {1}
+    assert shares(History.of(lines)) == Series("failed", (2,), (4 / 20,))
 
 
 def test_remedies_are_lines_of_a_spec() -> None:
