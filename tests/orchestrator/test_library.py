@@ -26,6 +26,7 @@ from troupe.orchestrator.runs import session as run_module
 from troupe.orchestrator.runs.session import RunRequest
 from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.orchestrator.training.checkpoint import CheckpointStore
+from troupe.orchestrator.training.parts import FORMAT
 
 GRPO = ROOT / "deploy" / "specs" / "tiny-grpo.yaml"
 RECORDED = ROOT / "tests" / "orchestrator" / "insight" / "verdicts" / "recorded"
@@ -122,7 +123,7 @@ def test_a_model_to_evaluate_is_named_directly_by_a_checkpoint_a_run_or_the_hub(
         (saving / "model").mkdir()
         (saving / "model" / "config.json").write_text("{}")
         best = {"best": {"metric": "eval/reward", "steps": [{"step": 2, "value": 0.5}]}}
-        store.commit(saving, {"memory": best})
+        store.commit(saving, {"format": FORMAT, "parts": best})
     checkpoints = tmp_path / "run" / "checkpoints"
     newest, first = (checkpoints / f"step-00000{step}" / "model" for step in (4, 2))
     assert library.evaluated_model(newest) == library.evaluated_model(newest.parent) == newest
