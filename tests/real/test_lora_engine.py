@@ -164,6 +164,14 @@ async def test_samples_follow_the_adapters_of_each_version(worker: RolloutWorker
         assert all([span["version"] for span in own] == [policy.version] for own in spans)
 
 
+async def test_a_sample_has_the_same_log_probs_alone_as_among_others(worker: RolloutWorker, policy: Policy) -> None:
+    """To the last bit: a repeated run must not depend on the moments at which samples start and end."""
+    policy.train()
+    await worker.update_weights(policy.publish())
+    alone, among = [await rows(worker, replace(REQUEST, samples=samples)) for samples in (1, 9)]
+    assert alone[0]["rollout_logprobs"] == among[0]["rollout_logprobs"]
+
+
 async def test_running_requests_continue_with_the_next_version(worker: RolloutWorker, policy: Policy) -> None:
     """Every token has the log-prob of the version that it is recorded under."""
     request = replace(REQUEST, samples=2, max_tokens=LONG)

@@ -14,6 +14,7 @@ from functools import wraps
 from typing import Any
 
 import torch
+from vllm import _custom_ops
 from vllm.lora.ops.torch_ops import lora_ops
 from vllm.lora.punica_wrapper import punica_cpu
 from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method
@@ -41,6 +42,22 @@ def logits_in_blocks() -> None:
         return logits.view(*hidden_states.shape[:-1], len(weight))
 
     LogitsProcessor._apply_head = apply_head
+
+
+def multiply_single_tokens_alike() -> None:
+    """Make vLLM in this process multiply the only token of a step as it multiplies one among others (see `product`).
+
+    Compiled models keep vLLM's product.
+    """
+    multiply = _custom_ops.onednn_mm
+
+    @wraps(multiply)
+    def alike(handler: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if torch.compiler.is_compiling() or x.numel() != x.shape[-1]:
+            return multiply(handler, x, bias)
+        return multiply(handler, torch.stack((x, x)), bias)[0]
+
+    _custom_ops.onednn_mm = alike
 
 
 def _multiply(inputs: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:

@@ -20,6 +20,7 @@ from pydantic import TypeAdapter
 from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.platforms import current_platform
 
 from troupe.workers.contract.messages import WeightUpdate
 from troupe.workers.contract.weight_backends import BACKENDS
@@ -29,7 +30,7 @@ from troupe.workers.engine.settings import receiver_name
 from troupe.workers.telemetry.stacks import write_stacks_on_signal
 from troupe.workers.telemetry.start_activity import Activity, announce
 from troupe.workers.weights.buckets import Bucket, buckets_of, checksums, unpack, weights_digest
-from troupe.workers.weights.cpu_kernels import logits_in_blocks
+from troupe.workers.weights.cpu_kernels import logits_in_blocks, multiply_single_tokens_alike
 from troupe.workers.weights.file import DTYPES, MappedWeights, WeightDigestMismatch, open_weights
 from troupe.workers.weights.gpu_handles import gpu_id, open_handle
 from troupe.workers.weights.reload import ModelReload
@@ -347,4 +348,6 @@ for _row in BACKENDS.values():
 die_with_owner()
 write_stacks_on_signal()
 logits_in_blocks()
+if current_platform.is_cpu():
+    multiply_single_tokens_alike()
 _announce_activities()

@@ -1,19 +1,24 @@
-"""vLLM's float32 output head in blocks: the logits of a float64 product, and vLLM's own where it does not apply."""
+"""vLLM's float32 output head in blocks: the logits of a float64 product, and vLLM's own where it does not apply.
+
+And its products of one token.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from vllm import _custom_ops
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
 from troupe.workers.models import heads
 from troupe.workers.weights import cpu_kernels
-from troupe.workers.weights.cpu_kernels import logits_in_blocks
+from troupe.workers.weights.cpu_kernels import logits_in_blocks, multiply_single_tokens_alike
 
 Apply = Callable[..., torch.Tensor]
 
@@ -74,3 +79,16 @@ def test_every_other_head_is_vllms_own(
             layer._apply_head(head, states, None)
         return
     assert torch.equal(layer._apply_head(head, states, None), own(layer, head, states, None))
+
+
+def test_a_token_has_the_same_product_alone_as_among_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as the rows of an MLP of SmolLM2-135M: oneDNN sums shorter ones in one order."""
+    import_module("vllm._C")
+    monkeypatch.setattr(_custom_ops, "onednn_mm", _custom_ops.onednn_mm)
+    multiply_single_tokens_alike()
+    torch.manual_seed(9)
+    states, weight = torch.randn(9, 1536), torch.randn(576, 1536)
+    handler = _custom_ops.create_onednn_mm(weight.t(), 32)
+    alone, among = (_custom_ops.onednn_mm(handler, x, None) for x in (states[4:5], states))
+    assert torch.equal(alone[0], among[4])
+    torch.testing.assert_close(among, states @ weight.t(), rtol=1e-4, atol=1e-3)
