@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from troupe.workers.algorithms.policy_loss import LossOutput, exact_kl, policy_loss, policy_tokens
 from troupe.workers.algorithms.train_batch import prepare
-from troupe.workers.contract.config import PolicyConfig
+from troupe.workers.contract.config import DistillConfig, PolicyConfig
 from troupe.workers.contract.imports import resolve
 from troupe.workers.contract.messages import (
     TOKEN_RECORDS,
@@ -32,6 +32,7 @@ from troupe.workers.contract.roles import EngineLink
 from troupe.workers.contract.weight_backends import BACKENDS
 from troupe.workers.data.texts import cut_sources, text_batches
 from troupe.workers.data.tokenizer import load_tokenizer
+from troupe.workers.models.distillation import LogitsReader, TopTeacher, WholeTeacher
 from troupe.workers.models.modeling import CausalLogprobs, evaluating, score_plan
 from troupe.workers.models.token_batch import TokenBatch, TokenTable
 from troupe.workers.training.deepspeed_engine import Forward
@@ -55,6 +56,10 @@ class PolicyWorker(TrainingRank[PolicyConfig]):
         self._stored_distributions: list[tuple[TokenBatch, torch.Tensor]] = []
         self._weights_before: WeightSnapshot | None = None
         self._records = TokenRecorder() if config.records_tokens else None
+
+    @property
+    def _distill(self) -> DistillConfig:
+        return self._config.loss.distill
 
     def build(self) -> WorkerHealth:
         """Load the models; see `TrainingRank.build`.
@@ -254,16 +259,33 @@ class PolicyWorker(TrainingRank[PolicyConfig]):
     ) -> tuple[TokenBatch, LossOutput]:
         micro_batch, loss = table.cut(rows, plan).to(self.engine.device), self._config.loss
         # A likelihood does not depend on who sampled a token: it is the model's own.
-        logprobs, entropy = (
-            forward(batch=micro_batch)
+        reader = self._teacher(table, micro_batch) if loss.distill.coef else None
+        logprobs, entropy, *compared = (
+            forward(batch=micro_batch, reader=reader)
             if loss.has_ratio
-            else forward(batch=replace(micro_batch, kept=None), temperature=1.0)
+            else forward(batch=replace(micro_batch, kept=None), temperature=1.0, reader=reader)
         )
         if self._records is not None:
             self._records.note(micro_batch, logprobs, entropy)
         max_tokens = self._config.sampling.max_tokens
         tokens = policy_tokens(table, micro_batch, plan, loss, max_tokens, logprobs, entropy)
+        tokens = replace(tokens, divergences=compared[0] if compared else None)
         return micro_batch, policy_loss(tokens, loss, kl_old_coef)
+
+    def _teacher(self, table: TokenTable, micro_batch: TokenBatch) -> LogitsReader:
+        """Reads the divergence from the teacher at the tokens of a micro-batch.
+
+        Raises:
+            ValueError: the table lacks the teacher's tokens.
+        """
+        if self._distill.in_process:
+            teacher = cast(CausalLogprobs, self._frozen)
+            states = teacher.teacher_states(micro_batch)
+            return WholeTeacher(states, teacher.logits_of, teacher.temperature, self._distill)
+        stored = table.teacher(micro_batch)
+        if stored is None:
+            raise ValueError("algorithm.distill needs the teacher's tokens, but the batch lacks the column teacher_ids")
+        return TopTeacher(*stored, self._distill)
 
 
 def _subsample(stride: int, batch: TokenBatch) -> TokenBatch:

@@ -102,7 +102,8 @@ class ReferenceModel:
 
     def score(self, plan: RankPlan, rollouts: Sequence[pa.Table]) -> tuple[ScoreSummary, pa.Table]:
         """`ref_logprobs` of the plan's rows, and this rank's peak. Collective if the model is divided."""
-        rows, table = score_plan(self._placed.module, plan, rollouts, "ref_logprobs", self._device)
+        how = (self._device, self._config.top_k)
+        rows, table = score_plan(self._placed.module, plan, rollouts, "ref_logprobs", *how)
         return ScoreSummary(rows, peak=own_peak(self._config.device)), table
 
 

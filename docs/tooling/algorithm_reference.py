@@ -83,6 +83,39 @@ The share depends on the policy and on how lengths and rewards go together. With
 gets more responses, because their total length varies less. What is left with `sequence_sum` is the division by the
 deviation of the group or of the batch. `tests/workers/algorithms/test_baseline_bias.py` enumerates all groups.
 
+## Distillation
+
+A teacher is the reference: a frozen model with the policy's tokenizer (`validate` names the first text that another
+one reads differently). `distill` learns from its log-prob of the
+sampled token, as a policy gradient. `gkd`, and `algorithm.distill.coef` above 0 in any other algorithm, add
+`coef * weight_t * D_t` to the loss of every token, a divergence between the distributions `s` of the policy and `t` of
+the teacher at that token, both at `sampling.temperature` and before top-p, top-k and min-p:
+
+| `algorithm.distill.divergence` | `D` | source |
+|---|---|---|
+| `reverse` | `KL(s \\|\\| t) = sum_v s(v) log(s(v) / t(v))` | MiniLLM, arXiv 2306.08543 |
+| `forward` | `KL(t \\|\\| s) = sum_v t(v) log(t(v) / s(v))` | GKD, arXiv 2306.13649 |
+| `jensen_shannon` | `beta KL(t \\|\\| m) + (1 - beta) KL(s \\|\\| m)`, `m = beta t + (1 - beta) s` | GKD, eq. 1 |
+| `skewed` | `KL(t \\|\\| alpha t + (1 - alpha) s)` | DistiLLM, arXiv 2402.03898, sec. 3.1 |
+
+| `algorithm.distill.support` | compared | the result |
+|---|---|---|
+| `teacher_top_k` | the teacher's `k` likeliest tokens, and all others together | a lower bound |
+| `student_top_k` | the student's `k` likeliest tokens, and all others together | a lower bound |
+| `full` | the whole vocabulary | exact |
+
+Merging tokens into one outcome cannot raise any of these divergences (the data processing inequality), so a truncated
+support is biased towards 0: it does not see how the two differ within the merged tokens. It is not renormalized, which
+would ignore how much probability the merged tokens have. SDPO (arXiv 2601.20802) and TRL keep the same bucket. The
+gradient is that of the value, exactly; it passes through `s`, not through the sampling (MiniLLM's would), and samples
+of an older policy are not reweighted.
+
+The teacher's likeliest tokens are 2k + 1 numbers for each token in the table of the reference's log-probs, from any
+place of the reference. The other supports need its logits: with `colocate_with: policy` its hidden states are computed
+in the update, and its head runs beside the policy's, chunk by chunk, so that neither's logits exist for all tokens at
+once. `policy/teacher_divergence` is the mean of `D`, `kl_ref` an estimate of `KL(s || t)` over the whole vocabulary,
+from the sampled tokens.
+
 ## What others call it
 
 Each row names the options that give the same algorithm in TRL 1.16.0 (arguments in Python), verl 0.8.0.dev of January
@@ -187,9 +220,9 @@ class ShippedSpec:
     """Name of the algorithm that the spec has; for another row, `--set algorithm.name=ROW` runs it."""
 
 
-_SPEC_OF_ANOTHER = {"ipo": "dpo"}
-"""Offline rows without a separate spec in `deploy/specs/`, and the row whose spec runs them. On rollouts, `grpo`'s runs
-every row without one."""
+_SPEC_OF_ANOTHER = {"ipo": "dpo", "gkd": "distill"}
+"""Rows without a separate spec in `deploy/specs/`, and the row whose spec runs them. On rollouts, `grpo`'s runs every
+other row without one."""
 _SPECS = Path(__file__).resolve().parents[2] / "deploy" / "specs" / "algorithms"
 
 
@@ -198,7 +231,7 @@ def spec_of(name: str) -> ShippedSpec:
     if name in OFFLINE_ALGORITHMS:
         own = _SPEC_OF_ANOTHER.get(name, name)
         return ShippedSpec(f"deploy/specs/tiny-{own.replace('_', '-')}.yaml", own)
-    own = name if (_SPECS / f"{name}.yaml").is_file() else "grpo"
+    own = name if (_SPECS / f"{name}.yaml").is_file() else _SPEC_OF_ANOTHER.get(name, "grpo")
     return ShippedSpec(f"deploy/specs/algorithms/{own}.yaml", own)
 
 

@@ -115,7 +115,8 @@ def row_defaults(row: Algorithm) -> Iterator[tuple[str, str]]:
     for section in sections:
         for name, value in section:
             other_kl = name == {"reward": "kl_estimator", "loss": "kl_to_go"}[row.kl_in]
-            hidden = name in _NEVER_SHOWN or name in unread or other_kl
+            no_teacher = name == "distill" and not row.loss.distill.coef
+            hidden = name in _NEVER_SHOWN or name in unread or other_kl or no_teacher
             if hidden or value is None:
                 continue
             shown = (

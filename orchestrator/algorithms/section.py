@@ -21,6 +21,7 @@ from troupe.orchestrator.algorithms.table import (
     CRITIC_OPTIONS,
     KL_FIELDS,
     ROW_ONLY,
+    SECTIONS,
     TRUST_REGION_OPTIONS,
     Algorithm,
     KlPenalty,
@@ -32,6 +33,7 @@ from troupe.workers.contract.config import (
     AdvantageConfig,
     CriticLossConfig,
     CustomConfig,
+    DistillConfig,
     Frozen,
     PolicyLossConfig,
 )
@@ -77,7 +79,15 @@ class TrustRegionConfig(Frozen):
     """Limit on the divergence of a step (ppo_kl_limit)."""
 
 
-@overrides(dict.fromkeys((PolicyLossConfig, AdvantageConfig, CriticLossConfig), ""), without=ROW_ONLY | KL_FIELDS)
+@overrides({DistillConfig: ""})
+class DistillSection(Frozen):
+    """Divergence from the reference, as a teacher, over more than the sampled token: a term of any algorithm's loss,
+    and the whole loss of gkd. (Over the sampled token alone it is the term `kl`.)"""
+
+
+@overrides(
+    dict.fromkeys((PolicyLossConfig, AdvantageConfig, CriticLossConfig), ""), without=ROW_ONLY | KL_FIELDS | SECTIONS
+)
 class AlgorithmConfig(Frozen):
     """The algorithm, and settings that replace its defaults. A field left out (or null) takes the algorithm's
     default."""
@@ -98,6 +108,8 @@ class AlgorithmConfig(Frozen):
     """Penalty on the divergence from the policy that sampled (ppo_penalty)."""
     trust_region: TrustRegionConfig | None = None
     """Limit on the divergence of a step (ppo_kl_limit)."""
+    distill: DistillSection | None = None
+    """Divergence from the reference as a teacher, over its likeliest tokens or the whole vocabulary."""
     kl_stop: float | None = Field(default=None, ge=0.0)
     """Skip the rest of a step's updates once KL(old || new) per token is above this; 0 turns it off."""
     kl_states: int = Field(default=128, ge=0)
@@ -196,7 +208,9 @@ def policy_loss(config: AlgorithmConfig) -> PolicyLossConfig:
     row = row_of(config)
     clips = {"clip_low": config.clip_range, "clip_high": config.clip_range}
     coef = kl_coef(config) if row.kl_in == "loss" else 0.0
-    return overridden(row.loss, clips | _given(config) | {"kl_coef": coef, "kl_estimator": config.kl.estimator})
+    own = {"kl_coef": coef, "kl_estimator": config.kl.estimator}
+    own["distill"] = overridden(row.loss.distill, dict(config.distill or ()))
+    return overridden(row.loss, clips | _given(config) | own)
 
 
 def corrects_sampler(config: AlgorithmConfig) -> bool:

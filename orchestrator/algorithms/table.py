@@ -10,6 +10,7 @@ from pydantic import Field
 from troupe.workers.contract.config import (
     AdvantageConfig,
     CriticLossConfig,
+    DistillConfig,
     Frozen,
     ImportanceConfig,
     PolicyLossConfig,
@@ -59,6 +60,8 @@ ROW_ONLY = frozenset(
     }
 )
 """Fields of the losses that distinguish the algorithms: a spec does not set them."""
+SECTIONS = frozenset({"distill"})
+"""Fields of the losses that are sections in a spec, too, whose fields replace the defaults one by one."""
 KL_FIELDS = frozenset({"kl_coef", "kl_estimator", "kl_to_go", "kl_target", "kl_horizon"})
 """Fields of the losses that are in the section `kl`."""
 
@@ -72,6 +75,7 @@ ESTIMATOR_OPTIONS: dict[str, frozenset[str]] = {
     "best_of_subsets": frozenset({"pass_k"}),
     "best_of_group": frozenset(),
     "distill": frozenset(),
+    "none": frozenset(),
     "custom": frozenset({"whiten", "advantage_clip"}),
     "returns": _TOKEN_REWARDS | {"kl_to_go"},
     "gae": _TOKEN_REWARDS | {"gae_lambda"},
@@ -509,6 +513,18 @@ ALGORITHMS: dict[str, Algorithm] = {
             required=frozenset({"reference"}),
             advantage=AdvantageConfig(estimator="distill"),
             loss=PolicyLossConfig(),
+        ),
+        Algorithm(
+            name="gkd",
+            summary="On-policy distillation by a divergence from a teacher at every token, without a reward.",
+            formula="loss: distill.coef times the mean over tokens of the divergence between pi and the teacher (the "
+            "reference), KL(pi || teacher) by default, over the teacher's k likeliest tokens and all others together; "
+            "the gradient does not pass through the sampling",
+            source="GKD, arXiv 2306.13649, alg. 1 with all samples the student's; reverse KL: MiniLLM, arXiv "
+            "2306.08543; k: Troupe's default",
+            required=frozenset({"reference"}),
+            advantage=AdvantageConfig(estimator="none"),
+            loss=PolicyLossConfig(objective="policy_gradient", distill=DistillConfig(coef=1.0)),
         ),
     )
 }

@@ -171,6 +171,7 @@ def of_reference(spec: RunSpec, placed: PlacedWorker, _gpu: int, sizes: Sizes) -
         gpu=config.device == "cuda",
         process=SCORER_PROCESS,
         ranks=config.shards,
+        whole_logits=config.top_k > 0,
     )
     return scoring(placed.worker, model), None
 
@@ -331,7 +332,7 @@ def of_policy(spec: RolloutSpec, placed: PlacedWorker, _gpu: int, sizes: Sizes) 
         gpu=spec.roles.policy.device == "cuda",
         longest=longest_sequence(spec),
         scaled=config.sampling.temperature != 1.0,
-        truncated=config.sampling.truncates,
+        truncated=config.sampling.truncates or config.loss.distill.coef > 0,  # which compares whole logits, too
         entropy_grad=config.loss.entropy_coef > 0,
         kept_states=spec.algorithm.kl_states,
         reference=None if of_base else _reference(config.reference_model, sizes),

@@ -399,6 +399,8 @@ class Scoring:
     """Whether the head returns one value instead of log-probs (reward model)."""
     process: int = 0
     """Host memory of the process with its libraries and no model."""
+    whole_logits: bool = False
+    """Whether a chunk of logits exists as a whole, from which the likeliest tokens are read."""
     ranks: int = 1
     """Processes over which the model is divided."""
 
@@ -409,7 +411,7 @@ def scoring(worker: str, model: Scoring) -> tuple[WorkerMemory, ...]:
     Every rank of a divided model has a GPU: it keeps its part there and gathers what it runs.
     """
     size, width, tokens, ranks = model.size, WIDTHS[model.dtype], model.tokens, model.ranks
-    if _tiled(size, truncated=False):
+    if _tiled(size, truncated=model.whole_logits):
         held = (4 if model.gpu else 8) * _tile(size, tokens, model.gpu)
     else:
         held = (16 + (width if width < 4 else 0)) * _chunk(size, tokens, model.gpu)

@@ -130,6 +130,7 @@ def reference_config(spec: RunSpec) -> ReferenceConfig | None:
         ReferenceConfig,
         model=spec.reference_model,
         temperature=1.0 if spec.rollouts is None else spec.rollouts.sampling.temperature,
+        top_k=0 if spec.rollouts is None else section.policy_loss(spec.rollouts.algorithm).distill.stored_k,
         device=role.device,
         threads=role.threads or max(1, int(role.cpus) // role.shards),
     )

@@ -96,6 +96,7 @@ LEFT_OUT = {
     **dict.fromkeys(
         (
             *("algorithm.aggregation", "algorithm.by_source", "algorithm.kl*", "algorithm.normalize_by_std"),
+            "algorithm.distill*",
             *("algorithm.reward_scale", "algorithm.trust_region", "algorithm.whiten"),
         ),
         "a formula of one step",

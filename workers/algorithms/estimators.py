@@ -153,6 +153,10 @@ def _distill(config: AdvantageConfig, batch: SampledTokens, state: AdvantageStat
     return Estimate(batch.ref_logprobs.double() - policy.double(), state)
 
 
+def _none(config: AdvantageConfig, batch: SampledTokens, state: AdvantageState) -> Estimate:
+    return Estimate(torch.zeros(len(batch.sequence), dtype=torch.double), state)
+
+
 def _returns(config: AdvantageConfig, batch: SampledTokens, state: AdvantageState) -> Estimate:
     shaped = _shape(config, batch, state)
     totals = torch.zeros(len(batch.lengths), dtype=torch.double).index_add(0, batch.sequence, shaped.token_rewards)
@@ -224,6 +228,7 @@ ESTIMATORS: dict[str, Estimator] = {
     "best_of_subsets": _best_of_subsets,
     "best_of_group": _best_of_group,
     "distill": _distill,
+    "none": _none,
     "returns": _returns,
     "gae": _of_critic,
     "n_step": _of_critic,

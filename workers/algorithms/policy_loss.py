@@ -251,6 +251,8 @@ class PolicyTokens:
     ref_logprobs: torch.Tensor | None = None
     penalties: torch.Tensor | None = None
     """Coefficients of |log pi - log pi_old| (KL-Cov, arXiv 2505.22617), or None without any."""
+    divergences: torch.Tensor | None = None
+    """Divergence from a teacher (`distillation.divergence`), with gradient, or None without one."""
 
     def masked(self) -> PolicyTokens:
         """The same with 0 in every number where `loss_mask` is False."""
@@ -395,7 +397,8 @@ class _LossTerms:
 
 
 def policy_loss(tokens: PolicyTokens, config: PolicyLossConfig, kl_old_coef: float = 0.0) -> LossOutput:
-    """sum_t weight_t (importance_t surrogate_t + kl_old_coef kl_old_t + kl_coef kl_t - entropy_coef entropy_t).
+    """sum_t weight_t (importance_t surrogate_t + kl_old_coef kl_old_t + kl_coef kl_t - entropy_coef entropy_t +
+    distill.coef divergence_t).
 
     The surrogate is the objective's (`PolicyLossConfig.objective`). `likelihood` has no ratio and no importance
     weight: it is sum_t weight_t (-advantage_t log pi_t) and what is added to it.
@@ -422,6 +425,9 @@ def policy_loss(tokens: PolicyTokens, config: PolicyLossConfig, kl_old_coef: flo
             terms["kl_loss"] = config.kl_coef * (tokens.weights * sums["kl_ref"]).sum()
     elif config.kl_coef:
         raise ValueError("kl_coef is set, but the batch has no ref_logprobs")
+    if tokens.divergences is not None:
+        sums["teacher_divergence"] = tokens.divergences
+        terms["distill_loss"] = config.distill.coef * (tokens.weights * tokens.divergences).sum()
     loss = torch.stack(list(terms.values())).sum()
     return LossOutput(
         loss=loss,

@@ -18,6 +18,7 @@ from troupe.workers.contract.advantage_state import AdvantageState
 from troupe.workers.contract.config import AdvantageConfig
 from troupe.workers.contract.messages import (
     SCORES,
+    TEACHER_TOKENS,
     TRAIN,
     PrepareRequest,
     TrainRow,
@@ -169,6 +170,7 @@ class _Batch:
         self.loss_mask = self._column("loss_mask", rollouts).values
         self.rollout_logprobs = self._column("rollout_logprobs", rollouts).values
         self.scores = {name: self._column(name, table).values for name, table in scores.items()}
+        self.teacher = self._teacher_columns(scores.get("ref_logprobs"))
         self.reward = torch.tensor(rewards.column("reward").to_pylist(), dtype=torch.double)
         _require_finite(keep, "reward", self.reward, torch.ones(len(keep), dtype=torch.int64))
         self.components: list[list[dict[str, Any]]] = rewards.column("components").to_pylist()
@@ -262,6 +264,15 @@ class _Batch:
         """Loss tokens of each row."""
         return torch.zeros_like(self.lengths).index_add(0, self.sequence, self.loss_mask.long())
 
+    def _teacher_columns(self, table: pa.Table | None) -> dict[str, pa.ChunkedArray]:
+        """`TEACHER_TOKENS` that came with the reference's log-probs, if any."""
+        if table is None or TEACHER_TOKENS[0].name not in table.column_names:
+            return {}
+        columns = {field.name: table.column(field.name) for field in TEACHER_TOKENS}
+        logprobs = ragged(columns[TEACHER_TOKENS[1].name])
+        _require_finite(self.rows, TEACHER_TOKENS[1].name, logprobs.values, logprobs.lengths)
+        return columns
+
     def _column(self, name: str, table: pa.Table) -> Ragged:
         column = ragged(table.column(name))
         for key, have, need in zip(self.rows, column.lengths.tolist(), self.lengths.tolist(), strict=True):
@@ -335,6 +346,8 @@ def _train_table(batch: _Batch, rollouts: pa.Table, estimated: dict[str, torch.T
             columns.append(list_column(floats[field.name].float(), batch.lengths, pa.float32()))
         elif field.name in rollouts.column_names:
             columns.append(rollouts.column(field.name).combine_chunks())
+        elif field.name in batch.teacher:
+            columns.append(batch.teacher[field.name].combine_chunks())
         else:
             columns.append(pa.nulls(rollouts.num_rows, field.type))
     return pa.Table.from_arrays(columns, schema=TRAIN)

@@ -54,6 +54,9 @@ CHUNK_LOGITS: dict[Device, int] = {"cpu": 2**24, "cuda": 2**26}
 the CPU. On a GPU every chunk reads the head's weight and adds to its gradient: 1 GB each for a vocabulary of 152,000
 and a hidden size of 3,584."""
 
+DISTILL_CHUNKS = 4
+"""Times as many chunks of the output head if its logits are compared with a teacher's: a divergence keeps about as many
+tensors of their size."""
 REDUCE_BUCKET = 500_000_000
 """Maximum number of gradient elements that DeepSpeed reduces together. On a GPU this buffer is allocated up front."""
 
@@ -548,6 +551,37 @@ class ImportanceConfig(Frozen):
     """Upper bound of w."""
 
 
+class DistillConfig(Frozen):
+    """Divergence from the reference, as a teacher, over more than the sampled token: a term of the policy's loss."""
+
+    coef: float = Field(default=0.0, ge=0.0)
+    """Weight of the divergence in the loss; 0: none."""
+    divergence: Literal["reverse", "forward", "jensen_shannon", "skewed"] = "reverse"
+    """With s and t the distributions of student and teacher: `reverse`: KL(s || t), which keeps the student to what the
+    teacher finds likely; `forward`: KL(t || s), which makes it cover all of that; `jensen_shannon`: beta KL(t || m) +
+    (1 - beta) KL(s || m), m = beta t + (1 - beta) s (GKD, arXiv 2306.13649, eq. 1); `skewed`: KL(t || alpha t + (1 -
+    alpha) s) (DistiLLM, arXiv 2402.03898, sec. 3.1)."""
+    support: Literal["teacher_top_k", "student_top_k", "full"] = "teacher_top_k"
+    """Tokens that are compared: the `k` likeliest of the teacher or of the student, and all others together as one, or
+    the whole vocabulary. All but `teacher_top_k` need a reference with `colocate_with: policy`."""
+    k: int = Field(default=64, ge=1)
+    """Number of the likeliest tokens."""
+    beta: float = Field(default=0.5, gt=0.0, lt=1.0)
+    """Share of the teacher in the mixture, and weight of its divergence (jensen_shannon)."""
+    alpha: float = Field(default=0.1, gt=0.0, lt=1.0)
+    """Share of the teacher in the mixture (skewed)."""
+
+    @property
+    def stored_k(self) -> int:
+        """Tokens that the reference stores for each response token; 0: none."""
+        return self.k if self.coef and self.support == "teacher_top_k" else 0
+
+    @property
+    def in_process(self) -> bool:
+        """Whether the teacher's logits are computed in the policy's workers, in its updates."""
+        return self.coef > 0 and self.support != "teacher_top_k"
+
+
 class CustomConfig(Frozen):
     """A custom algorithm (`workers/algorithms/custom.py`)."""
 
@@ -620,6 +654,8 @@ class PolicyLossConfig(Frozen):
     has several rows."""
     importance: ImportanceConfig = ImportanceConfig()
     """Correction for the difference between sampler and trainer."""
+    distill: DistillConfig = DistillConfig()
+    """Divergence from a teacher."""
 
     @property
     def has_ratio(self) -> bool:
@@ -661,6 +697,7 @@ class AdvantageConfig(Frozen):
         "gae",
         "n_step",
         "distill",
+        "none",
         "custom",
     ]
     """`group`: reward relative to the other samples of the group (GRPO); `smooth_group`: also relative to earlier
@@ -669,8 +706,8 @@ class AdvantageConfig(Frozen):
     best reward of `pass_k` samples, relative to all choices of that many (pass@k training); `best_of_group`: samples
     per group for the best sample, 0 for the others (RAFT);
     `returns`: sums of token rewards minus a baseline (REINFORCE family); `gae`, `n_step`: temporal differences of the
-    critic; `distill`: log-prob under the teacher minus log-prob under the policy; `custom`: the function of the user's
-    algorithm."""
+    critic; `distill`: log-prob under the teacher minus log-prob under the policy; `none`: 0, for a loss with another
+    term; `custom`: the function of the user's algorithm."""
     custom: CustomConfig | None = None
     """Estimator custom: the user's algorithm."""
     normalize_by_std: bool = True
@@ -794,6 +831,8 @@ class ReferenceConfig(Frozen):
     model: ModelConfig
     temperature: float
     micro_batch_tokens: int
+    top_k: int = 0
+    """Likeliest tokens to store for each response token (`DistillConfig.stored_k`)."""
     shards: int = 1
     threads: int
     device: Device

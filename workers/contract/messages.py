@@ -35,6 +35,12 @@ KEPT_TOKENS = pa.field("kept_tokens", pa.list_(pa.large_binary()))
 (`contract/kept_tokens.py`); null: all tokens of the row were sampled from the whole vocabulary, or by another
 policy."""
 
+TEACHER_TOKENS = (
+    pa.field("teacher_ids", pa.list_(pa.int32())),  # the k likeliest tokens at each response token, one after another
+    pa.field("teacher_logprobs", pa.list_(pa.float32())),  # k + 1: of these, and of all other tokens together
+)
+"""A teacher's distribution, beside the reference's log-probs; null unless the loss compares with it."""
+
 IDENTITY_NAMES = tuple(field.name for field in IDENTITY)
 
 Identity = tuple[str, int, int]
@@ -119,6 +125,7 @@ TRAIN = pa.schema(
         KEPT_TOKENS,
         pa.field("old_logprobs", pa.list_(pa.float32())),  # null: equal to the current policy's
         pa.field("ref_logprobs", pa.list_(pa.float32())),
+        *TEACHER_TOKENS,
         pa.field("values", pa.list_(pa.float32())),
         pa.field("advantages", pa.list_(pa.float32()), nullable=False),
         pa.field("returns", pa.list_(pa.float32())),

@@ -24,6 +24,7 @@ from troupe.workers.contract.model_files import check_model_files
 from troupe.workers.models.adapter_files import add_adapter, read_adapter
 from troupe.workers.models.attention import choose_attention
 from troupe.workers.models.cpu import OneDnnLinear, use_onednn
+from troupe.workers.models.distillation import LogitsReader, TopTokens
 from troupe.workers.models.exact import disable_dropout
 from troupe.workers.models.heads import Float32Head, Float32Logits
 from troupe.workers.models.partitioned import Partitioner
@@ -246,35 +247,61 @@ class CausalLogprobs(ModelModule):
         if not self.split_head:
             logger.info("%s computes its logits in a nonstandard way: using full logits", type(model).__name__)
 
-    def forward(self, *, batch: TokenBatch, temperature: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """(logprobs, entropies), float32 [T], of the distribution over the tokens in `batch.kept`.
+    def forward(
+        self, *, batch: TokenBatch, temperature: float | None = None, reader: LogitsReader | None = None
+    ) -> tuple[torch.Tensor, ...]:
+        """(logprobs, entropies), float32 [T], of the distribution over the tokens in `batch.kept`, and what `reader`
+        reads of the distribution over all tokens.
 
         `temperature` overrides the module's.
         """
         temperature = temperature or self.temperature
         own, found = self._outputs(batch)
         at = own.find(batch.positions)
-        measure = self.of_hidden if self.split_head else self._measure
-        logprobs, entropies = measure(found[at.local], batch.targets[at.chosen], temperature, at.of(batch.kept))
-        return at.gather(logprobs), at.gather(entropies)
+        more = None if reader is None else reader.of(at.chosen)
+        measured = self.of_states(found[at.local], batch.targets[at.chosen], temperature, at.of(batch.kept), more)
+        return tuple(at.gather(values) for values in measured)
 
-    def of_hidden(
-        self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float, kept: Ragged | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(logprobs, entropies), float32 [T], of the backbone's states [T, hidden size] that predict `targets`.
+    def of_states(
+        self,
+        states: torch.Tensor,
+        targets: torch.Tensor,
+        temperature: float,
+        kept: Ragged | None = None,
+        reader: LogitsReader | None = None,
+    ) -> tuple[torch.Tensor, ...]:
+        """The results of `forward` for the backbone's states [T, hidden size] that predict `targets`.
 
-        Both are of the distribution over the tokens in `kept`.
+        Without a separate head, the states are the logits.
         """
         head = self.model.get_output_embeddings()
-        if isinstance(head, Float32Logits) and head.bias is None and kept is None and self.softcap is None:
-            return head(hidden, targets, self.scale / temperature, self.entropy_grad)
-        split = [None] * self.chunks if kept is None else kept.split(self.chunks)
-        parts = zip(hidden.tensor_split(self.chunks), targets.tensor_split(self.chunks), split, strict=True)
+        plain = self.split_head and self.softcap is None and kept is None and reader is None
+        if plain and isinstance(head, Float32Logits) and head.bias is None:
+            return head(states, targets, self.scale / temperature, self.entropy_grad)
+        none: list[None] = [None] * self.chunks
+        parts = zip(
+            states.tensor_split(self.chunks),
+            targets.tensor_split(self.chunks),
+            none if kept is None else kept.split(self.chunks),
+            none if reader is None else reader.split(self.chunks),
+            strict=True,
+        )
         if self.recompute and torch.is_grad_enabled():
             results = [checkpoint(self._head, *part, temperature, use_reentrant=False) for part in parts]
         else:
             results = [self._head(*part, temperature) for part in parts]
-        return torch.cat([logprobs for logprobs, _ in results]), torch.cat([entropies for _, entropies in results])
+        return tuple(torch.cat(values) for values in zip(*results, strict=True))
+
+    @torch.no_grad()
+    def teacher_states(self, batch: TokenBatch) -> torch.Tensor:
+        """What `logits_of` takes, of this worker's response tokens, without gradient."""
+        with evaluating(self):
+            own, found = self._outputs(batch)
+        return found[own.find(batch.positions).local]
+
+    def logits_of(self, states: torch.Tensor) -> torch.Tensor:
+        """Logits [T, vocabulary] of states, which without a separate head are the logits."""
+        return self.logits(states) if self.split_head else states
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """The model's logits [..., vocabulary] of hidden states, before the temperature."""
@@ -296,7 +323,7 @@ class CausalLogprobs(ModelModule):
         """
         own, found = self._outputs(batch)
         at = own.find(batch.positions)
-        logits = self.logits(found[at.local]) if self.split_head else found[at.local]
+        logits = self.logits_of(found[at.local])
         return at.gather(torch.log_softmax(_of_sampler(logits, self.temperature, at.of(batch.kept)), -1))
 
     def _outputs(self, batch: TokenBatch) -> tuple[OwnTokens, torch.Tensor]:
@@ -307,9 +334,16 @@ class CausalLogprobs(ModelModule):
         return own, self.model(**self.inputs(own)).logits.flatten(0, 1)
 
     def _head(
-        self, hidden: torch.Tensor, targets: torch.Tensor, kept: Ragged | None, temperature: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._measure(self.logits(hidden), targets, temperature, kept)
+        self,
+        states: torch.Tensor,
+        targets: torch.Tensor,
+        kept: Ragged | None,
+        reader: LogitsReader | None,
+        temperature: float,
+    ) -> tuple[torch.Tensor, ...]:
+        logits = self.logits_of(states)
+        measured = self._measure(logits, targets, temperature, kept)
+        return measured if reader is None else (*measured, *reader.read(_of_sampler(logits, temperature, None)))
 
     def _measure(
         self, logits: torch.Tensor, targets: torch.Tensor, temperature: float, kept: Ragged | None
@@ -432,7 +466,7 @@ class RewardScores(ModelModule):
         if self.language is None:
             return scores, token_scores, None
         at = own.find(batch.positions)
-        logprobs, _ = self.language.of_hidden(hidden[at.local], batch.targets[at.chosen], self.language.temperature)
+        logprobs, _ = self.language.of_states(hidden[at.local], batch.targets[at.chosen], self.language.temperature)
         return scores, token_scores, at.gather(logprobs)
 
 
@@ -464,12 +498,20 @@ def share_backbone(
     return language
 
 
-@torch.no_grad()
 def score(module: nn.Module, batch: TokenBatch) -> torch.Tensor:
     """Log-probs (first output) or values of a batch's response tokens, float32 [T], without gradient or dropout."""
+    return _scores(module, batch, 0)[0]
+
+
+@torch.no_grad()
+def _scores(module: nn.Module, batch: TokenBatch, top_k: int) -> tuple[torch.Tensor, ...]:
+    """`score`, and with `top_k` what `TopTokens` reads."""
     with evaluating(module):
+        if top_k:
+            logprobs, _, *read = module(batch=batch, reader=TopTokens(top_k))
+            return logprobs, *read
         output = module(batch=batch)
-    return output[0] if isinstance(output, tuple) else output
+    return output[:1] if isinstance(output, tuple) else (output,)
 
 
 def score_plan(
@@ -478,16 +520,18 @@ def score_plan(
     tables: Sequence[pa.Table],
     column: Literal["old_logprobs", "ref_logprobs", "values"],
     device: torch.device | str,
+    top_k: int = 0,
 ) -> tuple[int, pa.Table]:
     """(rows, table): `score` of the plan's rows as a token_scores table, in the order of the plan.
 
     Row numbers count through `tables` in order. An empty micro-batch runs on a filler token, because under ZeRO-3 all
-    ranks must run equally often.
+    ranks must run equally often. `top_k`: the table also has `TEACHER_TOKENS`, with this many tokens.
     """
     tokens = TokenTable.concat(tables)
     # Copied at the end: on a GPU the next micro-batch is cut while one is computed.
-    scores = [score(module, batch.to(device)) for batch in tokens.batches(plan)]
+    scores = [_scores(module, batch.to(device), top_k) for batch in tokens.batches(plan)]
     rows = [row for micro_batch in plan.micro_batches for row in micro_batch]
-    values = torch.cat(scores).cpu() if scores else torch.zeros(0)
+    columns = [torch.cat(parts).cpu() for parts in zip(*scores, strict=True)]
+    values, *teacher = columns or [torch.zeros(0)]
     chosen = tokens.table.take(pa.array(rows, pa.int64()))
-    return len(rows), score_table(column, chosen, values, tokens.responses.lengths[rows])
+    return len(rows), score_table(column, chosen, values, tokens.responses.lengths[rows], teacher)

@@ -20,6 +20,7 @@ from troupe.workers.contract.messages import (
     KEPT_TOKENS,
     SCHEMA_METADATA,
     SEGMENT,
+    TEACHER_TOKENS,
     TRAIN,
     RankPlan,
     identities,
@@ -29,16 +30,25 @@ from troupe.workers.models.ragged import Ragged, list_column, ragged, ragged_vie
 FLOAT_COLUMNS = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "values", "advantages", "returns", "penalties")
 
 
-def score_table(column: str, rows: pa.Table, values: torch.Tensor, lengths: torch.Tensor) -> pa.Table:
+def score_table(
+    column: str, rows: pa.Table, values: torch.Tensor, lengths: torch.Tensor, teacher: Sequence[torch.Tensor] = ()
+) -> pa.Table:
     """A `messages.token_scores` table: the identity of `rows` and, under `column`, their flat float values.
 
-    Rows of offline data have no segments.
+    Rows of offline data have no segments. `teacher`: the numbers [T, ...] of `TEACHER_TOKENS`, if there are any.
     """
     floats = list_column(values.float(), lengths, pa.float32())
     fields = [field for field in (*IDENTITY, SEGMENT) if field.name in rows.column_names]
-    schema = pa.schema([*fields, pa.field(column, floats.type, nullable=False)], metadata=SCHEMA_METADATA)
+    added = [
+        (field, list_column(numbers.flatten(), lengths * numbers.shape[1], field.type.value_type))
+        for field, numbers in zip(TEACHER_TOKENS if teacher else (), teacher, strict=True)
+    ]
+    schema = pa.schema(
+        [*fields, pa.field(column, floats.type, nullable=False), *(field for field, _ in added)],
+        metadata=SCHEMA_METADATA,
+    )
     identity = [rows.column(field.name).combine_chunks() for field in fields]
-    return pa.Table.from_arrays([*identity, floats], schema=schema)
+    return pa.Table.from_arrays([*identity, floats, *(array for _, array in added)], schema=schema)
 
 
 @dataclass(frozen=True)
@@ -132,6 +142,9 @@ class TokenTable:
             if name in table.column_names and table.column(name).null_count < max(1, table.num_rows):
                 self._floats[name] = ragged_view(table.column(name))
                 _same_lengths(table, name, self._floats[name], self.responses)
+        names = [field.name for field in TEACHER_TOKENS if field.name in table.column_names]
+        given = names and table.column(names[0]).null_count < max(1, table.num_rows)
+        self._teacher = [ragged_view(table.column(name)) for name in names] if given else []
 
     @classmethod
     def concat(cls, tables: Sequence[pa.Table]) -> TokenTable:
@@ -255,6 +268,15 @@ class TokenTable:
         per_token = (torch.repeat_interleave(of_rows, lengths) for of_rows in (numbers, loss_tokens[batch.rows]))
         number, tokens = (to_device(values, batch.targets.device) for values in per_token)
         return number, tokens
+
+    def teacher(self, batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """(ids int64 [T, k], log-probs float32 [T, k + 1]) of the teacher's likeliest tokens and of all others together
+        at the response tokens of `batch`, on its device, or None if the table has none."""
+        if not self._teacher:
+            return None
+        tokens = len(batch.targets)
+        ids, logprobs = (column.take(batch.rows).values.view(tokens, -1 if tokens else 1) for column in self._teacher)
+        return to_device(ids.long(), batch.targets.device), to_device(logprobs, batch.targets.device)
 
     def floats(self, name: str, batch: TokenBatch) -> torch.Tensor | None:
         """float32 [T] of column `name` for the response tokens of `batch`, on its device; None if it is absent."""

@@ -16,7 +16,14 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 from troupe.workers.algorithms.offline_objectives import ObjectiveOutput
 from troupe.workers.algorithms.policy_loss import LossOutput
 from troupe.workers.contract.arrow import pickle_tables
-from troupe.workers.contract.config import Device, ModelConfig, RankConfig, Rendezvous
+from troupe.workers.contract.config import (
+    DISTILL_CHUNKS,
+    Device,
+    DistillConfig,
+    ModelConfig,
+    RankConfig,
+    Rendezvous,
+)
 from troupe.workers.contract.messages import (
     KEPT_BATCH,
     KEPT_TEXTS,
@@ -124,6 +131,11 @@ class TrainingRank(ABC, Generic[ConfigT]):
         return source if self._config.lora is None else source.model_copy(update={"adapter": None})
 
     @property
+    def _distill(self) -> DistillConfig:
+        """Divergence from the colocated reference in the loss."""
+        return DistillConfig()
+
+    @property
     def engine(self) -> TrainEngine:
         """The training engine. Raises RuntimeError before `start`."""
         if self._engine is None:
@@ -200,8 +212,8 @@ class TrainingRank(ABC, Generic[ConfigT]):
         return CausalLogprobs(model, temperature, self._head_chunks(model), entropy_grad)
 
     def _head_chunks(self, model: PreTrainedModel) -> int:
-        vocabulary = model.config.get_text_config().vocab_size
-        return head_chunks(vocabulary, self._config.trainer.worker_tokens, self._device)
+        tokens = self._config.trainer.worker_tokens * (DISTILL_CHUNKS if self._distill.coef else 1)
+        return head_chunks(model.config.get_text_config().vocab_size, tokens, self._device)
 
     def reference_logprobs(self, plan: RankPlan, *tables: pa.Table) -> tuple[int, pa.Table]:
         """(rows, token_scores table): `ref_logprobs` of the plan's rows under the colocated reference.
@@ -211,12 +223,18 @@ class TrainingRank(ABC, Generic[ConfigT]):
         Raises:
             RuntimeError: the worker has no colocated reference.
         """
+        how = (self.engine.device, self._distill.stored_k)
         if self._base_of is not None:
             with self._base_of.as_started():
-                return score_plan(self.engine.module, plan, tables, "ref_logprobs", self.engine.device)
+                return score_plan(self.engine.module, plan, tables, "ref_logprobs", *how)
+        return score_plan(self._frozen, plan, tables, "ref_logprobs", *how)
+
+    @property
+    def _frozen(self) -> ModelModule:
+        """The colocated reference. Raises RuntimeError if there is none."""
         if self._reference is None:
             raise RuntimeError(f"{self._name} has no colocated reference")
-        return score_plan(self._reference.module, plan, tables, "ref_logprobs", self.engine.device)
+        return self._reference.module
 
     def _meter(self) -> UpdateMeter:
         """Measures an update that begins now."""

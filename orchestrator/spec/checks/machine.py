@@ -64,6 +64,7 @@ def model_problems(spec: RunSpec, models: Mapping[str, ModelConfig]) -> list[Fin
         *of_models.wrong_kinds(models, spec.trains),
         *of_models.quantized(models),
         *of_models.smaller_vocabularies(models),
+        *of_models.other_tokenizers(models),
         *of_models.too_long(models, sequence_lengths(spec)),
         *of_models.undivided_heads(models, _shared_models(spec)),
         *_adapted_experts(spec, models),

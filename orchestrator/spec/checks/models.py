@@ -5,6 +5,7 @@ Reads small files and headers and imports nothing heavy.
 
 from __future__ import annotations
 
+import filecmp
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -232,6 +233,41 @@ def smaller_vocabularies(models: Mapping[str, ModelConfig]) -> Iterator[Finding]
                     "tokens, and has no embedding for some"
                 ),
             )
+
+
+def other_tokenizers(models: Mapping[str, ModelConfig]) -> Iterator[Finding]:
+    """Models that read the trained model's tokens and whose tokenizer is another, by the path of their field."""
+    own = Path(models["model"].path) / TOKENIZERS[0] if "model" in models else Path()
+    for section in READ_TOKENS if own.is_file() else ():
+        other = Path(models[section].path) / TOKENIZERS[0] if section in models else own
+        if not other.is_file() or filecmp.cmp(own, other, shallow=False):
+            continue
+        if (found := _tokenized_differently(own, other)) is not None:
+            text, ours, theirs = found
+            why = (
+                f"its tokenizer is another than the trained model's, whose tokens it reads: {text!r} is {theirs} there"
+            )
+            yield f"{section}.path", f"{why} and {ours} here"
+
+
+def _tokenized_differently(own: Path, other: Path) -> tuple[str, list[int], list[int]] | None:
+    """(text, tokens, other tokens) of the first piece of a tokenizer's vocabulary that another one reads differently.
+
+    None without one, or if a file cannot be read, which is reported where it is used.
+    """
+    from tokenizers import Tokenizer
+
+    try:
+        first, second = (Tokenizer.from_file(str(path)) for path in (own, other))
+    except Exception:
+        return None
+    texts = [first.decode([token], skip_special_tokens=False) for token in range(first.get_vocab_size())]
+    read: list[list[list[int]]] = []
+    for one in (first, second):
+        one.no_padding()
+        one.no_truncation()
+        read.append([found.ids for found in one.encode_batch(texts, add_special_tokens=False)])
+    return next((each for each in zip(texts, *read, strict=True) if each[1] != each[2]), None)
 
 
 def undivided_models(models: Mapping[str, ModelConfig], ranks: Mapping[str, tuple[str, int]]) -> Iterator[Finding]:

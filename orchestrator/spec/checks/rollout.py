@@ -22,6 +22,7 @@ from troupe.orchestrator.spec.engine_options import refused_options
 from troupe.orchestrator.spec.locations import url_problem
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.sections import EngineRole
+from troupe.workers.contract.config import DistillConfig
 from troupe.workers.contract.weight_backends import BACKENDS, backend_problem
 
 COLOCATIONS = {"reference": "policy", "rollout": "policy"}
@@ -41,6 +42,24 @@ def check_roles(spec: RolloutSpec) -> Iterator[Finding]:
         given = "" if spec.algorithm.kl.coef is not None else f", the default of {row.name}"
         why = f"is required: algorithm.kl.coef is {spec.kl_coef}{given} (0 needs no reference)"
         yield "roles.reference", why
+    if algorithms.policy_loss(spec.algorithm).distill.coef > 0:
+        yield from _teacher(spec)
+
+
+def _teacher(spec: RolloutSpec) -> Iterator[Finding]:
+    """What a divergence from a teacher needs of the roles."""
+    distill, reference = algorithms.policy_loss(spec.algorithm).distill, spec.roles.reference
+    if reference is None and "reference" not in algorithms.row_of(spec.algorithm).required:
+        yield "roles.reference", f"is required: algorithm.distill.coef is {distill.coef:g}"
+    if reference is None or not distill.in_process:
+        return
+    why = f"algorithm.distill.support {distill.support} needs the teacher's logits in the policy's workers"
+    if not spec.reference_in_policy:
+        yield "roles.reference.colocate_with", f"{why}; set it to policy, or support to teacher_top_k"
+    elif spec.roles.policy.zero_stage == 3:
+        yield "roles.policy.zero_stage", f"{why}, where it cannot be divided; set it below 3"
+    elif spec.roles.policy.lora is not None and spec.reference_model == spec.model:
+        yield "roles.reference.model", f"{why}, where it is the policy without its adapters; give it another model"
 
 
 def check_algorithm(spec: RolloutSpec) -> Iterator[Finding]:
@@ -75,6 +94,12 @@ def check_algorithm(spec: RolloutSpec) -> Iterator[Finding]:
             f"{row.name} trains on the whole distribution, but the reference is scored among the tokens that were left"
         )
         yield "algorithm.kl.coef", f"{why} by sampling.top_p, top_k or min_p; set it to 0 or remove these"
+    distill = algorithms.policy_loss(config).distill
+    if row.advantage.estimator == "none" and not distill.coef:
+        yield "algorithm.distill.coef", f"must be above 0: {row.name} has no other loss"
+    if not row.loss.has_ratio and distill.coef > 0 and spec.sampling.temperature != 1.0:
+        why = f"{row.name} trains at temperature 1, but the teacher is scored at sampling.temperature"
+        yield "algorithm.distill.coef", f"{why}, {spec.sampling.temperature:g}; set one to 1 or the other to 0"
     yield from _signals(spec)
     yield from _without_effect(spec)
     uncorrected = row.loss.has_ratio and not algorithms.corrects_sampler(config)
@@ -99,11 +124,22 @@ def _without_effect(spec: RolloutSpec) -> Iterator[Finding]:
         for name in ("level", "cap"):
             if changed(importance, name):
                 yield f"algorithm.importance.{name}", "has no effect with mode none; remove it"
+    given = {name for name, value in config.distill or () if value is not None}
+    for name in sorted(given - _read_of(algorithms.policy_loss(config).distill)):
+        yield f"algorithm.distill.{name}", "has no effect with the other fields of algorithm.distill; remove it"
     if not config.by_source and sources < 2:
         yield "algorithm.by_source", "has no effect with one source in data.train; remove it"
     elif not config.by_source and not algorithms.compares_with_batch(config):
         why = f"has no effect: {config.name} compares samples of a group only, and a group has one source; remove it"
         yield "algorithm.by_source", why
+
+
+def _read_of(distill: DistillConfig) -> set[str]:
+    """Fields that have an effect with the others."""
+    if not distill.coef:
+        return {"coef"}
+    of_kind = {"jensen_shannon": {"beta"}, "skewed": {"alpha"}}.get(distill.divergence, set[str]())
+    return {"coef", "divergence", "support", *of_kind, *({"k"} if distill.support != "full" else ())}
 
 
 def _exact_divergence(spec: RolloutSpec) -> Iterator[Finding]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from troupe.orchestrator.algorithms import section as algorithms
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.derived.sampling import group_settings, held_out_sets, reward_functions
 from troupe.orchestrator.spec.offline import OfflineSpec
@@ -92,14 +93,15 @@ def _rollout_bytes(spec: RolloutSpec) -> int:
     """Bytes with prompts and responses at their longest.
 
     ROLLOUTS hold ids, text (about 4 bytes per token), log-probs, masks and, if sampling is truncated, the tokens
-    that were left, once for every step in progress; the scores (old, reference, values) and TRAIN exist once
-    (`workers/contract/messages.py`).
+    that were left, once for every step in progress; the scores (old, reference and a teacher's tokens, values) and
+    TRAIN exist once (`workers/contract/messages.py`).
     """
     response = spec.sampling.max_tokens
     prompt = max(1, spec.roles.rollout.max_model_len - response)
     left = min(4 * spec.sampling.top_k or _KEPT_BYTES, _KEPT_BYTES) if spec.sampling.truncates else 0
     rollouts = spec.samples_per_step * (prompt * (4 + 4) + response * (4 + 4 + 4 + 1 / 8 + left))
-    train = spec.samples_per_step * (prompt * 4 + response * (4 + 1 / 8 + 3 * 4 + 6 * 4 + left))
+    teacher = 2 * 8 * algorithms.policy_loss(spec.algorithm).distill.stored_k
+    train = spec.samples_per_step * (prompt * 4 + response * (4 + 1 / 8 + 3 * 4 + 6 * 4 + left + teacher))
     return int(rollouts * (1 + spec.schedule.max_staleness) + train)
 
 

@@ -9,14 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
 
 from tests.conftest import ROOT
+from troupe.orchestrator.errors import Finding
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.checks.machine import missing, model_problems
 from troupe.orchestrator.spec.checks.models import (
     CPU_HEAD_SIZES,
     broken_weights,
     headless,
+    other_tokenizers,
     quantized,
     smaller_vocabularies,
     undivided_heads,
@@ -280,6 +284,33 @@ def test_a_model_that_reads_the_policys_tokens_knows_all_of_them(
     refused = refused and section != "roles.reward.model"
     assert [field for field, _ in found] == ([f"{section}.path"] if refused else [])
     assert all(why.startswith("its vocabulary has 99 tokens and the trained model's 100") for _, why in found)
+
+
+def test_a_model_that_reads_the_policys_tokens_has_its_tokenizer(tmp_path: Path) -> None:
+    """The first piece of text that is read differently is named; tokens that the policy does not have do not matter."""
+
+    def tokenizer(name: str, *merges: tuple[str, str], added: str = "") -> ModelConfig:
+        letters = dict(zip("abcd", range(4), strict=True))
+        vocabulary = letters | {"".join(pair): number for number, pair in enumerate(merges, start=4)}
+        found = Tokenizer(BPE(vocab=vocabulary, merges=list(merges)))
+        found.add_special_tokens([added] if added else [])
+        (tmp_path / name).mkdir()
+        found.save(str(tmp_path / name / "tokenizer.json"))
+        return ModelConfig(path=str(tmp_path / name))
+
+    own = tokenizer("policy", ("a", "b"), ("c", "d"))
+
+    def of(other: ModelConfig, section: str = "roles.reference.model") -> list[Finding]:
+        return list(other_tokenizers({"model": own, section: other}))
+
+    assert of(own) == of(tokenizer("more", ("a", "b"), ("c", "d"), ("b", "c"), added="<end>")) == []
+    order = tokenizer("order", ("c", "d"), ("a", "b"))
+    message = "its tokenizer is another than the trained model's, whose tokens it reads: 'ab' is [5] there and [4] here"
+    assert of(order) == [("roles.reference.model.path", message)]
+    assert of(order, "roles.critic.model")[0][0] == "roles.critic.model.path"
+    assert of(order, "roles.judge.model") == of(ModelConfig(path=str(tmp_path / "nowhere"))) == []
+    (Path(order.path) / "tokenizer.json").write_text("{")
+    assert of(order) == []
 
 
 def planned(name: str, *overrides: str) -> RunSpec:

@@ -70,6 +70,7 @@ def test_what_may_not_be_meant_is_a_warning(name: str, changes: tuple[str, ...],
     assert found.startswith(warning)
 
 
+_TEACHER = "roles.reference={colocate_with: policy}"
 REFUSED: list[tuple[str, tuple[str, ...], str]] = [
     ("tiny-grpo", ("roles.policy.min_lr_ratio=0.1",), "roles.policy.min_lr_ratio: has no effect on a constant"),
     ("tiny-ppo", ("roles.critic.min_lr_ratio=0.1",), "roles.critic.min_lr_ratio: has no effect on a constant"),
@@ -94,6 +95,15 @@ REFUSED: list[tuple[str, tuple[str, ...], str]] = [
         ("algorithm.importance={mode: none, level: sequence}",),
         "algorithm.importance.level: has no effect with mode none",
     ),
+    ("tiny-grpo", ("algorithm.distill={k: 8}",), "algorithm.distill.k: has no effect with the other fields"),
+    *(
+        (
+            "tiny-grpo",
+            (f"algorithm.distill={{coef: 1, {one}}}", _TEACHER),
+            f"algorithm.distill.{name}: has no effect with",
+        )
+        for name, one in (("alpha", "alpha: 0.1"), ("beta", "beta: 0.1"), ("k", "k: 2, support: full"))
+    ),
     ("tiny-ppo", ("algorithm.by_source=false",), "algorithm.by_source: has no effect with one source in data.train"),
     (
         "tiny-mixture",
@@ -114,6 +124,10 @@ ACCEPTED: list[tuple[str, tuple[str, ...]]] = [
     ("tiny-grpo", (f"data.eval={HELD_OUT}", "evaluation={sampling: {temperature: 0.5, top_p: 0.9}}")),
     ("tiny-grpo", ("algorithm.importance={mode: none}",)),
     ("tiny-grpo", ("algorithm.importance={mode: mask, cap: 3.0, level: sequence}",)),
+    *(
+        ("tiny-grpo", (f"algorithm.distill={{coef: 1, divergence: {one}}}", _TEACHER))
+        for one in ("reverse, k: 2", "skewed, alpha: 0.1", "jensen_shannon, beta: 0.1")
+    ),
     ("tiny-mixture", ("algorithm={name: reinforce, by_source: false}",)),
     ("tiny-mixture", ("algorithm={name: rloo, kl: {coef: 0}, whiten: true, by_source: false}",)),
     ("tiny-mixture", ("algorithm={name: rloo, kl: {coef: 0}, reward_scale: batch, by_source: false}",)),

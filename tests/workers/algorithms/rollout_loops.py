@@ -252,6 +252,11 @@ def distill(batch: Batch) -> Advantages:
     return [[ref - old for ref, old in zip(s.ref, s.old, strict=True)] for s in batch.samples]
 
 
+def nothing(batch: Batch) -> Advantages:
+    """No advantage: the loss has another term."""
+    return [[0.0] * len(s) for s in batch.samples]
+
+
 # --- Losses: of one token, given the advantage ---
 
 
@@ -360,6 +365,12 @@ def likelihood(s: Sample, t: int, advantage: float) -> Scalar:
     return -advantage * s.new[t]
 
 
+def from_teacher(s: Sample, t: int, advantage: float) -> Scalar:
+    """KL(pi || teacher) of a choice between the sampled token and all others (MiniLLM, arXiv 2306.08543)."""
+    p, q = torch.exp(s.new[t]), math.exp(s.ref[t])
+    return p * torch.log(p / q) + (1 - p) * torch.log((1 - p) / (1 - q))
+
+
 # --- Reductions: of all tokens' losses ---
 
 
@@ -444,5 +455,6 @@ LOOPS = {
     "cispo": Loop(grpo, cispo, token_mean),
     "raft": Loop(raft, likelihood, mean_of_chosen),
     "distill": Loop(distill, PPO_CLIP, token_mean),
+    "gkd": Loop(nothing, from_teacher, token_mean),
 }
 """By the name of the row."""

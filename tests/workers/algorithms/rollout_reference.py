@@ -15,6 +15,8 @@ from troupe.workers.algorithms import policy_loss as losses
 from troupe.workers.algorithms.advantages import SampledTokens
 from troupe.workers.algorithms.estimators import estimate
 from troupe.workers.contract.advantage_state import AdvantageState
+from troupe.workers.contract.config import PolicyLossConfig
+from troupe.workers.models.distillation import divergence
 
 LENGTHS = (4, 2, 5, 3, 1, 6, 3, 2, 4, 1)
 GROUPS = (0, 0, 0, 0, 0, 1, 1, 1, 1, 1)
@@ -95,10 +97,21 @@ def by_product(name: str, batch: Batch) -> tuple[float, torch.Tensor]:
         old_logprobs=given.old_logprobs,
         ref_logprobs=given.ref_logprobs,
         penalties=estimated.penalties,
+        divergences=_from_teacher(new, given, loss) if loss.distill.coef else None,
     )
     penalty = kl_penalty(config)
     output = losses.policy_loss(tokens, loss, 0.0 if penalty is None else penalty.coef)
     return output.loss.item(), torch.autograd.grad(output.loss, new)[0]
+
+
+def _from_teacher(new: torch.Tensor, given: SampledTokens, loss: PolicyLossConfig) -> torch.Tensor:
+    """The divergence over two outcomes, the sampled token and all others."""
+
+    def both(logprobs: torch.Tensor) -> torch.Tensor:
+        return torch.stack([logprobs, torch.log1p(-logprobs.exp())], -1)
+
+    assert given.ref_logprobs is not None
+    return divergence(both(new), both(given.ref_logprobs), loss.distill)
 
 
 def _exact(weights: torch.Tensor, given: SampledTokens, aggregation: str, batch: Batch) -> torch.Tensor:

@@ -630,7 +630,8 @@ def row_config(name: str) -> tuple[PolicyLossConfig, float]:
 
 def with_penalties(tokens: PolicyTokens) -> PolicyTokens:
     """The same with a penalty on the change of every third token."""
-    return replace(tokens, penalties=(torch.arange(len(tokens.sequence)) % 3 == 0).to(tokens.logprobs.dtype))
+    number, dtype = torch.arange(len(tokens.sequence)), tokens.logprobs.dtype
+    return replace(tokens, penalties=(number % 3 == 0).to(dtype), divergences=(number % 5).to(dtype))
 
 
 def select(tokens: PolicyTokens, index: torch.Tensor, **changes: torch.Tensor) -> PolicyTokens:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from collections.abc import Sequence
 
 import pyarrow as pa
@@ -11,7 +12,7 @@ import pytest
 
 from troupe.workers.algorithms.train_batch import prepare
 from troupe.workers.contract.config import AdvantageConfig
-from troupe.workers.contract.messages import REWARDS, ROLLOUTS, TRAIN, PrepareRequest, token_scores
+from troupe.workers.contract.messages import REWARDS, ROLLOUTS, TEACHER_TOKENS, TRAIN, PrepareRequest, token_scores
 from troupe.workers.models.ragged import ragged
 
 GROUP = AdvantageConfig(estimator="group", normalize_by_std=False)
@@ -121,6 +122,28 @@ def test_the_tokens_that_the_sampler_left_are_part_of_the_batch() -> None:
     tables = [rollout_table(KEYS, LENGTHS, kept_tokens=left), reward_table(KEYS, [1.0, 0.0, 2.0, 2.0])]
     _, table = prepare(GROUP, PrepareRequest(tuple(reversed(KEYS))), tables)
     assert table["kept_tokens"].to_pylist() == left[::-1]
+
+
+def test_a_teachers_tokens_are_part_of_the_batch_and_a_failed_one_is_named() -> None:
+    """Beside `ref_logprobs` come two tokens for each response token, and one log-prob more."""
+    none = AdvantageConfig(estimator="none")
+
+    def prepared(broken: float) -> pa.Table:
+        table = scores("ref_logprobs", KEYS, [[-1.5] * n for n in LENGTHS])
+        ids = [list(range(number, number + 2 * n)) for number, n in enumerate(LENGTHS)]
+        logprobs = [[-1.0] * (3 * n) for n in LENGTHS]
+        logprobs[3][4] = broken
+        for field, values in zip(TEACHER_TOKENS, (ids, logprobs), strict=True):
+            table = table.append_column(field, pa.array(values, field.type))
+        summary, train = prepare(none, PrepareRequest(tuple(reversed(KEYS))), [*group_tables(), table])
+        assert not any(row.has_signal for row in summary.rows)
+        assert train["teacher_ids"].to_pylist() == ids[::-1]
+        return train
+
+    assert prepared(-2.0)["teacher_logprobs"].to_pylist()[0][4] == -2.0
+    uid, index = KEYS[3][:2]
+    with pytest.raises(ValueError, match=re.escape(f"sample {uid}[{index}]: teacher_logprobs has nan")):
+        prepared(math.nan)
 
 
 def test_loss_mask_leaves_tokens_out() -> None:

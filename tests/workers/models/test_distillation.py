@@ -1,0 +1,249 @@
+"""Divergences from a teacher against plain probabilities in float64, and against another library's."""
+
+from __future__ import annotations
+
+from itertools import product
+from types import SimpleNamespace
+from typing import Any, cast, get_args
+
+import pyarrow as pa
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from tests.workers.models.test_modeling import FAMILIES, SAMPLES, SIZES, save_model
+from tests.workers.models.test_token_batch import train_table
+from troupe.workers.contract.config import (
+    AdvantageConfig,
+    DistillConfig,
+    ModelConfig,
+    PolicyConfig,
+    PolicyLossConfig,
+    SamplingConfig,
+    TrainerConfig,
+)
+from troupe.workers.contract.messages import TEACHER_TOKENS, RankPlan
+from troupe.workers.models.distillation import LogitsReader, TopTeacher, TopTokens, WholeTeacher, bucketed
+from troupe.workers.models.modeling import CausalLogprobs, load_causal, score_plan
+from troupe.workers.models.token_batch import TokenTable
+from troupe.workers.policy import PolicyWorker
+from troupe.workers.training.deepspeed_engine import TrainEngine
+from troupe.workers.training.zero3 import FrozenModule
+
+DIVERGENCES = get_args(DistillConfig.model_fields["divergence"].annotation)
+SUPPORTS = get_args(DistillConfig.model_fields["support"].annotation)
+TOKENS, VOCABULARY, K = 6, 11, 3
+
+
+def logits_of(seed: int, vocabulary: int = VOCABULARY) -> torch.Tensor:
+    return 3.0 * torch.randn((TOKENS, vocabulary), generator=torch.Generator().manual_seed(seed), dtype=torch.double)
+
+
+def config_of(**fields: Any) -> DistillConfig:
+    return DistillConfig(**({"coef": 1.0, "k": K, "beta": 0.3, "alpha": 0.2} | fields))
+
+
+def teacher_of(config: DistillConfig, teacher: torch.Tensor) -> LogitsReader:
+    """The teacher as the updates get it: its likeliest tokens, or states and a head."""
+    if config.support == "teacher_top_k":
+        return TopTeacher(*TopTokens(config.k).read(teacher), config)
+    return WholeTeacher(teacher * 0.7, lambda states: states, 0.7, config)
+
+
+def plainly(student: torch.Tensor, teacher: torch.Tensor, config: DistillConfig) -> torch.Tensor:
+    """The divergences by their formulas, in probabilities, token by token."""
+    found = []
+    for s, t in zip(student.softmax(-1), teacher.softmax(-1), strict=True):
+        if config.support != "full":
+            chosen = (t if config.support == "teacher_top_k" else s).argsort(descending=True)[: config.k]
+            s, t = (torch.cat([one[chosen], 1 - one[chosen].sum(0, keepdim=True)]) for one in (s, t))
+        first, second = config.beta * t + (1 - config.beta) * s, config.alpha * t + (1 - config.alpha) * s
+        found.append(
+            {
+                "reverse": (s * (s / t).log()).sum(),
+                "forward": (t * (t / s).log()).sum(),
+                "jensen_shannon": config.beta * (t * (t / first).log()).sum()
+                + (1 - config.beta) * (s * (s / first).log()).sum(),
+                "skewed": (t * (t / second).log()).sum(),
+            }[config.divergence]
+        )
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize(("support", "divergence"), product(SUPPORTS, DIVERGENCES))
+def test_value_and_gradient_are_those_of_plain_probabilities(support: str, divergence: str) -> None:
+    config, teacher, weights = config_of(support=support, divergence=divergence), logits_of(2), logits_of(3)[:, 0]
+    ours, theirs = (logits_of(1).requires_grad_() for _ in range(2))
+    (found,) = teacher_of(config, teacher).read(ours)
+    expected = plainly(theirs, teacher, config)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    (found * weights).sum().backward()
+    (expected * weights).sum().backward()
+    assert ours.grad is not None and theirs.grad is not None
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(("support", "divergence"), product(SUPPORTS, DIVERGENCES))
+def test_a_student_equal_to_its_teacher_has_neither_loss_nor_gradient(support: str, divergence: str) -> None:
+    student = logits_of(1).requires_grad_()
+    config = config_of(support=support, divergence=divergence)
+    (found,) = teacher_of(config, student.detach()).read(student)
+    (gradient,) = torch.autograd.grad(found.sum(), student)
+    torch.testing.assert_close(found, torch.zeros_like(found), rtol=0, atol=1e-12)
+    torch.testing.assert_close(gradient, torch.zeros_like(gradient), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_a_truncated_support_is_a_lower_bound_that_rises_with_its_tokens(divergence: str) -> None:
+    student, teacher = logits_of(1), logits_of(2)
+
+    def of(**fields: Any) -> torch.Tensor:
+        config = config_of(divergence=divergence, **fields)
+        return teacher_of(config, teacher).read(student)[0]
+
+    rising = [of(support="teacher_top_k", k=k) for k in range(1, VOCABULARY)]
+    for fewer, more in zip(rising, [*rising[1:], of(support="full")], strict=True):
+        assert (fewer <= more + 1e-12).all()
+    torch.testing.assert_close(rising[-1], of(support="full"))
+    assert (rising[0] < 0.9 * rising[-1]).any()
+
+
+def test_float32_keeps_a_gradient_where_almost_nothing_is_left_to_other_tokens() -> None:
+    exact = torch.zeros(1, VOCABULARY, dtype=torch.double)
+    exact[0, :K] = 25.0
+    slopes = []
+    for logits in (exact, exact.float()):
+        student = logits.clone().requires_grad_()
+        teacher = bucketed(logits.flip(-1), torch.arange(K)[None])
+        (found,) = TopTeacher(torch.arange(K)[None], teacher, config_of(divergence="forward")).read(student)
+        slopes.append(torch.autograd.grad(found.sum(), student)[0].double())
+    torch.testing.assert_close(slopes[1], slopes[0], rtol=1e-4, atol=1e-6)
+
+
+def test_a_teacher_with_a_larger_vocabulary_is_cut_or_refused() -> None:
+    student, teacher = logits_of(1), logits_of(2, VOCABULARY + 4)
+    whole = config_of(support="full")
+    torch.testing.assert_close(
+        teacher_of(whole, teacher).read(student), teacher_of(whole, teacher[:, :VOCABULARY]).read(student)
+    )
+    teacher[:, VOCABULARY:] = torch.tensor([-20.0, 20.0, -20.0, -20.0])
+    with pytest.raises(ValueError, match=f"names token {VOCABULARY + 1}, and the policy has only {VOCABULARY}"):
+        teacher_of(config_of(), teacher).read(student)
+    with pytest.raises(ValueError, match="k must be less than the vocabulary, 11 tokens"):
+        teacher_of(config_of(k=VOCABULARY), teacher).read(student)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelConfig, ModelConfig]:
+    """A student, and a teacher of another size with the same vocabulary."""
+    sizes: dict[str, Any] = SIZES | {"hidden_size": 24, "num_hidden_layers": 1}
+    of = (FAMILIES["llama"], LlamaConfig(**sizes))
+    first, second = (save_model(one, tmp_path_factory.mktemp(f"model-{number}")) for number, one in enumerate(of))
+    return first, second
+
+
+@pytest.mark.parametrize("support", SUPPORTS)
+def test_a_model_compares_its_own_logits_however_they_are_cut(
+    support: str, models: tuple[ModelConfig, ModelConfig]
+) -> None:
+    """From the teacher's table, or its states, to the gradient of the student's weights, in chunks of the head."""
+    student, teacher = (load_causal(one) for one in models)
+    samples, config = train_table(SAMPLES), config_of(support=support)
+    scorer = CausalLogprobs(teacher, 0.7, chunks=2)
+    plan = RankPlan(micro_batches=((0, 1), (), (2, 3)), total_loss_tokens=8, total_sequences=4)
+    _, scored = score_plan(scorer, plan, [samples], "ref_logprobs", "cpu", K)
+    for field in TEACHER_TOKENS:
+        samples = samples.set_column(samples.schema.get_field_index(field.name), field, scored.column(field.name))
+    table, weights = TokenTable(samples), list(student.parameters())
+    rows = [3, 0, 2, 1]  # in another order than the table
+    batch = table.batch(rows)
+    own, its = (module.distributions(batch).double() for module in (CausalLogprobs(student, 0.7), scorer))
+    expected = plainly(own, its, config)
+    slopes = []
+    for chunks in (1, 3, 20):
+        stored = table.teacher(batch)
+        assert stored is not None and len(stored[0]) == len(batch.targets)
+        whole = WholeTeacher(scorer.teacher_states(batch), scorer.logits_of, 0.7, config)
+        reader = whole if config.in_process else TopTeacher(*stored, config)
+        logprobs, _, found = CausalLogprobs(student, 0.7, chunks)(batch=batch, reader=reader)
+        torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(logprobs.double(), own.gather(1, batch.targets[:, None])[:, 0], rtol=1e-4, atol=1e-5)
+        slopes.append(torch.cat([one.flatten() for one in torch.autograd.grad(found.sum(), weights)]))
+    assert float(slopes[0].abs().max()) > 1e-3
+    torch.testing.assert_close(slopes[1], slopes[0], rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(slopes[2], slopes[0], rtol=1e-3, atol=1e-5)
+    assert table.teacher(table.batch([])) is not None and TokenTable(train_table(SAMPLES)).teacher(batch) is None
+
+
+def test_the_table_of_a_teacher_has_lists_of_k_tokens_and_one_more_log_prob(
+    models: tuple[ModelConfig, ModelConfig],
+) -> None:
+    module = CausalLogprobs(load_causal(models[1]), 1.0)
+    plan = RankPlan(micro_batches=((0, 1, 2, 3),), total_loss_tokens=8, total_sequences=4)
+    _, scored = score_plan(module, plan, [train_table(SAMPLES)], "ref_logprobs", "cpu", K)
+    lengths = [len(response) for _, response in SAMPLES]
+    assert [len(one) for one in scored.column("teacher_ids").to_pylist()] == [K * length for length in lengths]
+    logprobs: pa.ChunkedArray = scored.column("teacher_logprobs")
+    assert [len(one) for one in logprobs.to_pylist()] == [(K + 1) * length for length in lengths]
+    everything = torch.tensor([value for row in logprobs.to_pylist() for value in row]).view(-1, K + 1).exp().sum(-1)
+    torch.testing.assert_close(everything, torch.ones(sum(lengths)))
+
+
+@pytest.mark.parametrize("support", SUPPORTS)
+def test_the_policys_loss_has_the_divergence_from_its_teacher(
+    support: str, models: tuple[ModelConfig, ModelConfig]
+) -> None:
+    """A micro-batch of an update, with the trainer's engine replaced by the model alone."""
+    distill = config_of(support=support, coef=0.5)
+    config = PolicyConfig(
+        model=models[0],
+        trainer=TrainerConfig(),
+        loss=PolicyLossConfig(objective="policy_gradient", distill=distill),
+        advantage=AdvantageConfig(estimator="none"),
+        sampling=SamplingConfig(temperature=0.7, max_tokens=8),
+        run_id="teacher",
+        reference_model=models[1],
+        total_updates=1,
+        seed=1,
+        device="cpu",
+    )
+    student, teacher = (CausalLogprobs(load_causal(one), 0.7, chunks=2) for one in models)
+    worker = PolicyWorker(config, "policy-0")
+    worker._engine = cast(TrainEngine, SimpleNamespace(module=student, device=torch.device("cpu")))
+    worker._reference = FrozenModule(teacher)
+    plan = RankPlan(micro_batches=((0, 1, 2, 3),), total_loss_tokens=8, total_sequences=4)
+    samples = train_table(SAMPLES)
+    _, scored = worker.reference_logprobs(plan, samples)
+    assert ("teacher_ids" in scored.column_names) == (support == "teacher_top_k")
+    for field in TEACHER_TOKENS if support == "teacher_top_k" else ():
+        samples = samples.set_column(samples.schema.get_field_index(field.name), field, scored.column(field.name))
+    batch, output = worker._of_rollouts(TokenTable(samples), plan, 0.0, [0, 1, 2, 3], student)
+    own, its = (module.distributions(batch).double() for module in (student, teacher))
+    expected = plainly(own, its, distill)
+    assert float(output.loss) == pytest.approx(0.5 * float(expected.mean()), rel=1e-4)
+    assert float(output.terms["distill_loss"]) == pytest.approx(float(output.loss), rel=1e-6)
+    assert float(output.sums["teacher_divergence"]) == pytest.approx(float(expected.sum()), rel=1e-4)
+    (slope,) = torch.autograd.grad(output.loss, [student.model.get_input_embeddings().weight])
+    assert float(slope.abs().max()) > 1e-3
+    if support == "teacher_top_k":
+        with pytest.raises(ValueError, match="the batch lacks the column teacher_ids"):
+            worker._of_rollouts(TokenTable(train_table(SAMPLES)), plan, 0.0, [0], student)
+
+
+@pytest.mark.long  # TRL takes half a minute to import
+@pytest.mark.filterwarnings("ignore:You are importing from 'trl.experimental'")
+def test_divergences_are_those_of_trl() -> None:
+    from trl.experimental.gkd.gkd_trainer import GKDTrainer
+    from trl.experimental.sdpo.loss_utils import compute_topk_self_distillation_loss
+
+    student, teacher = logits_of(1), logits_of(2)
+    betas = {"reverse": 1.0, "forward": 0.0, "jensen_shannon": 0.3}
+    for divergence, beta in betas.items():
+        config = config_of(support="full", divergence=divergence)
+        theirs = GKDTrainer.generalized_jsd_loss(student, teacher, beta=beta, reduction="sum")
+        torch.testing.assert_close(teacher_of(config, teacher).read(student)[0].sum(), theirs, rtol=1e-9, atol=0.0)
+        config = config_of(support="student_top_k", divergence=divergence)
+        theirs = compute_topk_self_distillation_loss(
+            student, teacher, distillation_topk=K, distillation_alpha=beta, distillation_add_tail=True
+        )
+        torch.testing.assert_close(teacher_of(config, teacher).read(student)[0], theirs, rtol=1e-6, atol=1e-9)

@@ -1,0 +1,160 @@
+"""Divergences between the policy and a teacher over more than the sampled token.
+
+Both are compared beside the policy's own logits, of which a chunk of tokens exists at a time. A teacher is known either
+by its likeliest tokens, which its worker computed (`TopTokens`, `TopTeacher`), or by the hidden states from which its
+output head computes logits in this process (`WholeTeacher`).
+
+A truncated support has one more outcome: all other tokens together. Merging outcomes never raises a divergence of this
+kind, so the result is a lower bound of the divergence over the whole vocabulary: biased, but without a loss only where
+both policies agree on every outcome.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from troupe.workers.contract.config import DistillConfig
+
+_LEAST_LOGPROB = -1e4
+"""A log-prob with probability 0, whose product with any probability is finite."""
+
+
+def divergence(student: torch.Tensor, teacher: torch.Tensor, config: DistillConfig) -> torch.Tensor:
+    """Divergence of each token, in nats, [T], of log-probs [T, n] of the same n outcomes.
+
+    With s and t the probabilities under student and teacher: `reverse`: KL(s || t) (MiniLLM, arXiv 2306.08543).
+    `forward`: KL(t || s). `jensen_shannon`: beta KL(t || m) + (1 - beta) KL(s || m), m = beta t + (1 - beta) s (GKD,
+    arXiv 2306.13649, eq. 1). `skewed`: KL(t || alpha t + (1 - alpha) s) (DistiLLM, arXiv 2402.03898, sec. 3.1).
+    """
+    student, teacher = student.clamp(min=_LEAST_LOGPROB), teacher.clamp(min=_LEAST_LOGPROB)
+    match config.divergence:
+        case "reverse":
+            return _kl(student, teacher)
+        case "forward":
+            return _kl(teacher, student)
+        case "skewed":
+            return _kl(teacher, _mixture(teacher, student, config.alpha))
+        case "jensen_shannon":
+            mixture, beta = _mixture(teacher, student, config.beta), config.beta
+            return beta * _kl(teacher, mixture) + (1.0 - beta) * _kl(student, mixture)
+
+
+def _kl(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """[T]: KL(first || second) of log-probs [T, n]."""
+    return (first.exp() * (first - second)).sum(-1)
+
+
+def _mixture(first: torch.Tensor, second: torch.Tensor, share: float) -> torch.Tensor:
+    """Log-probs of the mixture that has this share of the first distribution."""
+    return torch.logaddexp(first + math.log(share), second + math.log1p(-share))
+
+
+def bucketed(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """[T, k + 1]: log-probs of the tokens `ids` [T, k] and, last, of all other tokens together, of logits [T, V].
+
+    Raises:
+        ValueError: `ids` leave no other token, or name one that has no logit.
+    """
+    if ids.shape[-1] >= logits.shape[-1]:
+        raise ValueError(f"algorithm.distill.k must be less than the vocabulary, {logits.shape[-1]} tokens")
+    if len(ids) and int(ids.max()) >= logits.shape[-1]:
+        raise ValueError(f"the teacher names token {int(ids.max())}, and the policy has only {logits.shape[-1]}")
+    others = logits.scatter(-1, ids, -torch.inf).logsumexp(-1, keepdim=True)
+    return torch.cat([logits.gather(-1, ids), others], -1) - logits.logsumexp(-1, keepdim=True)
+
+
+class LogitsReader(Protocol):
+    """Reads more from the logits of response tokens than the log-prob of the sampled one."""
+
+    def of(self, chosen: torch.Tensor | slice) -> LogitsReader:
+        """The reader of these tokens."""
+        ...
+
+    def split(self, parts: int) -> Sequence[LogitsReader]:
+        """Readers of this many parts of the tokens, divided as `torch.tensor_split` does."""
+        ...
+
+    def read(self, logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Tensors [T, ...] from float32 logits [T, V], which are divided by the temperature."""
+        ...
+
+
+@dataclass(frozen=True)
+class TopTokens:
+    """Reads the `k` likeliest tokens, int64 [T, k], and `bucketed` log-probs, float32 [T, k + 1]."""
+
+    k: int
+
+    def of(self, chosen: torch.Tensor | slice) -> TopTokens:
+        """Itself: every token is read alike."""
+        return self
+
+    def split(self, parts: int) -> Sequence[TopTokens]:
+        """Itself for every part."""
+        return [self] * parts
+
+    def read(self, logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """(ids, log-probs) of float32 logits [T, V]."""
+        ids = logits.topk(min(self.k, logits.shape[-1])).indices
+        return ids, bucketed(logits, ids).clamp(min=_LEAST_LOGPROB)
+
+
+@dataclass(frozen=True)
+class TopTeacher:
+    """Reads the divergence from a teacher over the teacher's likeliest tokens."""
+
+    ids: torch.Tensor
+    """int64 [T, k]."""
+    logprobs: torch.Tensor
+    """float32 [T, k + 1]: the last is of all other tokens together."""
+    config: DistillConfig
+
+    def of(self, chosen: torch.Tensor | slice) -> TopTeacher:
+        """The teacher at these tokens."""
+        return TopTeacher(self.ids[chosen], self.logprobs[chosen], self.config)
+
+    def split(self, parts: int) -> Sequence[TopTeacher]:
+        """The teacher at the tokens of each part."""
+        both = zip(self.ids.tensor_split(parts), self.logprobs.tensor_split(parts), strict=True)
+        return [TopTeacher(ids, logprobs, self.config) for ids, logprobs in both]
+
+    def read(self, logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The divergences [T] of the student's float32 logits [T, V]."""
+        return (divergence(bucketed(logits, self.ids), self.logprobs, self.config),)
+
+
+@dataclass(frozen=True)
+class WholeTeacher:
+    """Reads the divergence from a teacher whose logits are computed along with the student's."""
+
+    states: torch.Tensor
+    """[T, ...]: what `logits` takes, of the tokens that this worker has."""
+    logits: Callable[[torch.Tensor], torch.Tensor]
+    """The teacher's logits [T, V or more], before the temperature; those beyond the student's V are padding."""
+    temperature: float
+    config: DistillConfig
+
+    def of(self, chosen: torch.Tensor | slice) -> WholeTeacher:
+        """Itself: a teacher in this process has the tokens that the student has."""
+        return self
+
+    def split(self, parts: int) -> Sequence[WholeTeacher]:
+        """The teacher at the tokens of each part."""
+        return [
+            WholeTeacher(states, self.logits, self.temperature, self.config)
+            for states in self.states.tensor_split(parts)
+        ]
+
+    def read(self, logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The divergences [T] of the student's float32 logits [T, V]."""
+        with torch.no_grad():
+            teacher = self.logits(self.states)[:, : logits.shape[-1]].to(logits.dtype) / self.temperature
+        if self.config.support == "full":
+            return (divergence(logits.log_softmax(-1), teacher.log_softmax(-1), self.config),)
+        ids = logits.detach().topk(min(self.config.k, logits.shape[-1])).indices
+        return (divergence(bucketed(logits, ids), bucketed(teacher, ids), self.config),)
