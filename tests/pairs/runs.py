@@ -24,6 +24,7 @@ from tests.pairs.far_engine import FarRolloutWorker
 from tests.pairs.features import Matrix
 from tests.pairs.matrices import FAR, RESUMED
 from tests.real.commands import ledger_balances, metrics_lines, trajectories
+from tests.real.warm import forked_import_servers
 from troupe.orchestrator.cluster import ray_nodes
 from troupe.orchestrator.cluster.ray_cluster import Cluster
 from troupe.orchestrator.cluster.worker_server import WorkerServer
@@ -60,7 +61,8 @@ class _SharedServer(WorkerServer):
 @contextmanager
 def shared_cluster() -> Iterator[None]:
     """While the block runs, the runs of this process use one local cluster and one server of workers."""
-    server = _SharedServer(EngineProcess(device="cpu", threads=1, enforce_eager=True))
+    with forked_import_servers():
+        server = _SharedServer(EngineProcess(device="cpu", threads=1, enforce_eager=True))
     first = Cluster.connect({"CPU": float(CPUS)})
     folder = ray_nodes.connected()
     if folder is None:

@@ -24,7 +24,8 @@ from safetensors.torch import load_file
 
 from tests.conftest import ROOT
 from tests.processes import command_line
-from tests.real.warm import MARKER_VARIABLE, template
+from tests.real import warm
+from tests.real.warm import MARKER_VARIABLE
 
 GRPO = ROOT / "deploy" / "specs" / "tiny-grpo.yaml"
 PPO = ROOT / "deploy" / "specs" / "tiny-ppo.yaml"
@@ -86,19 +87,21 @@ class Command:
         self._below: set[psutil.Process] = set()
         """Its descendants that were seen: the titles of Ray's agents hide their marks."""
         environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-        if arguments[:3] == troupe_command() and cwd == ROOT and not env:  # another environment may change its imports
-            arguments, env = [sys.executable, "-m", "tests.real.warm", *arguments[3:]], template()
-        with self._stdout.open("wb") as stdout, self._stderr.open("wb") as stderr:
-            self.process: Started = subprocess.Popen(
-                arguments,
-                cwd=cwd,
-                env=environment | (env or {}) | {MARKER_VARIABLE: self.mark},
-                stdin=subprocess.DEVNULL,
-                stdout=stdout,
-                stderr=stderr,
-                start_new_session=True,
-                preexec_fn=_signals_of_a_terminal,
-            )
+        environment |= (env or {}) | {MARKER_VARIABLE: self.mark}
+        with open(os.devnull, "rb") as nothing, self._stdout.open("wb") as out, self._stderr.open("wb") as err:
+            if arguments[:3] == troupe_command() and cwd == ROOT and not env:  # another one may change the imports
+                self.process: Started = warm.start(arguments[3:], environment, (nothing, out, err))
+            else:
+                self.process = subprocess.Popen(
+                    arguments,
+                    cwd=cwd,
+                    env=environment,
+                    stdin=nothing,
+                    stdout=out,
+                    stderr=err,
+                    start_new_session=True,
+                    preexec_fn=_signals_of_a_terminal,
+                )
 
     @property
     def stdout(self) -> str:

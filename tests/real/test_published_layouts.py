@@ -6,6 +6,7 @@ a source that the process reward model of the chain scores step by step.
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from collections.abc import Iterable
@@ -18,9 +19,14 @@ import yaml
 
 from tests.conftest import ROOT
 from tests.orchestrator.starter.test_layouts import COMPARED, LAYOUTS, SAMPLED, SFT, TESTS
-from tests.real.commands import Run, running, trajectories
+from tests.pairs.runs import shared_cluster
+from tests.real.commands import metrics_lines, trajectories
 from tests.workers.data.test_tool_examples import PUBLISHED
+from troupe.orchestrator.commands.runs import ready
 from troupe.orchestrator.data.readers import file_format
+from troupe.orchestrator.runs.session import RunRequest
+from troupe.orchestrator.runs.training import train
+from troupe.orchestrator.telemetry.console import Console
 
 QWEN = Path(trl.__file__).parent / "chat_templates" / "qwen2_5.jinja"
 """A template that renders tools and calls."""
@@ -106,20 +112,20 @@ def chain(folder: Path, model: Path) -> Path:
 
 @pytest.mark.long
 def test_a_step_on_every_published_layout(tmp_path: Path, tiny_model: Path) -> None:
-    path = chain(tmp_path, tiny_model)
-    with running(Run(tmp_path, path, name="chain")) as run:
-        assert run.wait() == 0, run.output
+    path, out = chain(tmp_path, tiny_model), tmp_path / "chain"
+    with shared_cluster():
+        for run in ready(path, [], out):
+            train(RunRequest(run.spec, run.out, False, None), Console(io.StringIO()))
     document = json.loads(path.read_text())
     for name, stage in document["stages"].items():
-        (line,) = (run.out / name / "metrics.jsonl").read_text().splitlines()
-        metrics = json.loads(line)
+        (metrics,) = metrics_lines(out / name)
         trainer = "reward_model" if name in ("rewards", "steps") else "policy"
         assert metrics[f"{trainer}/skipped_updates"] == 0 < metrics[f"{trainer}/grad_norm"]
         assert math.isfinite(metrics[f"{trainer}/loss"])
         given = stage["data"]["train"]
         for source in given if isinstance(given, list) else ():
             assert metrics[f"source/{source['name']}/share"] > 0, source
-    rows = trajectories(run.out / "rollouts", 1).to_pylist()
+    rows = trajectories(out / "rollouts", 1).to_pylist()
     judged = [row for row in rows if row["source"] == JUDGED]
     assert len(rows) == 2 * (len(SAMPLED) + 1) and {row["status"] for row in rows} == {"ok"}
     assert [component["name"] for row in judged for component in row["components"]] == ["reward_model"] * 2

@@ -1,8 +1,8 @@
-"""`python -m tests.real.warm ARGUMENTS`: `troupe`, with an import server that is forked.
+"""`troupe` in forks of a process that has imported what a run imports, and its import server in forks of another one.
 
-Each run would spend six CPU seconds on the same imports. Here one process for each process of the tests imports them,
-and becomes the import server of every run in a fork; another one answers the probes of prompts (`warm_probes.py`). All
-else is the command as a user types it.
+Each command would spend three CPU seconds on its imports, and each run six on those of its workers. Here two processes
+for each process of the tests import them; another one answers the probes of prompts (`warm_probes.py`). Runs without
+engines have an import server, too. All else is the command as a user types it.
 """
 
 from __future__ import annotations
@@ -10,82 +10,143 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import select
 import signal
-import socket
 import subprocess
 import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache, cached_property
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any
+from unittest import mock
 
-from tests import warm_probes
-from troupe.__main__ import main
-from troupe.orchestrator.signals import exit_on_signals
+from tests import fork_server, warm_probes
 from troupe.workers.contract.config import EngineProcess
 
+ROOT = Path(__file__).resolve().parents[2]
 MARKER_VARIABLE = "TROUPE_TEST_RUN"
 """Environment variable that marks a command and everything that it starts."""
 FAR_VARIABLE = "TROUPE_TEST_FAR"
 """Environment variable of commands whose engines are as on another host; unset or empty for others."""
 _TEMPLATE = "TROUPE_TEST_TEMPLATE"
-"""Environment variable with the path of the template's socket."""
+"""Environment variable with the path of the socket of the process that import servers are forks of."""
 _UNMARKED = "0" * 32
-_CHUNK = 2**16
+_ENGINE = EngineProcess(device="cpu", threads=1, enforce_eager=True)
+_MODULES = (
+    *("troupe.orchestrator.runs.training", "troupe.orchestrator.runs.rollouts", "troupe.orchestrator.runs.parts"),
+    *("troupe.orchestrator.cluster.ray_cluster", "troupe.orchestrator.insight.report.report", "reasoning_gym"),
+    *("pandas", "ray.dag", "ray.experimental.channel", "torch", "transformers"),
+)
+"""What commands import beside the command line."""
+
+
+def start(arguments: Sequence[str], environment: Mapping[str, str], streams: Sequence[IO[bytes]]) -> fork_server.Forked:
+    """Start `troupe` with these arguments and this environment, which names its mark.
+
+    Args:
+        arguments: Its arguments.
+        environment: Its environment variables.
+        streams: Standard input, standard output and standard error.
+    """
+    request = {"arguments": arguments, "environment": {**environment, _TEMPLATE: _template(), **warm_probes.server()}}
+    return fork_server.Forked(_commands(), request, [stream.fileno() for stream in streams])
+
+
+@contextmanager
+def forked_import_servers() -> Iterator[None]:
+    """While the block runs, the import servers of this process's runs are forks, too."""
+    servers = "troupe.orchestrator.cluster.worker_server.subprocess"
+    with mock.patch.dict(os.environ, {_TEMPLATE: _template()}), mock.patch(servers, _FORKING):
+        yield
 
 
 @cache
-def template() -> dict[str, str]:
-    """Start the process that imports, and return the environment of commands that use it."""
-    environment = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
-    path = warm_probes.start("tests.real.warm:serve_template", {**environment, MARKER_VARIABLE: _UNMARKED})
-    return {_TEMPLATE: path, **warm_probes.server()}
+def _template() -> str:
+    """Start the process that import servers are forks of, and return the path of its socket."""
+    return fork_server.start("tests.real.warm:serve_template", _unmarked())
 
 
-def serve_template(listener: str, owner: str) -> None:
-    """Import as an import server does, then fork one for every connection, until the owner has closed its pipe."""
+@cache
+def _commands() -> str:
+    """Start the process that commands are forks of, and return the path of its socket."""
+    return fork_server.start("tests.real.warm:serve_commands", _unmarked())
+
+
+def _unmarked() -> dict[str, str]:
+    own = {name: value for name, value in os.environ.items() if name not in ("PYTEST_CURRENT_TEST", "RAY_ADDRESS")}
+    return {**own, MARKER_VARIABLE: _UNMARKED}
+
+
+def serve_template(listening: str, owner_pipe: str) -> None:
+    """Import as an import server does, and fork one for every run."""
     from troupe.workers.preload.server import import_ahead
 
-    import_ahead(EngineProcess(device="cpu", threads=1, enforce_eager=True))
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    with socket.socket(fileno=int(listener)) as accepting:
-        while int(owner) not in select.select([accepting, int(owner)], [], [])[0]:
-            connection, _ = accepting.accept()
-            with connection:
-                data, descriptors, _, _ = socket.recv_fds(connection, _CHUNK, 3)
-                while chunk := connection.recv(_CHUNK):
-                    data += chunk
-                if not (pid := os.fork()):
-                    for own in (accepting.fileno(), int(owner), connection.fileno()):
-                        os.close(own)
-                    _become(json.loads(data), *descriptors)
-                for descriptor in descriptors:
-                    os.close(descriptor)
-                connection.sendall(str(pid).encode())
+    import_ahead(_ENGINE)
+    fork_server.serve(listening, owner_pipe, _become_server)
 
 
-def _become(request: dict[str, Any], listener: int, owner: int, errors: int) -> None:
-    """Serve as the import server of a run, in a fork of the template."""
-    try:
-        os.setsid()
-        nothing = os.open(os.devnull, os.O_RDWR)
-        for source, target in ((nothing, 0), (nothing, 1), (errors, 2)):
-            os.dup2(source, target)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        environment: dict[str, str] = request["environment"]
-        _mark(environment[MARKER_VARIABLE])
-        for name in os.environ.keys() - environment.keys():
-            del os.environ[name]
-        # Only what differs: resetting a variable hides the memory that holds the process title.
-        os.environ |= dict(environment.items() - os.environ.items())
-        sys.path[:] = json.loads(request["path"])
-        module, function = request["entry"].split(":")
-        vars(import_module(module))[function](str(listener), str(owner), request["engine"])
-    finally:
-        os._exit(1)
+def serve_commands(listening: str, owner_pipe: str) -> None:
+    """Import what commands import, and fork a process for every command."""
+    from troupe.orchestrator.cli import COMMANDS, load
+    from troupe.orchestrator.cluster.ray_environment import TABLE_SETTINGS
+
+    os.environ |= TABLE_SETTINGS
+    for name, entry in COMMANDS.items():
+        load(name, entry.home)
+    for module in _MODULES:
+        import_module(module)
+    fork_server.serve(listening, owner_pipe, _become_command)
+
+
+def _become_server(request: dict[str, Any], listener: int, owner: int, errors: int) -> None:
+    """Serve as the import server of a run."""
+    os.setsid()
+    environment: dict[str, str] = request["environment"]
+    _mark(environment.get(MARKER_VARIABLE, _UNMARKED))
+    fork_server.take_over(environment, str(ROOT), {2: errors})
+    sys.path[:] = json.loads(request["path"])
+    module, function = request["entry"].split(":")
+    vars(import_module(module))[function](str(listener), str(owner), request["engine"])
+
+
+def _become_command(request: dict[str, Any], *streams: int) -> None:
+    """Run a command."""
+    os.setsid()
+    environment: dict[str, str] = request["environment"]
+    _mark(environment[MARKER_VARIABLE])
+    fork_server.take_over(environment, str(ROOT), dict(enumerate(streams)))
+    for number in (signal.SIGHUP, signal.SIGINT):  # as in a terminal, also where the tests run under `nohup`
+        signal.signal(number, signal.SIG_DFL)
+    sys.argv = ["troupe", *request["arguments"]]
+    from troupe.__main__ import main
+    from troupe.orchestrator.roles.table import ROLES
+
+    _use_template()
+    warm_probes.use()
+    if os.environ.get(FAR_VARIABLE):
+        ROLES["rollout"] = replace(ROLES["rollout"], worker="tests.pairs.far_engine:FarRolloutWorker")
+    main()
+
+
+def _use_template() -> None:
+    """Fork the import servers of this process from the template, and start one for runs without engines, too."""
+    from troupe.orchestrator.cluster import worker_server
+    from troupe.orchestrator.cluster.ray_cluster import Cluster
+    from troupe.orchestrator.cluster.ray_environment import cluster_to_join
+
+    worker_server.subprocess = _FORKING
+    connect = Cluster.connect
+
+    def connected(needed: Any, address: str | None = None, server: Any = None) -> Cluster:
+        if server is None and cluster_to_join(address) is None:
+            server = worker_server.WorkerServer(_ENGINE)
+        return connect(needed, address, server)
+
+    patched: Any = Cluster
+    patched.connect = connected
 
 
 def _mark(mark: str) -> None:
@@ -96,57 +157,16 @@ def _mark(mark: str) -> None:
     ctypes.memmove(start + place + len(MARKER_VARIABLE) + 1, mark.encode(), len(_UNMARKED))
 
 
-class _Forked:
-    """What the command knows of its import server, as `Popen` does of a child."""
-
-    def __init__(self, command: list[str], *, stderr: IO[str], env: dict[str, str], pass_fds: tuple[int, int]) -> None:
-        path, entry, _, _, engine = command[-5:]
-        request = {"path": path, "entry": entry, "engine": engine, "environment": env}
-        self._connection = socket.socket(socket.AF_UNIX)
-        self._connection.connect(os.environ[_TEMPLATE])
-        data = json.dumps(request).encode()
-        sent = socket.send_fds(self._connection, [data], [*pass_fds, stderr.fileno()])
-        self._connection.sendall(data[sent:])
-        self._connection.shutdown(socket.SHUT_WR)
-
-    @cached_property
-    def pid(self) -> int:
-        with self._connection:
-            return int(self._connection.recv(16))
-
-    @cached_property
-    def _ended(self) -> int:
-        """Descriptor that is readable once the process has ended."""
-        return os.pidfd_open(self.pid)
-
-    def poll(self) -> int | None:
-        return 0 if select.select([self._ended], [], [], 0)[0] else None
-
-    def wait(self, timeout: float | None = None) -> int:
-        if not select.select([self._ended], [], [], timeout)[0]:
-            raise subprocess.TimeoutExpired("import server", timeout or 0.0)
-        return 0
-
-    def kill(self) -> None:
-        if self.poll() is None:
-            signal.pidfd_send_signal(self._ended, signal.SIGKILL)
-
-
 def _start(command: list[str], **options: Any) -> Any:
+    """Start the import server of a run: a fork, unless its imports would be others."""
     engine = EngineProcess.model_validate_json(command[-1])
     if engine.device != "cpu" or not engine.enforce_eager:  # the template's imports have disabled compilation
         return subprocess.Popen(command, **options)
-    return _Forked(command, **{name: options[name] for name in ("stderr", "env", "pass_fds")})
+    path, entry, *_ = command[-5:]
+    request = {"path": path, "entry": entry, "engine": command[-1], "environment": options["env"]}
+    descriptors = [*options["pass_fds"], options["stderr"].fileno()]
+    return fork_server.Forked(os.environ[_TEMPLATE], request, descriptors)
 
 
-if __name__ == "__main__":
-    exit_on_signals()
-    from troupe.orchestrator.cluster import worker_server
-    from troupe.orchestrator.roles.table import ROLES
-
-    started: Any = SimpleNamespace(Popen=_start, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired)
-    worker_server.subprocess = started
-    warm_probes.use()
-    if os.environ.get(FAR_VARIABLE):
-        ROLES["rollout"] = replace(ROLES["rollout"], worker="tests.pairs.far_engine:FarRolloutWorker")
-    main()
+_FORKING: Any = SimpleNamespace(Popen=_start, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired)
+"""What starts an import server, instead of `subprocess`."""

@@ -1,17 +1,20 @@
-"""A process that observes a run without Ray: `python -m tests.orchestrator.insight.why.observed_run FOLDER WHAT`."""
+"""Processes that observe a run without Ray, forks of one that has imported."""
 
 from __future__ import annotations
 
 import asyncio
 import io
+import os
 import re
-import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from contextlib import closing
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
+from tests import fork_server
 from troupe.orchestrator.cluster.inspection import InspectRequest, NodeReport, inspect_node
 from troupe.orchestrator.cluster.process_watch import Process
 from troupe.orchestrator.errors import WorkerDied
@@ -74,5 +77,17 @@ async def main(folder: Path, what: str) -> None:
                     raise WorkerDied("policy-0", "update", "its process has died")
 
 
-if __name__ == "__main__":
-    asyncio.run(main(Path(sys.argv[1]), sys.argv[2]))
+@cache
+def server() -> str:
+    """Start the process that is forked, and return the path of its socket."""
+    return fork_server.start(f"{__name__}:serve", os.environ)
+
+
+def serve(listening: str, owner_pipe: str) -> None:
+    """Fork a process for every run."""
+    fork_server.serve(listening, owner_pipe, _become)
+
+
+def _become(request: Mapping[str, str]) -> None:
+    os.setsid()
+    asyncio.run(main(Path(request["folder"]), request["what"]))

@@ -8,8 +8,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import closing, contextmanager, suppress
@@ -19,9 +17,10 @@ from typing import Any, cast
 import psutil
 import pytest
 
-from tests.conftest import ROOT
 from tests.faults.stalls import frozen, may_mount, own_disk
+from tests.fork_server import Forked
 from tests.forked_commands import run_command
+from tests.orchestrator.insight.why import observed_run
 from tests.orchestrator.insight.why.observed_run import Cluster
 from tests.orchestrator.test_mailbox import wait_for
 from tests.processes import suspend
@@ -37,17 +36,16 @@ WAIT_S = 60.0
 @contextmanager
 def observed(folder: Path, what: str) -> Iterator[psutil.Process]:
     """The driver of an observed run that waits for `policy-0`, a separate process."""
-    command = [sys.executable, "-m", "tests.orchestrator.insight.why.observed_run", str(folder), what]
-    with subprocess.Popen(command, cwd=ROOT, start_new_session=True) as process:
-        try:
-            deadline = time.monotonic() + WAIT_S
-            while not (folder / "ready").exists():
-                assert process.poll() is None and time.monotonic() < deadline
-                time.sleep(0.05)
-            yield psutil.Process(process.pid)
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+    process = Forked(observed_run.server(), {"folder": str(folder), "what": what}, [])
+    try:
+        deadline = time.monotonic() + WAIT_S
+        while not (folder / "ready").exists():
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        yield psutil.Process(process.pid)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def ask(folder: Path, *options: str) -> dict[str, Any]:
