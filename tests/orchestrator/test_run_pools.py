@@ -126,6 +126,10 @@ def test_every_worker_with_a_pool_is_replaced_until_its_restarts_are_used(name: 
     on_virtual_time(run())
 
 
+AGAINST_A_JUDGE = (
+    "roles.environment.players={first: policy, second: judge}",
+    "roles.judge={model: {path: .cache/models/tiny-llama}, max_model_len: 128, max_tokens: 2}",
+)
 PREFIXES = {
     "rollout": "engine",
     "reward": "reward",
@@ -151,12 +155,16 @@ def test_trainers_score_groups_during_generation_only_while_they_do_not_train(
 
 
 @pytest.mark.parametrize(
-    ("name", "caller", "method"),
-    [("tiny-environment", "rollout", "connect_environments"), ("tiny-judge", "reward", "connect_judge")],
+    ("name", "caller", "methods"),
+    [
+        ("tiny-environment", "rollout", ["connect_environments"]),
+        ("tiny-judge", "reward", ["connect_judge"]),
+        ("tiny-self-play", "rollout", ["connect_environments", "connect_judge"]),
+    ],
 )
-def test_a_replacement_is_connected_before_it_serves(name: str, caller: str, method: str) -> None:
+def test_a_replacement_is_connected_before_it_serves(name: str, caller: str, methods: list[str]) -> None:
     """To the environments or judges, as the first workers are at the start."""
-    spec = load_rollout_spec(SPECS / f"{name}.yaml")
+    spec = load_rollout_spec(SPECS / f"{name}.yaml", AGAINST_A_JUDGE if name == "tiny-self-play" else ())
 
     async def run() -> None:
         pools, launcher = pools_of(spec)
@@ -164,7 +172,7 @@ def test_a_replacement_is_connected_before_it_serves(name: str, caller: str, met
         pool = pools.by_role[cast("Any", caller)]
         await pool.lose(pool.workers[0], WorkerDied(f"{caller}-0", "call", "it is dead"))
         await pool.until_started(f"{caller}-0")
-        assert launcher.started[f"{caller}-0"].calls[0] == method
+        assert launcher.started[f"{caller}-0"].calls[: len(methods)] == methods
         await pools.close()
 
     on_virtual_time(run())
