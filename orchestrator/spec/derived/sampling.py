@@ -155,7 +155,7 @@ def held_out_sets(spec: RolloutSpec) -> list[HeldOutSettings]:
                 solved_at=solved if own.solved_at is None else own.solved_at,
                 level=own.level,
                 environment=(environment := _environment_of(spec, own.environment)),
-                players=1 if environment is None else max(1, len(games[environment].trained)),
+                players=max(1, len(games[environment].trained)) if environment in games else 1,  # refused elsewhere
             )
         )
     return found
