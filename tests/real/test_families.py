@@ -1,7 +1,7 @@
 """Families on the real stack that transformers and vLLM compute in different ways.
 
 transformers holds the experts of a layer in two tensors, which vLLM splits and packs. vLLM caps attention logits, and
-transformers only in eager attention.
+transformers only in eager attention. The output head of one of them is not tied to its embedding.
 """
 
 from __future__ import annotations
@@ -60,14 +60,17 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 1,
     "max_position_embeddings": 2048,
     "initializer_range": 0.1,
-    "tie_word_embeddings": True,
     "bos_token_id": 1,
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
 FAMILIES: dict[str, PreTrainedConfig] = {
-    "qwen3-moe": Qwen3MoeConfig(**SIZES, moe_intermediate_size=64, num_experts=4, num_experts_per_tok=2),
-    "gemma2-cap": Gemma2Config(**SIZES, head_dim=32, query_pre_attn_scalar=32, attn_logit_softcapping=0.5),
+    "qwen3-moe": Qwen3MoeConfig(
+        **SIZES, tie_word_embeddings=False, moe_intermediate_size=64, num_experts=4, num_experts_per_tok=2
+    ),
+    "gemma2-cap": Gemma2Config(
+        **SIZES, tie_word_embeddings=True, head_dim=32, query_pre_attn_scalar=32, attn_logit_softcapping=0.5
+    ),
 }
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from tests.real.rollout_helpers import (
     chat,
@@ -118,26 +118,6 @@ async def test_an_updated_engine_equals_a_new_engine(
         assert await sample(new) == updated
     finally:
         await new.close()
-
-
-async def test_an_untied_output_head_is_updated(tiny_model: Path, tmp_path: Path) -> None:
-    """Log-probs of a model with an untied output head equal those of transformers."""
-    torch.manual_seed(1)
-    config = LlamaConfig.from_pretrained(tiny_model, tie_word_embeddings=False)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    trainer = Trainer(model, tmp_path)
-    worker = RolloutWorker(rollout_config(save_model(model, tiny_model, tmp_path / "untied"), 50), "rollout-0")
-    await worker.start()
-    try:
-        for kind in ("lm_head", "embed_tokens"):
-            perturb(model, kind)
-            await worker.update_weights(trainer.publish())
-            for row in await generate_rows(worker, 4):
-                expected = reference_logprobs(model, row, 0.7)
-                assert torch.allclose(torch.tensor(row["rollout_logprobs"]), expected, atol=1e-4), kind
-    finally:
-        trainer.publisher.close()
-        await worker.close()
 
 
 async def test_an_update_during_generation_records_the_version_of_every_token(
