@@ -58,6 +58,42 @@ def test_ppo_trains_over_turns_and_the_table_shows_them(tmp_path: Path) -> None:
     assert run.metrics[0]["reward/mean"] == pytest.approx(mean)
 
 
+@pytest.mark.real
+def test_the_policy_plays_itself_and_a_frozen_model(tmp_path: Path) -> None:
+    """Kuhn poker as both players, and as the first one against a judge, which also plays in the evaluation."""
+    kuhn = "name: 'troupe.deploy.examples.games:KuhnPoker', cpus: 0.25"
+    sums = "kind: reasoning_gym, recipes: [{name: chain_sum, args: {max_terms: 2}}]"
+    judge = "model: {path: .cache/models/tiny-llama, dtype: float32}, cpus: 0.5, threads: 1, max_num_seqs: 32"
+    options = (
+        f"roles.environment={{both: {{{kuhn}, players: {{first: policy, second: policy}}}},"
+        f" frozen: {{{kuhn}, players: {{first: policy, second: judge}}}}}}",
+        f"roles.judge={{{judge}, max_model_len: 128, enforce_eager: true, kv_cache_gib: 0.1, temperature: 1.0,"
+        " max_tokens: 2, structured: {choice: [p, b]}}",
+        f"data.train=[{{name: both, environment: both, {sums}, seed: 1, size: 8}},"
+        f" {{name: frozen, environment: frozen, {sums}, seed: 2, size: 8}}]",
+        f"data.eval={{frozen: {{environment: frozen, {sums}, seed: 3, size: 4}}}}",
+        "evaluation={every_steps: 2, sampling: {samples: 2, temperature: 1.0}}",
+        *("algorithm.group_size=4", "schedule.prompts_per_step=8"),
+    )
+    with running(Run(tmp_path, TINY.with_name("tiny-self-play.yaml"), *options, name="games")) as run:
+        assert run.wait() == 0, run.output
+        assert run.leftover_processes() == []
+    for line in run.metrics[1:]:  # the first one is the evaluation at the start
+        assert ledger_balances(line) and line["ledger/dropped"] == 0 and line["episodes/failed"] == 0
+        assert line["players/both.first/reward"] == pytest.approx(-line["players/both.second/reward"])
+        assert {name.split("/")[1] for name in line if name.startswith("players/")} == {
+            *("both.first", "both.second", "frozen.first")
+        }
+    assert "eval/frozen/reward" in run.metrics[-1]
+    for row in trajectories(run.out, 1).to_pylist():
+        moves = [message["content"] for message in json.loads(row["conversation"]) if message["role"] == "assistant"]
+        assert moves and set(moves) <= {"p", "b"}
+        assert len(row["turns"]) == 2 * len(moves) - 1, "only turns of its player"
+        assert row["player"] == ("second" if row["source"] == "both" and row["sample_index"] % 2 else "first")
+        (given,) = [span["reward"] for span in row["reward_spans"]] or [row["reward"]]
+        assert abs(given) in (1.0, 2.0)
+
+
 @pytest.mark.long
 def test_every_worker_of_an_environments_run_is_replaced_until_no_restart_is_left(tmp_path: Path) -> None:
     """SIGKILL of every worker but the policy.
