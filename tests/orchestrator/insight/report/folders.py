@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from tests.orchestrator.insight.verdicts.cases import RECORDED, recorded_spec
 from troupe.orchestrator.rollouts.evaluation_log import EVALUATIONS, EvaluationLog
 from troupe.orchestrator.rollouts.held_out import PromptResult, summarize
 from troupe.orchestrator.telemetry.timeline import Span, timeline_table
 from troupe.workers.contract.samples import SAMPLES
 
-RECORDED = Path(__file__).resolve().parents[1] / "verdicts" / "recorded"
 GROUP = 8
 WORDS = ("The answer", " is", " seven", " because", " four", " and", " three", " make", " seven", ".")
 
@@ -31,7 +30,7 @@ def write_run(folder: Path, steps: int = 4, rows: int = 16, text: Text | None = 
     With `tokens=0` no tokenizer is loaded for its report, which takes seconds.
     """
     folder.mkdir(parents=True)
-    shutil.copy(RECORDED / "healthy-ppo.yaml", folder / "spec.yaml")
+    recorded_spec("healthy-ppo").write(folder / "spec.yaml")
     lines = (RECORDED / "healthy-ppo.jsonl").read_text().splitlines()[:steps]
     (folder / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
     (folder / "events.jsonl").write_text("".join(f"{json.dumps(event)}\n" for event in events(steps)))

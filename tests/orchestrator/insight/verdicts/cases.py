@@ -10,12 +10,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from troupe.orchestrator.insight.verdicts.history import History
+from troupe.orchestrator.spec import yaml_reader
+from troupe.orchestrator.spec.base import RunSpec
+from troupe.orchestrator.spec.load import parse_spec
 
 from . import fault_models as models
 
@@ -39,9 +41,15 @@ def lines_of(name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (RECORDED / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
+@cache
+def recorded_spec(name: str) -> RunSpec:
+    """Its spec. The file has what differs from the defaults."""
+    return parse_spec(yaml_reader.read_file(RECORDED / f"{name}.yaml"))
+
+
 def spec_of(name: str) -> dict[str, Any]:
-    """Its spec."""
-    return yaml.safe_load((RECORDED / f"{name}.yaml").read_text(encoding="utf-8"))
+    """Its spec as the rules read it: with every default."""
+    return recorded_spec(name).model_dump(mode="json")
 
 
 def real(name: str, *expected: str) -> Case:

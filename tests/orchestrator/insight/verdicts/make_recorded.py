@@ -3,7 +3,7 @@
     python tests/orchestrator/insight/verdicts/make_recorded.py FOLDER [NAME ...]
 
 Runs every variant (or the named ones) from the root of a checkout, one after the other, and copies its `metrics.jsonl`
-and `spec.yaml` to `recorded/`. A variant takes about a minute on two cores.
+to `recorded/`, and of its `spec.yaml` what differs from the defaults. A variant takes about a minute on two cores.
 """
 
 from __future__ import annotations
@@ -13,6 +13,11 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+
+import yaml
+
+from troupe.orchestrator.spec import yaml_reader
+from troupe.orchestrator.spec.load import parse_spec
 
 ROOT = Path(__file__).resolve().parents[4]
 RECORDED = Path(__file__).resolve().parent / "recorded"
@@ -94,8 +99,10 @@ def record(name: str, folder: Path) -> None:
         return
     RECORDED.mkdir(exist_ok=True)
     shutil.copy(out / "metrics.jsonl", RECORDED / f"{name}.jsonl")
-    spec = (out / "spec.yaml").read_text(encoding="utf-8").replace(f"{ROOT}/", "").replace(str(ROOT.resolve()), ".")
-    (RECORDED / f"{name}.yaml").write_text(spec, encoding="utf-8")
+    spec = parse_spec(yaml_reader.read_file(out / "spec.yaml")).model_dump(mode="json", exclude_defaults=True)
+    text = yaml.safe_dump(spec, sort_keys=False, default_flow_style=None, width=118)
+    text = text.replace(f"{ROOT}/", "").replace(str(ROOT.resolve()), ".")
+    (RECORDED / f"{name}.yaml").write_text(text, encoding="utf-8")
     sys.stdout.write(f"{name}: exit code {done.returncode}\n")
     sys.stdout.flush()
 
