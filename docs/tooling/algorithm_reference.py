@@ -110,7 +110,7 @@ would ignore how much probability the merged tokens have. SDPO (arXiv 2601.20802
 gradient is that of the value, exactly; it passes through `s`, not through the sampling (MiniLLM's would), and samples
 of an older policy are not reweighted. A student far from its teacher gives the teacher's likeliest tokens almost no
 probability, and with it `reverse` over them almost no gradient: of a random student it did not fall in 8 steps, where
-`full` went from 6.1 to 4.1 nats. Start there with `forward`, whose gradient by a logit is `s(v) - t(v)`.
+`full` went from 6.1 to 4.1 nats. The gradient of `forward`, the default, by a logit is `s(v) - t(v)`.
 
 The teacher's likeliest tokens are 2k + 1 numbers for each token in the table of the reference's log-probs, from any
 place of the reference. The other supports need its logits: with `colocate_with: policy` its hidden states are computed

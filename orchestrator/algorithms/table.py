@@ -518,10 +518,9 @@ ALGORITHMS: dict[str, Algorithm] = {
             name="gkd",
             summary="On-policy distillation by a divergence from a teacher at every token, without a reward.",
             formula="loss: distill.coef times the mean over tokens of the divergence between pi and the teacher (the "
-            "reference), KL(pi || teacher) by default, over the teacher's k likeliest tokens and all others together; "
+            "reference), KL(teacher || pi) by default, over the teacher's k likeliest tokens and all others together; "
             "the gradient does not pass through the sampling",
-            source="GKD, arXiv 2306.13649, alg. 1 with all samples the student's; reverse KL: MiniLLM, arXiv "
-            "2306.08543; k: Troupe's default",
+            source="GKD, arXiv 2306.13649, alg. 1 with all samples the student's; k: Troupe's default",
             required=frozenset({"reference"}),
             advantage=AdvantageConfig(estimator="none"),
             loss=PolicyLossConfig(objective="policy_gradient", distill=DistillConfig(coef=1.0)),

@@ -556,7 +556,7 @@ class DistillConfig(Frozen):
 
     coef: float = Field(default=0.0, ge=0.0)
     """Weight of the divergence in the loss; 0: none."""
-    divergence: Literal["reverse", "forward", "jensen_shannon", "skewed"] = "reverse"
+    divergence: Literal["reverse", "forward", "jensen_shannon", "skewed"] = "forward"
     """With s and t the distributions of student and teacher: `reverse`: KL(s || t), which keeps the student to what the
     teacher finds likely; `forward`: KL(t || s), which makes it cover all of that; `jensen_shannon`: beta KL(t || m) +
     (1 - beta) KL(s || m), m = beta t + (1 - beta) s (GKD, arXiv 2306.13649, eq. 1); `skewed`: KL(t || alpha t + (1 -

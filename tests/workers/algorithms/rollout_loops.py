@@ -366,9 +366,9 @@ def likelihood(s: Sample, t: int, advantage: float) -> Scalar:
 
 
 def from_teacher(s: Sample, t: int, advantage: float) -> Scalar:
-    """KL(pi || teacher) of a choice between the sampled token and all others (MiniLLM, arXiv 2306.08543)."""
+    """KL(teacher || pi) of a choice between the sampled token and all others (GKD, arXiv 2306.13649)."""
     p, q = torch.exp(s.new[t]), math.exp(s.ref[t])
-    return p * torch.log(p / q) + (1 - p) * torch.log((1 - p) / (1 - q))
+    return q * torch.log(q / p) + (1 - q) * torch.log((1 - q) / (1 - p))
 
 
 # --- Reductions: of all tokens' losses ---
