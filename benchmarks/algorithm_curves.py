@@ -37,14 +37,15 @@ FIGURE = ROOT / "docs" / "reference" / IMAGE
 STEPS = 20
 LONGEST_S = 900
 METRIC, OFFLINE_METRIC = "reward/mean", "eval/loss"
-METRIC_OF = {"distill": "kl_ref"}
-"""What a run optimizes, where it is not the reward: `distill` lowers the divergence from its teacher."""
+DISTILLED = ("distill", "gkd")
+METRIC_OF = dict.fromkeys(DISTILLED, "kl_ref")
+"""What a run optimizes, where it is not the reward: the divergence from its teacher."""
 SMOLLM2 = Path(".cache/models/smollm2-135m-instruct")
 STUDENT_NOISE = 0.15
-"""The student of `distill` is its teacher with normal noise in every matrix but the embedding, of this many standard
+"""The student of a teacher is that teacher with normal noise in every matrix but the embedding, of this many standard
 deviations of the matrix. From a random model, the log-ratios of single tokens are too noisy to learn from in 20
 steps."""
-SETTINGS = {"distill": ("roles.policy.learning_rate=3e-5", "sampling.max_tokens=16")}
+SETTINGS = dict.fromkeys(DISTILLED, ("roles.policy.learning_rate=3e-5", "sampling.max_tokens=16"))
 """What a run changes in its spec."""
 COLUMNS = 5
 LINE, TEXT, GRID = "#3b82c4", "#808080", "#80808040"
@@ -89,7 +90,7 @@ def measure(name: str, steps: int) -> Run:
     settings = [part for setting in given for part in ("--set", setting)]
     with tempfile.TemporaryDirectory(prefix="troupe-curve-") as folder:
         out = Path(folder) / name
-        if name == "distill":
+        if name in DISTILLED:
             settings += ["--set", f"model.path={noisy_copy(ROOT / SMOLLM2, Path(folder) / 'student')}"]
             given += (f"model.path=<noisy copy of {SMOLLM2.name}>",)
         command = [sys.executable, "-m", "troupe", "run", str(spec_of(name).path), "--out", str(out)]
@@ -172,8 +173,8 @@ def curves(runs: Mapping[str, Run] | None = None) -> Curves:
     runs = recorded() if runs is None else runs
     lines = [
         "The shipped specs, run once each by `python -m benchmarks.algorithm_curves`: a random two-layer",
-        f"model, a reward for the share of vowels, {STEPS} steps (`distill`: SmolLM2 with noise in its weights, its",
-        "divergence from SmolLM2, a learning rate of 3e-5 and responses of 16 tokens). Offline",
+        f"model, a reward for the share of vowels, {STEPS} steps (`distill` and `gkd`: SmolLM2 with noise in its weights,",
+        "its divergence from SmolLM2, a learning rate of 3e-5 and responses of 16 tokens). Offline",
         "algorithms run as many steps as their specs have; their curve is the loss on held-out examples, each",
         "algorithm's own, so the levels do not compare. These runs show that every algorithm learns. They do not rank",
         "algorithms: neither the task nor the settings are fit for that. A random policy has to move some ten nats per",

@@ -46,10 +46,15 @@ def one_engine(spec: RolloutSpec) -> RolloutSpec:
     return spec.model_copy(update={"roles": roles})
 
 
+def audited_roles(spec: RolloutSpec) -> frozenset[str]:
+    """The roles of an audit: those of the sampler and the trainer, and a judge that plays against the policy."""
+    plays = spec.roles.judge_plays
+    return named_roles(lambda row: row.audited or (plays and row.kind == "judge"))
+
+
 async def _audit(request: RunRequest, console: Console) -> AuditReport:
-    roles = named_roles(lambda row: row.audited)
     async with (
-        open_session(request, console, roles=roles, reads=True) as session,
+        open_session(request, console, roles=audited_roles(request.spec.rollouts), reads=True) as session,
         open_pools(session.spec.rollouts, session) as pools,
     ):
         spec, found = session.spec.rollouts, session.checkpoints.found

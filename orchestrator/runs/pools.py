@@ -229,7 +229,8 @@ def judge_pool(run: RunPools, role: str) -> LinkedPool[roles.JudgeEngine, JudgeC
             await worker.call(roles.Reward.connect_judge, run.spec.schedule.score_timeout_s, judge)
 
     def callers() -> list[JudgeCaller]:
-        return [*run.rewards.workers, *(run.engines.workers if run.spec.roles.judge_plays else ())]
+        scoring = run.rewards.workers if "reward" in run.by_role else ()  # an audit has none
+        return [*scoring, *(run.engines.workers if run.spec.roles.judge_plays else ())]
 
     def make_link(workers: Sequence[WorkerHandle[roles.JudgeEngine]], lost: str) -> Judge:
         return run.session.cluster.judge_link(name, workers, lost)

@@ -12,7 +12,7 @@ from tests.conftest import ROOT
 from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.insight.audit.attribution import Cause, Gap
 from troupe.orchestrator.insight.audit.auditor import AuditFailed, AuditReport
-from troupe.orchestrator.runs.audit import audit, one_engine
+from troupe.orchestrator.runs.audit import audit, audited_roles, one_engine
 from troupe.orchestrator.runs.session import RunRequest
 from troupe.orchestrator.spec.load import load_rollout_spec, parse_spec, read_document
 from troupe.orchestrator.telemetry.console import Console
@@ -79,6 +79,14 @@ def test_the_report_as_json() -> None:
     assert data["passed"] is False
     assert data["gaps"][0]["causes"][0]["about"] == "bfloat16"
     assert len(data["findings"]) == 1
+
+
+def test_an_audit_starts_a_judge_only_if_it_plays_against_the_policy() -> None:
+    players = "roles.environment.players={first: policy, second: judge}"
+    judge = "roles.judge={model: {path: .cache/models/tiny-llama}, max_model_len: 128, max_tokens: 2}"
+    alone = audited_roles(load_rollout_spec(SPECS / "tiny-judge.yaml"))
+    assert alone == {"rollout", "environment", "policy"}
+    assert audited_roles(load_rollout_spec(SPECS / "tiny-self-play.yaml", [players, judge])) == alone | {"judge"}
 
 
 def test_an_audit_has_one_engine() -> None:
