@@ -112,8 +112,11 @@ def spec_schema() -> dict[str, Any]:
 
 def _parse(document: yaml_reader.Document, kind: type[SpecT]) -> SpecT:
     try:
+        text = json.dumps(document.data)
+        if '"~' in text:
+            text = json.dumps(in_home(document.data))
         # JSON mode is the strict one that takes lists for tuples: no text is read as a number, no 1 as true.
-        spec = kind.model_validate_json(json.dumps(in_home(document.data)), strict=True)
+        spec = kind.model_validate_json(text, strict=True)
     except ValidationError as error:
         raise SpecError(from_validation(error, kind, document.data, document.source)) from None
     if problems := find_problems(spec):
