@@ -37,12 +37,13 @@ WAIT_S = 60.0
 def observed(folder: Path, what: str) -> Iterator[psutil.Process]:
     """The driver of an observed run that waits for `policy-0`, a separate process."""
     process = Forked(observed_run.server(), {"folder": str(folder), "what": what}, [])
+    driver = psutil.Process(process.pid)  # now: a run that ends leaves no zombie
     try:
         deadline = time.monotonic() + WAIT_S
         while not (folder / "ready").exists():
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.05)
-        yield psutil.Process(process.pid)
+        yield driver
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
