@@ -26,7 +26,7 @@ from typing import Any
 from benchmarks.support.harness import command_parser, machine, versions, where
 from docs.tooling.algorithm_reference import Curves, spec_of
 from troupe.orchestrator.algorithms.offline import OFFLINE_ALGORITHMS
-from troupe.orchestrator.algorithms.table import ALGORITHMS
+from troupe.orchestrator.algorithms.table import ALGORITHMS, TAUGHT
 from troupe.orchestrator.telemetry.run_folder import RunFolder
 
 ROOT = Path(__file__).parent.parent
@@ -37,15 +37,14 @@ FIGURE = ROOT / "docs" / "reference" / IMAGE
 STEPS = 20
 LONGEST_S = 900
 METRIC, OFFLINE_METRIC = "reward/mean", "eval/loss"
-DISTILLED = ("distill", "gkd")
-METRIC_OF = dict.fromkeys(DISTILLED, "kl_ref")
+METRIC_OF = dict.fromkeys(TAUGHT, "kl_ref")
 """What a run optimizes, where it is not the reward: the divergence from its teacher."""
 SMOLLM2 = Path(".cache/models/smollm2-135m-instruct")
 STUDENT_NOISE = 0.15
 """The student of a teacher is that teacher with normal noise in every matrix but the embedding, of this many standard
 deviations of the matrix. From a random model, the log-ratios of single tokens are too noisy to learn from in 20
 steps."""
-SETTINGS = dict.fromkeys(DISTILLED, ("roles.policy.learning_rate=3e-5", "sampling.max_tokens=16"))
+SETTINGS = dict.fromkeys(TAUGHT, ("roles.policy.learning_rate=3e-5", "sampling.max_tokens=16"))
 """What a run changes in its spec."""
 COLUMNS = 5
 LINE, TEXT, GRID = "#3b82c4", "#808080", "#80808040"
@@ -90,7 +89,7 @@ def measure(name: str, steps: int) -> Run:
     settings = [part for setting in given for part in ("--set", setting)]
     with tempfile.TemporaryDirectory(prefix="troupe-curve-") as folder:
         out = Path(folder) / name
-        if name in DISTILLED:
+        if name in TAUGHT:
             settings += ["--set", f"model.path={noisy_copy(ROOT / SMOLLM2, Path(folder) / 'student')}"]
             given += (f"model.path=<noisy copy of {SMOLLM2.name}>",)
         command = [sys.executable, "-m", "troupe", "run", str(spec_of(name).path), "--out", str(out)]

@@ -529,6 +529,10 @@ ALGORITHMS: dict[str, Algorithm] = {
 }
 
 
+TAUGHT = frozenset({"distill", "gkd"})
+"""Algorithms that learn from another model, the reference, instead of a reward."""
+
+
 def unread_options(row: Algorithm) -> frozenset[str]:
     """Fields that other estimators and objectives read, but the row's do not."""
     unread = frozenset().union(*ESTIMATOR_OPTIONS.values()) - ESTIMATOR_OPTIONS[row.advantage.estimator]

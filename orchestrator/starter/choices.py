@@ -8,7 +8,7 @@ from typing import Any
 
 from troupe.orchestrator.algorithms.offline import OFFLINE_ALGORITHMS
 from troupe.orchestrator.algorithms.section import unknown_algorithm
-from troupe.orchestrator.algorithms.table import ALGORITHMS
+from troupe.orchestrator.algorithms.table import ALGORITHMS, TAUGHT
 from troupe.orchestrator.errors import UsageError, nearest
 from troupe.orchestrator.spec.checks.shared import IMPORTED
 from troupe.workers.contract.config import ENVIRONMENTS
@@ -114,8 +114,8 @@ class Data:
 
 def check_algorithm(name: str) -> None:
     """Raise UsageError unless a first spec can be written for this algorithm."""
-    if name == "distill":
-        raise UsageError("--algorithm: distill needs a second model as teacher; see `troupe algorithms distill`")
+    if name in TAUGHT:
+        raise UsageError(f"--algorithm: {name} needs a second model as teacher; see `troupe algorithms {name}`")
     if name not in ALGORITHMS and name not in OFFLINE_ALGORITHMS:
         raise UsageError(f"--algorithm: {unknown_algorithm(name)}")
 

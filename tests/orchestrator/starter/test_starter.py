@@ -17,7 +17,7 @@ import yaml
 
 from tests.conftest import ROOT
 from troupe.orchestrator.algorithms.offline import OFFLINE_ALGORITHMS
-from troupe.orchestrator.algorithms.table import ALGORITHMS
+from troupe.orchestrator.algorithms.table import ALGORITHMS, TAUGHT
 from troupe.orchestrator.data.summary import load_data
 from troupe.orchestrator.errors import DoesNotFit, UsageError
 from troupe.orchestrator.model_facts.model_size import read_size
@@ -36,7 +36,7 @@ from troupe.orchestrator.starter.sizing import (
 )
 
 DATA = ROOT / "deploy" / "specs" / "data"
-ONLINE = sorted(set(ALGORITHMS) - {"distill"})
+ONLINE = sorted(set(ALGORITHMS) - TAUGHT)
 
 
 def chosen(model: Path, **changes: Any) -> Choices:
@@ -507,7 +507,9 @@ def test_a_missing_model_and_an_unknown_task_are_named(tiny_model: Path, tmp_pat
         text_of(chosen(tiny_model, data="reasoning_gym:chain_sun"), tmp_path / "run.yaml")
 
 
-@pytest.mark.parametrize(("name", "error"), [("gropo", "did you mean 'grpo'"), ("distill", "as teacher")])
+@pytest.mark.parametrize(
+    ("name", "error"), [("gropo", "did you mean 'grpo'"), ("distill", "as teacher"), ("gkd", "as teacher")]
+)
 def test_an_algorithm_without_a_first_spec_is_refused(name: str, error: str) -> None:
     with pytest.raises(UsageError, match=error):
         check_algorithm(name)

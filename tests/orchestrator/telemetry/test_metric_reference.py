@@ -40,8 +40,13 @@ candidates/failed
 candidates/reward
 critic/aligned_skips
 critic/empty_updates
+players/first/draws
+players/first/reward
+players/first/wins
+policy/distill_loss
 policy/loss_scale
 policy/overflows
+policy/teacher_divergence
 curriculum/pass_rate
 curriculum/seen
 curriculum/set_aside
