@@ -172,8 +172,8 @@ def curves(runs: Mapping[str, Run] | None = None) -> Curves:
     runs = recorded() if runs is None else runs
     lines = [
         "The shipped specs, run once each by `python -m benchmarks.algorithm_curves`: a random two-layer",
-        f"model, a reward for the share of vowels, {STEPS} steps (`distill` and `gkd`: SmolLM2 with noise in its weights,",
-        "its divergence from SmolLM2, a learning rate of 3e-5 and responses of 16 tokens). Offline",
+        f"model, a reward for the share of vowels, {STEPS} steps (`distill` and `gkd`: SmolLM2 with noise in its",
+        "weights, its divergence from SmolLM2, a learning rate of 3e-5 and responses of 16 tokens). Offline",
         "algorithms run as many steps as their specs have; their curve is the loss on held-out examples, each",
         "algorithm's own, so the levels do not compare. These runs show that every algorithm learns. They do not rank",
         "algorithms: neither the task nor the settings are fit for that. A random policy has to move some ten nats per",
