@@ -62,7 +62,7 @@ async def test_samples_that_run_failed_or_were_cancelled_are_not_finished() -> N
     await asyncio.gather(*tasks.values(), return_exceptions=True)
     tasks[4] = asyncio.create_task(sample(4))
     group = RunningGroup(
-        request(1, 3), tasks, lambda i, _: (summary(i), rows("a", i, attempt=1)), rollouts("a", samples=4)
+        request(1, 3), tasks, lambda i, _: ([summary(i)], rows("a", i, attempt=1)), rollouts("a", samples=4)
     )
     found, table = group.finished()
     assert [one.sample_index for one in found.samples] == [3, 0]
