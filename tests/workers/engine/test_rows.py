@@ -29,7 +29,7 @@ def row(*versions: int) -> dict[str, Any]:
     """What a summary reads of a row whose tokens were sampled by these versions, two each."""
     spans = [{"version": version, "start": 2 * n, "end": 2 * n + 2} for n, version in enumerate(versions)]
     ids = {"prompt_ids": [1], "response_ids": [7, 7] * len(versions), "finish_reason": "stop", "episode_status": "ok"}
-    return {"sample_index": 3, "weight_versions": spans, **ids}
+    return {"sample_index": 3, "player": None, "weight_versions": spans, **ids}
 
 
 def test_a_turn_has_the_versions_and_logprobs_of_its_tokens() -> None:
