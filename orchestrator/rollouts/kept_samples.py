@@ -27,6 +27,8 @@ from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.training.checkpoint import SAMPLES, Checkpoint
 from troupe.workers.contract.config import Frozen
 from troupe.workers.contract.messages import (
+    REWARDS,
+    ROLLOUTS,
     SCORES,
     FinishedSamples,
     GroupSummary,
@@ -38,7 +40,8 @@ from troupe.workers.contract.messages import (
 logger = logging.getLogger(__name__)
 
 GROUPS = "groups.json"
-FORMAT = 1
+FORMAT = (*ROLLOUTS.names, *REWARDS.names)
+"""Columns of samples; a checkpoint of another version of Troupe may have others."""
 _PER_PART = 16
 """Groups in the same files: a damaged file costs these."""
 
@@ -67,7 +70,8 @@ class KeptGroups:
     fingerprint: str
     """Digest of the parts of the spec that samples and their scores depend on."""
     groups: tuple[KeptGroup, ...] = ()
-    format: int = field(default=FORMAT)
+    format: tuple[str, ...] | int = field(default=FORMAT)
+    """Their columns; a number in checkpoints of earlier versions."""
 
 
 _JSON = TypeAdapter(KeptGroups)
@@ -152,7 +156,7 @@ async def read_samples(found: Checkpoint, spec: RolloutSpec, rewards: RewardPool
         logger.warning("%s cannot be read: the groups that were open are sampled again: %s", place / GROUPS, error)
         return []
     if kept.format != FORMAT or kept.fingerprint != fingerprint(spec):
-        what = f"format {kept.format}" if kept.format != FORMAT else "another algorithm, sampling or reward"
+        what = "another version of Troupe" if kept.format != FORMAT else "another algorithm, sampling or reward"
         logger.warning("%s: the groups that were open are of %s: they are sampled again", place, what)
         return []
     read = await gather_all(_read(place, group, found.damaged, rewards) for group in kept.groups)

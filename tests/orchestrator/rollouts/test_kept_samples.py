@@ -8,7 +8,7 @@ import random
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -17,7 +17,7 @@ from tests.orchestrator import test_controller
 from tests.orchestrator.test_controller import RolloutRun
 from troupe.orchestrator.controller import RunOutcome
 from troupe.orchestrator.rollouts import kept_samples, source
-from troupe.orchestrator.rollouts.kept_samples import GROUPS, fingerprint
+from troupe.orchestrator.rollouts.kept_samples import GROUPS, fingerprint, read_samples
 from troupe.orchestrator.training.checkpoint import SAMPLES, Checkpoint, CheckpointStore, verify
 from troupe.workers.contract.messages import FinishedSamples, GroupRequest, GroupSummary, SampleSummary
 
@@ -223,6 +223,17 @@ def test_a_damaged_piece_is_left_out_with_a_message(
     total = sum(len((group["finished"] or group["summary"])["samples"]) for group in groups)
     assert again.taken_over < total and f"{victim.name} is damaged" in caplog.text
     assert outcome.ledger["trained"] == 6 * 3 * GROUP_SIZE
+
+
+@pytest.mark.parametrize("columns", [1, ["prompt_uid"]])
+def test_samples_with_the_columns_of_another_version_are_sampled_again(
+    tmp_path: Path, columns: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    run, found = stopped_run(tmp_path)
+    file = found.path / SAMPLES / GROUPS
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"format": columns}))
+    assert asyncio.run(read_samples(found, run.spec, cast("Any", None))) == []
+    assert "another version of Troupe" in caplog.text
 
 
 @pytest.mark.parametrize(
