@@ -113,10 +113,11 @@ class PromptMixture:
             own = saved[source.share.name]
             source.order.restore(own)
             source.due = _number(own, "due")
-        self._time = _number(state, "time")
+        # Checkpoints of earlier versions have neither the time nor weights.
+        self._time = _number(state, "time") if "time" in state else min(source.due for source in self._sources)
         for source in self._sources:
             own, weight = saved[source.share.name], source.share.weight
-            before = _number(own, "weight")
+            before = _number(own, "weight") if "weight" in own else weight
             if source.due < self._time:  # it had had its passes; it begins again as every source does
                 source.due = self._time + 0.5 / weight
             elif before != weight:

@@ -55,16 +55,16 @@ class StepCounts:
         }
 
     def restore(self, state: Mapping[str, Any], sampled_again: int) -> None:
-        """Takes over the counts of a checkpoint.
+        """Takes over the counts of a checkpoint; a missing one is 0 (checkpoints of earlier versions).
 
         Args:
             state: A value of `state`.
             sampled_again: Failed samples that are sampled again: they may not fail again.
         """
-        self._failed = state["failed_samples"] - sampled_again
-        self._refused = state["refused"]
-        self._without_signal = state["without_signal"]
-        self._replaced = dict(state["replaced"])
+        self._failed = state.get("failed_samples", 0) - sampled_again
+        self._refused = state.get("refused", 0)
+        self._without_signal = state.get("without_signal", 0)
+        self._replaced = dict(state.get("replaced", {}))
 
     def begin_batch(self) -> None:
         """Counts from 0 for the next batch."""

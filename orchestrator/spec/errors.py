@@ -12,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from troupe.orchestrator.errors import TroupeError, nearest, nearest_word
 from troupe.orchestrator.spec.engine_options import engine_option
+from troupe.orchestrator.spec.former_fields import former_advice
 from troupe.orchestrator.spec.migration import counterpart
 from troupe.orchestrator.spec.sources import LIST, MAP, SECTION
 
@@ -159,7 +160,7 @@ def from_validation(error: ValidationError, root: type[BaseModel], data: Any, so
             path = (*path, "kind")
         if kind == "extra_forbidden":
             names = [str(part) for part in path if not isinstance(part, int)]
-            told = counterpart(names, item["input"], _paths(root)) or engine_option(names)
+            told = former_advice(names) or counterpart(names, item["input"], _paths(root)) or engine_option(names)
             hint = f" ({told})" if told else _key_hint(str(path[-1]), path[:-1], item["loc"][:-1], root)
             message = f"unknown field{hint}"
         else:

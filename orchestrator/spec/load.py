@@ -26,6 +26,7 @@ from troupe.orchestrator.spec.checks.shared import NEEDS_DISK
 from troupe.orchestrator.spec.derived.paths import in_home
 from troupe.orchestrator.spec.errors import SpecError, from_validation
 from troupe.orchestrator.spec.examples import example_name, example_text
+from troupe.orchestrator.spec.former_fields import without_former_fields
 from troupe.orchestrator.spec.locations import is_url
 from troupe.orchestrator.spec.offline import OfflineSpec
 from troupe.orchestrator.spec.rollout import RolloutSpec
@@ -112,9 +113,10 @@ def spec_schema() -> dict[str, Any]:
 
 def _parse(document: yaml_reader.Document, kind: type[SpecT]) -> SpecT:
     try:
-        text = json.dumps(document.data)
+        data = without_former_fields(document.data)
+        text = json.dumps(data)
         if '"~' in text:
-            text = json.dumps(in_home(document.data))
+            text = json.dumps(in_home(data))
         # JSON mode is the strict one that takes lists for tuples: no text is read as a number, no 1 as true.
         spec = kind.model_validate_json(text, strict=True)
     except ValidationError as error:

@@ -180,7 +180,8 @@ class Ledger:
         """The ledger from a value of `state`."""
         ledger = cls(source_of)
         ledger._by_source = {name: Counter(counts) for name, counts in state.get("sources", {}).items()}
-        ledger._drawn = state["drawn"]
+        # Checkpoints of earlier versions name every closed group; there are as many draws at least.
+        ledger._drawn = state["drawn"] if "drawn" in state else len(state["closed"]) + len(state["open"])
         ledger._groups = {
             uid: _Group(row, attempt, set(open_), dict(dropped)) for uid, row, attempt, open_, dropped in state["open"]
         }

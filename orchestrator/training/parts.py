@@ -102,7 +102,13 @@ async def close_parts(parts: Sequence[RunPart]) -> None:
 
 
 def states_of(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The states of the parts in a checkpoint's state, by name. Raises ValueError if it has another format."""
-    if (found := state.get("format")) != FORMAT:
+    """The states of the parts in a checkpoint's state, by name. In format 1 they are one, under `memory`."""
+    found = state.get("format", 1)
+    if found == FORMAT:
+        return state["parts"]
+    if found != 1:
         raise ValueError(f"format {found} instead of {FORMAT}: another version of Troupe wrote it")
-    return state["parts"]
+    memory = state["memory"]
+    penalty = {name: memory[name] for name in PenaltyState.model_fields if name in memory}
+    due = {"due": memory.get("unevaluated", False)}
+    return {"penalty": penalty, "best": memory.get("best", {}), "evaluations": due}

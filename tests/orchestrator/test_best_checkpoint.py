@@ -27,6 +27,7 @@ from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.sections import BestConfig
 from troupe.orchestrator.training.checkpoint import Checkpoint, CheckpointError, CheckpointStore
 from troupe.orchestrator.training.ledger import Ledger
+from troupe.orchestrator.training.parts import states_of
 from troupe.orchestrator.training.state import BestState
 
 DATA = {"train": {"kind": "jsonl", "path": "train"}, "eval": {"kind": "jsonl", "path": "eval"}}
@@ -166,6 +167,10 @@ def test_a_run_without_best_has_no_best_checkpoint(tmp_path: Path) -> None:
         best_step(tmp_path / "checkpoints")
     with pytest.raises(CheckpointError, match="no valid checkpoint"):
         best_step(tmp_path / "nothing")
+
+
+def test_states_of_earlier_versions_have_no_best_evaluations() -> None:
+    assert BestState.model_validate(states_of({"memory": {"kl_old_coef": 0.5}})["best"]) == BestState()
 
 
 @given(

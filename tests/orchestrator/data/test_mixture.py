@@ -124,6 +124,16 @@ def test_another_weight_counts_from_the_next_draw_of_a_resumption_on() -> None:
     assert Counter(drawn(resumed(mixture(shares(0.01, 1)), shares(1, 1)), 20)) == {"a": 10, "b": 10}
 
 
+def test_the_order_of_a_checkpoint_without_weights_and_time_resumes() -> None:
+    first = mixture(shares(2, 1))
+    drawn(first, 7)
+    state = first.state()
+    sources = {name: {k: v for k, v in own.items() if k != "weight"} for name, own in state["sources"].items()}
+    order = mixture(shares(2, 1))
+    order.restore({"sources": sources})
+    assert drawn(order, 20) == drawn(first, 20)
+
+
 def test_without_any_pass_left_the_order_ends_with_an_error() -> None:
     order = mixture(shares(1, 1, repeats=1))
     assert len(drawn(order, 12)) == 12

@@ -18,7 +18,7 @@ from tests.orchestrator.test_controller import RolloutRun
 from troupe.orchestrator.controller import RunOutcome
 from troupe.orchestrator.rollouts import kept_samples, source
 from troupe.orchestrator.rollouts.kept_samples import GROUPS, fingerprint, read_samples
-from troupe.orchestrator.training.checkpoint import SAMPLES, Checkpoint, CheckpointStore, verify
+from troupe.orchestrator.training.checkpoint import MANIFEST, SAMPLES, Checkpoint, CheckpointStore, verify
 from troupe.workers.contract.messages import FinishedSamples, GroupRequest, GroupSummary, SampleSummary
 
 SLOW: dict[str, Mapping[str, Any]] = {
@@ -249,6 +249,21 @@ def test_samples_of_another_sampling_or_reward_are_not_used(sections: dict[str, 
     roles = {"rollout": {}, "policy": {}} | sections.pop("roles", {})
     changed = fake_spec(**sections, roles={"reward": {"functions": [{"name": "exact_match"}]}} | roles)
     assert (fingerprint(changed) == fingerprint(fake_spec())) is usable
+
+
+def test_a_checkpoint_of_an_earlier_version_resumes(tmp_path: Path) -> None:
+    """It has neither samples nor counts of the scheduler."""
+    run, found = stopped_run(tmp_path)
+    store = CheckpointStore(run.out / "checkpoints", 2)
+    path = store.begin(found.step)
+    for folder in ("policy", "model"):
+        (found.path / folder).rename(path / folder)
+    del found.state["source"]["scheduler"]
+    store.commit(path, found.state)
+    assert not (found.path / SAMPLES).exists() and (found.path / MANIFEST).exists()
+    again = slow_run(run.out, 99, resume=True)
+    assert again.run().ledger["trained"] == 6 * 3 * GROUP_SIZE
+    assert again.taken_over == 0
 
 
 def test_a_resumed_run_with_a_smaller_staleness_limit_keeps_to_it(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from troupe.orchestrator.spec.derived.paths import model_overrides, without_adap
 from troupe.orchestrator.spec.derived.training import resolved_backend, resolved_sleep
 from troupe.orchestrator.spec.derived.warnings import warnings_of
 from troupe.orchestrator.spec.errors import SpecError
+from troupe.orchestrator.spec.former_fields import without_former_fields
 from troupe.orchestrator.spec.load import load_rollout_spec, parse_spec, plan_runs, read_document
 from troupe.orchestrator.spec.offline import OfflineSpec
 from troupe.orchestrator.spec.rollout import RolloutSpec
@@ -51,6 +52,19 @@ def test_the_section_reaches_policy_and_engines() -> None:
     assert rollout_config(without_adapters(spec)).lora is None
 
 
+def test_former_fields_of_an_older_run_are_left_out() -> None:
+    """Its folder has every field with its value; 0 and 0.0 are the same number."""
+    former = {"rank": 4, "dropout": 0.0, "bias": "none", "modules_to_save": []}
+    assert loaded(f"{FIELD}={json.dumps(former)}") == loaded(f"{FIELD}={{rank: 4}}", f"{FIELD}.dropout=0")
+
+
+def test_arguments_of_the_user_with_such_a_name_stay() -> None:
+    args = {"lora": {"dropout": 0.0, "bias": "none"}, "algorithm": {"packing": None}}
+    functions = f"roles.reward.functions=[{{name: exact_match, args: {json.dumps(args)}}}]"
+    data = read_document(SPECS / "tiny-lora.yaml", [functions]).data
+    assert without_former_fields(data)["roles"]["reward"]["functions"][0]["args"] == args
+
+
 def test_without_the_section_all_weights_train() -> None:
     spec = loaded()
     assert policy_config(spec).lora is rollout_config(spec).lora is None
@@ -59,7 +73,10 @@ def test_without_the_section_all_weights_train() -> None:
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        (f"{FIELD}.dropout=0.1", f"{FIELD}.dropout: unknown field (it must be 0)"),
+        (f"{FIELD}.dropout=0.1", f"{FIELD}.dropout: unknown field (it is 0: an update must compute what the sampler"),
+        (f"{FIELD}.dropout=false", f"{FIELD}.dropout: unknown field (it is 0"),
+        (f"{FIELD}.bias=all", f"{FIELD}.bias: unknown field (it is none: vLLM loads no biases"),
+        (f"{FIELD}.modules_to_save=[lm_head]", f"{FIELD}.modules_to_save: unknown field (there are none: vLLM"),
         (f"{FIELD}.targets=[]", f"{FIELD}.targets: names no layer"),
         (f"{FIELD}.rank=0", f"{FIELD}.rank: must be at least 1"),
         (f"{FIELD}.rank=513", f"{FIELD}.rank: must be at most 512"),
@@ -113,6 +130,8 @@ def test_a_critic_has_adapters_of_its_own() -> None:
     assert isinstance(spec, RolloutSpec) and not spec.trains_adapters
     critic = critic_config(spec)
     assert critic is not None and critic.lora == LoraConfig(rank=4) and policy_config(spec).lora is None
+    with pytest.raises(SpecError, match=r"roles\.critic\.lora\.bias: unknown field \(it is none"):
+        parse_spec(read_document(SPECS / "tiny-ppo.yaml", ["roles.critic.lora.bias=all"]))
 
 
 @pytest.mark.parametrize("name", ["lora_rank", "lora_r", "peft_config", "use_peft"])

@@ -336,6 +336,12 @@ def test_the_commands_take_a_chain() -> None:
     assert [planned.stdout.count(worker) for worker in ("policy-0", "critic-0")] == [6, 2]
 
 
+@pytest.mark.parametrize("value", ["null", "true"])
+def test_a_spec_of_a_run_before_rows_were_packed_is_read(value: str) -> None:
+    spec = offline(DPO.replace("  beta: 0.2\n", f"  beta: 0.2\n  packing: {value}\n"))
+    assert spec == offline() and spec.roles.policy.packing
+
+
 def test_packing_is_turned_off_in_the_role() -> None:
-    with pytest.raises(SpecError, match=r"algorithm\.packing: unknown field \(it belongs at roles\.policy\.packing\)"):
+    with pytest.raises(SpecError, match=r"algorithm\.packing: unknown field \(set roles\.policy\.packing instead\)"):
         offline(DPO.replace("  beta: 0.2\n", "  beta: 0.2\n  packing: false\n"))

@@ -155,3 +155,13 @@ def test_a_closed_prompt_is_refused_by_the_number_of_its_draw_after_a_restart_to
             with pytest.raises(LedgerError, match=f"e0-r{row} was dispatched before"):
                 one.dispatch(*drawn(row, row + 1), 1)
         one.dispatch(*drawn(1000, 1001), 1)
+
+
+def test_a_state_that_names_the_closed_groups_refuses_as_many_draws() -> None:
+    ledger = Ledger()
+    ledger.dispatch(*drawn(1, 3), 2)
+    state = ledger.state() | {"closed": ["e0-r7", "e0-r9"]}
+    del state["drawn"]
+    with pytest.raises(LedgerError, match="e0-r4 was dispatched before"):
+        Ledger.restore(state).dispatch(*drawn(4, 3), 2)
+    Ledger.restore(state).dispatch(*drawn(4, 4), 2)

@@ -1,4 +1,4 @@
-"""The states of a run's parts in its checkpoints."""
+"""The states of a run's parts in its checkpoints, of this and of the earlier format."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import pytest
 
 from tests.orchestrator.test_best_checkpoint import EvaluatedRun, run_of
 from troupe.orchestrator.training.checkpoint import CheckpointError, CheckpointStore
-from troupe.orchestrator.training.parts import RunPart, UpdatedStep, close_parts
+from troupe.orchestrator.training.parts import FORMAT, RunPart, UpdatedStep, close_parts, states_of
 
+EARLIER = json.loads((Path(__file__).parent / "earlier_run" / "format_1.json").read_text())
+"""The state after step 2 of `penalised_run`, which the version before the parts wrote."""
 PENALTY = {"coef": 0.5, "target": 0.1}
 
 
@@ -33,6 +35,23 @@ def write_state(out: Path, step: int, state: dict[str, Any]) -> None:
     """Replace the state in a checkpoint by another one."""
     store = CheckpointStore(out / "checkpoints", 2)
     store.commit(store.begin_again(step), state)
+
+
+def test_a_run_resumes_from_a_checkpoint_of_the_earlier_format(tmp_path: Path) -> None:
+    """It ends with the state of a run that this version has stopped and resumed."""
+    for name in ("now", "earlier"):
+        penalised_run(tmp_path / name, 2).run()
+    now = saved_state(tmp_path / "now", 2)
+    assert now["format"] == FORMAT and states_of(now) == states_of(EARLIER)
+    write_state(tmp_path / "earlier", 2, EARLIER)
+    for name in ("now", "earlier"):
+        again = penalised_run(tmp_path / name, 3, resume=True)
+        again.run()
+        assert again.policies[0].kl_old_coefs == [2.0]
+        assert again.controller.parts.best.state.without_gain == 2
+    ended = saved_state(tmp_path / "earlier", 3)
+    assert ended == saved_state(tmp_path / "now", 3)
+    assert ended["parts"]["penalty"]["kl_old_coef"] == 4.0
 
 
 def test_a_part_resumes_with_its_state_and_starts_anew_without(tmp_path: Path) -> None:
