@@ -124,6 +124,8 @@ def _become_command(request: dict[str, Any], *streams: int) -> None:
     from troupe.__main__ import main
     from troupe.orchestrator.roles.table import ROLES
 
+    # Ray has read its variables at the import; it sets RAY_AUTH_MODE where it starts, which tests themselves do too.
+    import_module("ray._raylet").Config.initialize("")
     _use_template()
     warm_probes.use()
     if os.environ.get(FAR_VARIABLE):
