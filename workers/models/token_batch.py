@@ -157,7 +157,7 @@ class TokenTable:
     def batch(self, rows: Sequence[int]) -> TokenBatch:
         """The padded micro-batch of the given rows; the filler batch without rows."""
         if not rows:
-            return filler_batch()
+            return self._filler()
         index = torch.tensor(rows, dtype=torch.int64)
         prompts, responses = self.prompts.take_ids(index), self.responses.take_ids(index)
         width = int((prompts.lengths + responses.lengths).max())
@@ -188,7 +188,7 @@ class TokenTable:
         position, and attends to the tokens, that it has in `batch`, so that the results are the same.
         """
         if not rows:
-            return filler_batch()
+            return self._filler()
         index = torch.tensor(rows, dtype=torch.int64)
         unit, counts = self._units(index, shared)
         firsts = counts.cumsum(0) - counts
@@ -226,6 +226,11 @@ class TokenTable:
     def cut(self, rows: Sequence[int], plan: RankPlan) -> TokenBatch:
         """The micro-batch of the given rows, packed or padded according to the plan."""
         return self.packed_batch(rows, plan.shared) if plan.packed else self.batch(rows)
+
+    def _filler(self) -> TokenBatch:
+        """The filler batch; with tokens that the sampler left, of which it has none, if the other batches have some:
+        the output head would run another number of times on a rank whose batch has not."""
+        return replace(filler_batch(), kept=self._kept_of(torch.zeros(0, dtype=torch.int64)))
 
     def _kept_of(self, index: torch.Tensor) -> Ragged | None:
         """The tokens that the sampler left to each response token of the rows."""

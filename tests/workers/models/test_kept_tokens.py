@@ -210,3 +210,6 @@ def test_micro_batches_have_the_sets_of_their_tokens() -> None:
         assert [part.lengths.tolist() for part in halves] == [[1, 1], [1, 2], [0], [0]]
         assert replace(batch, kept=None).to("cpu").kept is None
     assert tokens.batch([1]).kept is not None  # the table has sets, this row none
+    for filler in (tokens.batch([]), tokens.packed_batch([])):  # the head runs as often on a rank without rows
+        assert filler.kept is not None and filler.kept.lengths.tolist() == []
+        assert [part.lengths.tolist() for part in filler.kept.split(2)] == [[], []]
