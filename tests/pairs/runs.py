@@ -141,7 +141,9 @@ def check(run: Finished) -> None:
 def _check_metrics(lines: list[dict[str, Any]]) -> None:
     for line in lines:
         trained = [role for role in ("policy", "critic", "reward_model") if f"{role}/grad_norm" in line]
-        assert trained and all(line[f"{role}/skipped_updates"] == 0 for role in trained), line
+        # float16 skips the updates of its first, too large loss scales.
+        skipped = {role: line[f"{role}/skipped_updates"] - line.get(f"{role}/overflows", 0) for role in trained}
+        assert trained and not any(skipped.values()), line
         assert all(line[f"{role}/grad_norm"] > 0 for role in trained), line
 
 
