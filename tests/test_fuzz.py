@@ -44,6 +44,7 @@ from troupe.orchestrator.spec.checks.models import (
     model_folder,
     too_long,
     unsupported_head_size,
+    windows_in_some_layers,
     wrong_kinds,
 )
 from troupe.orchestrator.spec.errors import SpecError
@@ -398,6 +399,7 @@ def test_folders_of_models(tmp_path: Path, tiny_model: Path) -> None:
         model_folder(tmp_path)
         list(too_long({"model": model}, {"sampling.max_tokens": 64}))
         list(unsupported_head_size(tmp_path))
+        list(windows_in_some_layers(tmp_path))
         list(wrong_kinds({"model": model, "roles.reward.model": model}, "policy"))
         read_size(tmp_path)
 

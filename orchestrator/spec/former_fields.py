@@ -23,7 +23,6 @@ _LORA = {
 FORMER_FIELDS: Mapping[str, Former] = {
     "algorithm.packing": Former((None, True), "set roles.policy.packing instead"),
     "failures.alarm": Former((None,), "the verdict reward-hacking says it while the run trains"),
-    "roles.environment.args.max_result_chars": Former((), "set roles.environment.max_observation_chars instead"),
     **{f"roles.{role}.lora.{name}": former for role in ("policy", "critic") for name, former in _LORA.items()},
 }
 """The fields by their path."""

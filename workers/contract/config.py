@@ -501,8 +501,8 @@ class EpisodeConfig(Frozen):
     """vLLM's parser for the tool calls in a turn, such as `hermes` or `llama3_json`; null: turns are plain text."""
     players: Annotated[dict[PlayerName, Literal["policy", "judge"]], EVALUATED_IF_SET] = Field(default_factory=dict)
     """Players of a game and the role whose model plays as them, such as `{white: policy, black: policy}`: `judge` is
-    the frozen one of `roles.judge`. Each that the policy plays is a sample, so that a group of `algorithm.group_size`
-    samples has that many divided by their number episodes. Left out: the environment has one player."""
+    the frozen one of `roles.judge`. Each that the policy plays is a sample: a group of 8 samples (`group_size`) is 4
+    episodes if the policy plays two. Left out: the environment has one player."""
 
     @property
     def trained(self) -> tuple[str, ...]:

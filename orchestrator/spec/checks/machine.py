@@ -100,6 +100,8 @@ def _in_engines(spec: RolloutSpec, models: Mapping[str, ModelConfig]) -> Iterato
     """Models that the engines do not support."""
     if spec.device == "cpu" and "model" in models:
         yield from of_models.unsupported_head_size(Path(models["model"].path))
+    if "model" in models:
+        yield from of_models.windows_in_some_layers(Path(models["model"].path))
     engines = {"model": ("roles.rollout.tensor_parallel_size", spec.roles.rollout.tensor_parallel_size)}
     if spec.roles.judge is not None:
         judge = spec.roles.judge.tensor_parallel_size

@@ -176,6 +176,27 @@ def unsupported_head_size(model: Path) -> Iterator[Finding]:
         )
 
 
+def windows_in_some_layers(model: Path) -> Iterator[Finding]:
+    """Sliding windows in some layers of a Qwen2 model, which vLLM's class for it refuses when an engine starts."""
+    config = _text_config(model)
+    layers, full, kinds = (
+        config.get("num_hidden_layers"),
+        config.get("max_window_layers", 28),
+        config.get("layer_types"),
+    )
+    if config.get("model_type") != "qwen2" or not isinstance(layers, int) or not isinstance(full, int):
+        return
+    mixed = bool(config.get("use_sliding_window")) and config.get("sliding_window", 1) is not None and 0 < full < layers
+    if isinstance(kinds, list):  # otherwise transformers makes them of the other fields
+        mixed = full != layers and any(kind != kinds[0] for kind in kinds)
+    if mixed:
+        yield (
+            "model.path",
+            f"{full} of {layers} layers have no sliding window, and vLLM takes Qwen2 models with it in all or in none; "
+            "another model, or use_sliding_window: false in its config.json if no sequence exceeds the window",
+        )
+
+
 def quantized(models: Mapping[str, ModelConfig]) -> Iterator[Finding]:
     """Quantized weights that cannot be used, by the path of their field."""
     for section, model in models.items():

@@ -26,6 +26,7 @@ from troupe.orchestrator.spec.checks.models import (
     undivided_heads,
     undivided_models,
     unsupported_head_size,
+    windows_in_some_layers,
     wrong_kinds,
 )
 from troupe.orchestrator.spec.derived.warnings import warnings_of
@@ -93,6 +94,32 @@ def test_a_head_size_that_the_engine_does_not_support_is_refused(
     found = list(unsupported_head_size(Path(folder(tmp_path, config))))
     assert [path for path, _ in found] == ([] if size is None else ["model.path"])
     assert all(f"size {size}" in message for _, message in found)
+
+
+_WINDOWS = {"model_type": "qwen2", "num_hidden_layers": 4, "use_sliding_window": True, "max_window_layers": 2}
+_KINDS = ["full_attention", "sliding_attention"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "refused"),
+    [
+        ({}, True),
+        ({"use_sliding_window": False}, False),
+        ({"sliding_window": None}, False),
+        ({"max_window_layers": 4}, False),
+        ({"max_window_layers": 0}, False),
+        ({"max_window_layers": "2"}, False),
+        ({"layer_types": 2 * _KINDS}, True),
+        ({"layer_types": 2 * _KINDS, "max_window_layers": 4}, False),
+        ({"layer_types": 4 * _KINDS[:1]}, False),
+        ({"model_type": "qwen3"}, False),
+    ],
+)
+def test_sliding_windows_in_some_layers_of_a_qwen2_model_are_refused(
+    tmp_path: Path, changed: dict[str, Any], refused: bool
+) -> None:
+    found = list(windows_in_some_layers(Path(folder(tmp_path, _WINDOWS | changed))))
+    assert [path for path, _ in found] == ["model.path"] * refused
 
 
 def test_the_head_sizes_are_those_of_the_installed_vllm() -> None:

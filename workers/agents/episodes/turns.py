@@ -92,10 +92,6 @@ class Segment:
         return len(self.prompt_ids) + len(self.response_ids)
 
 
-_SHARED = ("finish_reason", "status", "environment_s", "restarts", "info", "notes")
-"""What the parts of all players of an episode have in common."""
-
-
 @dataclass
 class Played:
     """A finished episode."""
@@ -127,8 +123,15 @@ class Played:
 
     def sample(self, player: str) -> Played:
         """The part of a player as an episode, with how the whole one ended."""
-        ending = {name: vars(self)[name] for name in _SHARED}
-        return replace(self.side(player), **ending)
+        return replace(
+            self.side(player),
+            finish_reason=self.finish_reason,
+            status=self.status,
+            environment_s=self.environment_s,
+            restarts=self.restarts,
+            info=self.info,
+            notes=self.notes,
+        )
 
     def outcome(self, player: str) -> float | None:
         """1 if the player has won, 0.5 in a draw and 0 if another one has won, or None without another player."""
