@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 import torch
@@ -23,7 +24,7 @@ from transformers import (
 from tests.token_batches import batch_of
 from tests.workers.models.test_token_batch import train_table
 from troupe.workers.contract.config import CHUNK_LOGITS, ModelConfig
-from troupe.workers.contract.messages import RankPlan, token_scores
+from troupe.workers.contract.messages import KEPT_TOKENS, RankPlan, token_scores
 from troupe.workers.models.capabilities import adapt
 from troupe.workers.models.modeling import (
     CausalLogprobs,
@@ -148,6 +149,28 @@ def test_samples_behind_one_prompt_equal_single_samples(family: str, tmp_path: P
         for ours, theirs in zip(actual[2], expected[2], strict=True):
             if ours is not None:
                 torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("restricted", [False, True])
+def test_the_head_runs_as_often_for_a_rank_without_rows(llama: ModelConfig, restricted: bool) -> None:
+    """Under ZeRO-3 the ranks gather its weight together each time."""
+    table = train_table(SAMPLES)
+    if restricted:
+        kept = [[np.int32(token).tobytes() for token in ids] for ids in table["response_ids"].to_pylist()]
+        column = pa.array(kept, KEPT_TOKENS.type)
+        table = table.set_column(table.column_names.index(KEPT_TOKENS.name), KEPT_TOKENS.name, column)
+    model, tokens, runs = load_causal(llama), TokenTable(table), list[int]()
+    module = CausalLogprobs(model, temperature=0.7, chunks=3)
+    adapt(module, model, "cpu", packing=True)
+    for batch in (tokens.packed_batch(range(len(SAMPLES))), tokens.packed_batch([]), tokens.batch([])):
+        runs.append(0)
+
+        def count(*_: object) -> None:
+            runs[-1] += 1
+
+        with model.get_output_embeddings().register_forward_hook(count):
+            score(module, batch)
+    assert set(runs) == ({3} if restricted else {1})
 
 
 def test_a_model_that_mixes_responses_in_a_row_does_not_share_prompts(tmp_path: Path) -> None:
