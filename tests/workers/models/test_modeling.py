@@ -162,13 +162,15 @@ def test_the_head_runs_as_often_for_a_rank_without_rows(llama: ModelConfig, rest
     model, tokens, runs = load_causal(llama), TokenTable(table), list[int]()
     module = CausalLogprobs(model, temperature=0.7, chunks=3)
     adapt(module, model, "cpu", packing=True)
+    head = model.get_output_embeddings()
+    assert head is not None
     for batch in (tokens.packed_batch(range(len(SAMPLES))), tokens.packed_batch([]), tokens.batch([])):
         runs.append(0)
 
         def count(*_: object) -> None:
             runs[-1] += 1
 
-        with model.get_output_embeddings().register_forward_hook(count):
+        with head.register_forward_hook(count):
             score(module, batch)
     assert set(runs) == ({3} if restricted else {1})
 
