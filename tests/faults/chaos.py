@@ -7,8 +7,9 @@ The runs of `KINDS` take turns. A pair is two signals, SIGKILL or SIGSTOP, to tw
 saves is hit as well as one that computes, and so is a fork that Ray does not know yet. After a pair the run must
 train on. A run ends after some pairs by SIGTERM, or its driver is killed and it resumes. No run may end by itself, no
 sample may be lost, every step must be there once, and nothing may be left behind. Where only trainers, reference and
-reward workers were hit, the metrics of the first steps must be those of a run without faults, bit for bit. The folder
-of a run in which something was wrong is kept.
+reward workers were hit, the first steps must be those of a run without faults, bit for bit: their metrics, and, as the
+run kept them for `troupe replay`, every column of their samples and all weights after them. The folder of a run in
+which something was wrong is kept.
 """
 
 from __future__ import annotations
@@ -32,12 +33,14 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import xxhash
 
 from tests.conftest import ROOT
 from tests.faults.injected import ENGINE, WORKERS, left_behind, seconds_until, stop_group
 from tests.processes import command_line
-from tests.real.commands import Run, ledger_balances, running, troupe_command
+from tests.real.commands import Run, ledger_balances, metrics_lines, running, troupe_command
 from tests.real.warm import FAR_VARIABLE
+from troupe.orchestrator.training.step_record import REPLAY, kept_steps, read_step
 
 TITLES = (*WORKERS.values(), ENGINE)
 REPEATABLE = tuple(WORKERS[role] for role in ("policy", "critic", "reference", "reward"))
@@ -47,6 +50,9 @@ LONGEST_PAUSE_S = 10.0
 UNDISTURBED_STEPS = 30
 """Steps that are compared with those of a run without faults."""
 COMPARED = ("reward/mean", "response_tokens/mean", "policy/loss", "policy/grad_norm", "policy/entropy")
+"""Metrics that are compared."""
+TRIES = ("attempt",)
+"""Columns of samples that count what was repeated."""
 FORK = "a fork that starts"
 """Stands for the process that becomes the next worker."""
 FORK_SHARE, FORK_APPEARS_S, FORK_STARTS_S = 0.4, 8.0, 0.5
@@ -96,6 +102,36 @@ class Hit:
     signal: str
     title: str
     after_s: float
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The steps of a run."""
+
+    lines: list[dict[str, Any]]
+    """Metrics of its steps; those of evaluations beside them are others."""
+    digests: Mapping[int, Mapping[str, str]]
+    """Digest of each column of the samples of a step, and of the weights of each role after it, of the steps that were
+    kept: none is while a worker that was asked for its part died."""
+
+    @classmethod
+    def of(cls, out: Path) -> Ended:
+        """The steps in the folder of a run."""
+        lines = [line for line in metrics_lines(out) if "ledger/dispatched" in line]
+        return cls(lines, {step: _digests(out / REPLAY, step) for step in kept_steps(out / REPLAY)})
+
+
+def _digests(folder: Path, step: int) -> dict[str, str]:
+    kept = read_step(folder, step)
+    samples = kept.tables().batch.drop_columns(list(TRIES))
+    columns = {name: repr(samples.column(name).to_pylist()) for name in samples.column_names}  # nan is nan
+    return {name: xxhash.xxh3_128_hexdigest(values.encode()) for name, values in columns.items()} | {
+        f"weights of the {role}": digest for role, digest in kept.kept.after.items()
+    }
+
+
+NOTHING = Ended([], {})
+"""What an incomparable run is compared with."""
 
 
 class Broken(Exception):
@@ -159,7 +195,7 @@ def scene(
     name: str,
     pairs: int,
     rng: random.Random,
-    healthy: list[dict[str, Any]],
+    healthy: Ended,
     *,
     all_comparable: bool = False,
 ) -> Mapping[str, Any]:
@@ -190,11 +226,13 @@ def scene(
         except (Broken, AssertionError) as error:
             (folder / "output.txt").write_text(run.output)
             raise Broken(f"{name}: {error}\n{seen}\n{run.stderr[-3000:]}") from None
-    _check(name, run.metrics, healthy if compared else [])
+    ended = Ended.of(run.out)
+    _check(name, ended, healthy if compared else NOTHING)
     return {
         "kind": name,
-        "compared": min(len(healthy), len(run.metrics)) if compared else 0,
-        "steps": len(run.metrics),
+        "compared": min(len(healthy.lines), len(ended.lines)) if compared else 0,
+        "digests": len(healthy.digests.keys() & ended.digests.keys()) if compared else 0,
+        "steps": len(ended.lines),
         "ended": "driver killed, resumed" if resumed else "SIGTERM",
         "recovered_s": [round(seconds, 1) for _, seconds in seen],
         "faults": [[vars(one) for one in hits] for hits, _ in seen],
@@ -207,28 +245,32 @@ def _stop(run: Run) -> None:
         raise Broken(f"exit code {code} after SIGTERM")
 
 
-def _check(name: str, lines: list[dict[str, Any]], healthy: list[dict[str, Any]]) -> None:
-    """Refuse lost samples, steps that are missing or twice there, and numbers of another policy."""
-    lines = [line for line in lines if "ledger/dispatched" in line]  # others are of evaluations beside the steps
-    if [line["step"] for line in lines] != list(range(1, len(lines) + 1)):
-        raise Broken(f"{name}: steps {[line['step'] for line in lines]}")
-    if not all(map(ledger_balances, lines)) or lines[-1]["ledger/dropped"]:
-        raise Broken(f"{name}: the ledger of the last step is {lines[-1]}")
-    for line, expected in zip(lines, healthy, strict=False):
-        differing = [metric for metric in COMPARED if line.get(metric) != expected.get(metric)]
+def _check(name: str, ended: Ended, healthy: Ended) -> None:
+    """Refuse lost samples, steps that are missing or twice there, and steps of another policy."""
+    steps = [line["step"] for line in ended.lines]
+    if steps != list(range(1, len(steps) + 1)):
+        raise Broken(f"{name}: steps {steps}")
+    if not all(map(ledger_balances, ended.lines)) or ended.lines[-1]["ledger/dropped"]:
+        raise Broken(f"{name}: the ledger of the last step is {ended.lines[-1]}")
+    for line, expected in zip(ended.lines, healthy.lines, strict=False):
+        step = line["step"]
+        found = {metric: (line.get(metric), expected.get(metric)) for metric in COMPARED}
+        if step in ended.digests.keys() & healthy.digests.keys():
+            ours, theirs = ended.digests[step], healthy.digests[step]
+            found |= {part: (ours.get(part), theirs.get(part)) for part in ours.keys() | theirs.keys()}
+        differing = {part: values for part, values in found.items() if values[0] != values[1]}
         if differing:
-            values = {metric: (line.get(metric), expected.get(metric)) for metric in differing}
-            raise Broken(f"{name}: step {line['step']} is not that of a run without faults: {values}")
+            raise Broken(f"{name}: step {step} is not that of a run without faults: {differing}")
 
 
-def undisturbed(folder: Path, name: str) -> list[dict[str, Any]]:
-    """Metrics of a run without faults."""
+def undisturbed(folder: Path, name: str) -> Ended:
+    """A run without faults."""
     spec, overrides = _spec(name, folder)
     steps = f"schedule.steps={UNDISTURBED_STEPS}"
     with running(Run(folder, spec, *overrides, steps, name=f"healthy-{spec.stem}")) as run:
         if run.wait() != 0:
             raise Broken(run.output)
-    return run.metrics
+    return Ended.of(run.out)
 
 
 def _spec(name: str, folder: Path) -> tuple[Path, list[str]]:
@@ -258,7 +300,7 @@ def main(arguments: list[str]) -> int:
     given = parser.parse_args(arguments)
     deadline = time.monotonic() + 60.0 * given.minutes
     total: Counter[str] = Counter()
-    healthy: dict[str, list[dict[str, Any]]] = {}
+    healthy: dict[str, Ended] = {}
     for name, pairs, rng in scenes(given.seed, given.kinds):
         if time.monotonic() > deadline or total["pairs"] >= given.pairs:
             break
@@ -267,14 +309,14 @@ def main(arguments: list[str]) -> int:
         try:
             if name not in healthy and name not in UNREPEATABLE:
                 healthy[name] = undisturbed(folder, name)
-            seen = scene(folder, name, pairs, rng, healthy.get(name, []), all_comparable=given.comparable)
+            seen = scene(folder, name, pairs, rng, healthy.get(name, NOTHING), all_comparable=given.comparable)
         except Broken as error:
             total["broken"] += 1
             sys.stdout.write(json.dumps({"broken": str(error), "folder": str(folder)}) + "\n")
             sys.stdout.flush()
             continue
         shutil.rmtree(folder)
-        total += Counter(scenes=1, steps=seen["steps"], compared=seen["compared"], pairs=pairs)
+        total += Counter(scenes=1, steps=seen["steps"], compared=seen["compared"], digests=seen["digests"], pairs=pairs)
         sys.stdout.write(json.dumps(seen) + "\n")
         sys.stdout.flush()
     sys.stdout.write(json.dumps(total) + "\n")
