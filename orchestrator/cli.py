@@ -9,6 +9,7 @@ import atexit
 import errno
 import gc
 import importlib
+import inspect
 import io
 import logging
 import os
@@ -19,7 +20,7 @@ from functools import cache
 from typing import Annotated, Any, NoReturn
 
 import typer
-from typer.core import TyperCommand, TyperGroup, TyperOption
+from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 from typer.main import get_group
 
 from troupe.orchestrator.commands.options import FAILURE, USER_ERROR, echo_json, exit_with
@@ -49,7 +50,16 @@ def load(name: str, home: str) -> Any:
         parent.add_typer(found, name=name)
     else:
         parent.command(name)(found)
-    return get_group(parent).commands[name]
+    command = get_group(parent).commands[name]
+    for one in (command, *getattr(command, "commands", {}).values()):
+        paragraphs = inspect.cleandoc(one.help or "").split("\n\n")
+        one.help = "\n\n".join(_unwrapped(paragraph) for paragraph in paragraphs)
+    return command
+
+
+def _unwrapped(paragraph: str) -> str:
+    """A paragraph as one line, which Typer wraps at the terminal's width. Lists keep their lines."""
+    return paragraph if paragraph.startswith(("\b", "- ")) else " ".join(paragraph.split())
 
 
 class _Loaded(Mapping[str, Any]):
@@ -93,15 +103,26 @@ def lazy_group(table: Mapping[str, Entry]) -> type[TyperGroup]:
     return LazyGroup
 
 
-_shown_type = TyperOption.display_type_rich
+_TYPE_NAMES = {"str": "TEXT", "int": "INTEGER", "float": "NUMBER", "path": "PATH"}
 
 
-def _type_unless_flag(self: TyperOption, ctx: Any) -> str | None:
-    """The type of an option in a help text. A flag has none: Typer would show `<bool>`, which reads as a value."""
-    return None if self.is_flag else _shown_type(self, ctx)
+def _type_of_option(self: TyperOption, ctx: Any) -> str | None:
+    """The type of an option in a help text, as in `INTEGER`. A flag has none: `<bool>` would read as a value."""
+    if self.is_flag:
+        return None
+    shown = self.display_type(ctx).strip("<>").removesuffix(" range").removeprefix("list[").removesuffix("]")
+    return self.metavar or _TYPE_NAMES.get(shown, shown)
 
 
-TyperOption.display_type_rich = _type_unless_flag
+def _usage_of_argument(self: TyperArgument) -> str:
+    """An argument in a usage line, as in `[RUN]...`."""
+    name = self.display_name_raw if self.required else f"[{self.display_name_raw}]"
+    return name if self.nargs == 1 else f"{name}..."
+
+
+TyperOption.display_type_rich = _type_of_option
+TyperArgument.display_type_rich = lambda self, ctx: None  # its name says it
+TyperArgument._usage_display_name = _usage_of_argument
 
 
 _START = {

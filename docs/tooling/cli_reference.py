@@ -51,7 +51,8 @@ def _section(name: str, command: Any) -> list[str]:
     parameters = [parameter for parameter in command.params if parameter.name != "help"]
     arguments = [p for p in parameters if p.param_type_name == "argument"]
     options = [p for p in parameters if p.param_type_name == "option"]
-    usage = " ".join(["troupe", name, *(_argument_usage(a) for a in arguments), *(["[OPTIONS]"] if options else [])])
+    pieces = [piece for argument in arguments for piece in argument.get_usage_pieces(None)]
+    usage = " ".join(["troupe", name, *pieces, *(["[OPTIONS]"] if options else [])])
     lines = [f"## troupe {name}", "", _help(command), "", "```", usage, "```"]
     if arguments:
         lines += ["", "| argument | meaning |", "|---|---|"]
@@ -68,11 +69,6 @@ def _section(name: str, command: Any) -> list[str]:
 
 def _help(command: Any) -> str:
     return " ".join(inspect.cleandoc(command.help or "").split())
-
-
-def _argument_usage(argument: Any) -> str:
-    name = _metavar(argument)
-    return name if argument.required or name.startswith("[") else f"[{name}]"
 
 
 def _metavar(parameter: Any) -> str:

@@ -152,7 +152,7 @@ def schema(
     of: Annotated[
         Literal["spec", "error", "report"],
         typer.Argument(
-            metavar="[KIND]", help="spec: a spec; error, report: what --json prints of an error, or of verdicts."
+            metavar="KIND", help="spec: a spec; error, report: what --json prints of an error, or of verdicts."
         ),
     ] = "spec",
 ) -> None:
@@ -196,7 +196,8 @@ def _nodes(cluster: str | None, address: str | None, cpus: int, gib: float) -> l
 
 def algorithms(
     name: Annotated[
-        str | None, typer.Argument(help="Algorithm to describe in full; package.module:attribute for a custom one.")
+        str | None,
+        typer.Argument(metavar="NAME", help="Algorithm to describe; package.module:attribute for a custom one."),
     ] = None,
     check: Annotated[
         bool,

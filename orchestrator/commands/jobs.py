@@ -152,7 +152,7 @@ def deploy(
 def scale(
     run_folder: RunArgument,
     workers: Annotated[
-        list[str] | None, typer.Argument(metavar="[ROLE=WORKERS]...", help="New number of workers of a role.")
+        list[str] | None, typer.Argument(metavar="ROLE=WORKERS", help="New number of workers of a role.")
     ] = None,
     timeout_s: AnswerOption = 30.0,
     as_json: JsonOption = False,

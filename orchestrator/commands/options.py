@@ -28,7 +28,7 @@ JobServerOption = Annotated[
         "--address",
         envvar=["RAY_API_SERVER_ADDRESS", "RAY_ADDRESS"],
         show_envvar=False,
-        help="URL of the cluster's job server, http://HOST:8265 (default: RAY_API_SERVER_ADDRESS or RAY_ADDRESS).",
+        help="URL of the job server, http://HOST:8265, if neither RAY_API_SERVER_ADDRESS nor RAY_ADDRESS has it.",
     ),
 ]
 AnswerOption = Annotated[float, typer.Option("--timeout-s", min=0, help="Timeout for the run's response, in seconds.")]

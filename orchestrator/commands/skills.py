@@ -16,7 +16,7 @@ _FILE = "SKILL.md"
 
 
 def skill(
-    name: Annotated[str | None, typer.Argument(help="Skill to print (default: list them).")] = None,
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="Skill to print (default: list them).")] = None,
     to: Annotated[
         Path | None,
         typer.Option("--to", metavar="FOLDER", help="Copy all of them into this folder, as in .claude/skills."),

@@ -16,12 +16,13 @@ from typing import Any
 
 import jsonschema
 import pytest
+import typer
 import yaml
 from typer.testing import CliRunner
 
 from tests.conftest import NO_WEIGHTS, ROOT
 from tests.forked_commands import run_command
-from troupe.orchestrator.cli import _Plain, app
+from troupe.orchestrator.cli import COMMANDS, _Plain, app, load
 from troupe.orchestrator.roles.settings import offline_config
 from troupe.orchestrator.runs.session import RunRequest
 from troupe.orchestrator.spec.load import load_rollout_spec
@@ -399,7 +400,16 @@ def test_with_json_an_error_is_an_object_as_well(spec: Path) -> None:
 def test_help_has_a_short_flag_a_command_and_no_type_of_a_flag() -> None:
     texts = {troupe(*arguments).stdout for arguments in (["run", "-h"], ["help", "run"], ["run", "--help"])}
     (text,) = texts
-    assert "--resume" in text and "<path>" in text and "<bool>" not in text
+    assert "--resume" in text and " PATH " in text and "<" not in text
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_help_text_is_wrapped_once_and_names_types_in_words(name: str) -> None:
+    command = load(name, COMMANDS[name].home)
+    for one in (command, *getattr(command, "commands", {}).values()):
+        assert all("\n" not in paragraph for paragraph in one.help.split("\n\n")), one.help
+        text = one.get_help(typer.Context(one))
+        assert not re.search(r"<\w|\brange\b|\{|\blist\[", text), text
 
 
 def test_commands_that_ask_a_job_server_read_rays_variables(monkeypatch: pytest.MonkeyPatch) -> None:
