@@ -289,7 +289,7 @@ class Controller:
         if self._weights is None:
             return
         with self._timers.phase("sync"):
-            self.console.phase("weight sync", 0, 1)
+            self.console.phase("weight sync")
             await (self._weights.publish if self._may_overlap(version) else self._weights.push)(version)
         await asyncio.sleep(0)  # thousands of engines have answered; let the groups that wait for them run first
 

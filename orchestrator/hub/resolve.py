@@ -152,7 +152,7 @@ def _download(snapshot: Snapshot, console: Console) -> Path:
     console.message(f"downloading {name} at commit {snapshot.commit[:12]} to {snapshot.cache}")
 
     def show(done: int, total: int) -> None:
-        console.phase(f"download {name} (MiB)", done // MIB, total // MIB)
+        console.phase(f"download {name}", done // MIB, total // MIB, unit="MiB")
 
     return client.download(snapshot, show)
 

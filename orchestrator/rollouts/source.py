@@ -285,7 +285,7 @@ class RolloutSource(BatchSource):
 
     async def _score_batch(self, groups: Sequence[ScoredGroup]) -> list[TableRef]:
         """Token scores of the batch by every trainer that scores whole batches, concurrently."""
-        self._console.phase(" and ".join(scorer.what for scorer in self._batch_scorers), 0, 1)
+        self._console.phase(" and ".join(scorer.what for scorer in self._batch_scorers))
         lengths = [length for group in groups for length in row_lengths(group.summary)]
         rollouts = [group.rollouts for group in groups]
         timeout_s = self._spec.schedule.train_timeout_s
@@ -327,7 +327,7 @@ class RolloutSource(BatchSource):
                     )
 
     def _on_groups(self, done: int, wanted: int) -> None:
-        self._console.phase("generate", done, wanted)
+        self._console.phase("generate", done, wanted, unit="groups")
 
 
 def _retrieve(task: asyncio.Future[Any]) -> None:

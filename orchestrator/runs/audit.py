@@ -83,7 +83,7 @@ class RunAudit:
         prompts = data.train, session.cluster.put(data.train.table)
         scorer = token_scorer(spec, session.cluster, session.launcher.placement(policy.workers[0].name))
         auditor = Auditor(spec, self.pools.engines, policy, prompts, scorer)
-        session.console.phase("audit", 0, 1)
+        session.console.phase("audit")
         if found is not None:
             await auditor.warm()
             if load is not None:
@@ -91,7 +91,6 @@ class RunAudit:
             await self.pools.require_sync().push(found.step)
         report = await auditor.run(self._weights(found))
         await auditor.forget()
-        session.console.phase("audit", 1, 1)
         return report
 
     def _weights(self, found: Checkpoint | None) -> AuditedWeights:

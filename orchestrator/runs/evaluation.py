@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -60,7 +61,7 @@ async def evaluate_on_prompts(request: RunRequest, console: Console, options: Ev
             held_out = session.data.held_out
             sets = sets_of(spec, held_out, session.cluster.put, console.message)
             evaluator = Evaluator(spec.seed, sets, engine_sampler(pools.engines), pools.rewards)
-            running = evaluator.results(0, lambda done, total: console.phase("evaluate", done, total))
+            running = evaluator.results(0, partial(console.phase, "evaluate", unit="prompts"))
             results = await session.unless_stopped(running)
     if options.output is not None:
         named = {"path": model.path} | ({} if adapter is None else {"adapter": str(adapter)})
@@ -97,7 +98,7 @@ async def evaluate_offline(request: RunRequest, console: Console) -> dict[str, f
         raise UsageError("the spec has no data.eval: there are no held-out examples to evaluate on")
     async with open_session(request, console, reads=True) as session:
         evaluator = await session.unless_stopped(OfflineRun(session).evaluator())
-        running = evaluator.run(0, lambda done, total: console.phase("evaluate", done, total))
+        running = evaluator.run(0, partial(console.phase, "evaluate", unit="prompts"))
         return await session.unless_stopped(running)
 
 

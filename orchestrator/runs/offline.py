@@ -127,7 +127,7 @@ class OfflineRun:
 
         Bad rows that were found before are reported when the data are read.
         """
-        self._session.console.phase("tokenise", 0, 1)
+        self._session.console.phase("tokenise")
         timeout_s = self._spec.schedule.train_timeout_s
         summary, table = await self._trainer.tokenize(self._session.cluster.put(pool.table), timeout_s=timeout_s)
         if summary.refused and self._spec.failures.on_bad_row == "stop":

@@ -165,7 +165,7 @@ async def open_session(
             checks = _check(local.spec, data.pools, console)
         elif data is not None:
             say(console, describe(data.pools))
-        console.phase("start Ray", 0, 1)
+        console.phase("start Ray")
         cluster, stop = stack.enter_context(_connected(request, roles)), asyncio.Event()
         observer = stack.enter_context(_observed(request, checkpoints.done, console, cluster)) if trains else None
         stack.enter_context(_interrupts(cluster, stop, request.switch))
@@ -239,7 +239,7 @@ async def _usable(pools: Pools, rendering: Awaitable[PromptCheck], console: Cons
 
 
 async def _close_workers(cluster: Cluster, console: Console, stop: asyncio.Event) -> None:
-    console.phase("close", 0, 1)
+    console.phase("close")
     if not stop.is_set():
         with suppress(StopRequested):
             return await unless_stopped(stop, cluster.close(CLOSE_TIMEOUT_S))
@@ -288,7 +288,7 @@ async def _launch(
     """Starts the workers, unless the checks fail first."""
     started = [size for size in role_sizes(spec) if roles is None or size.role in roles]
     console.message("starting " + ", ".join(f"{size.workers} {size.role}" for size in started))
-    opened = launcher.open(roles, partial(console.phase, "start workers"))
+    opened = launcher.open(roles, partial(console.phase, "start workers", unit="started"))
     return await (opened if checks is None else unless_failed(checks, opened))
 
 

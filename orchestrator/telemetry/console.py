@@ -106,7 +106,7 @@ class Console:
         self._name = ""
         self._total = 0
         self._done = 0
-        self._phase = ("", 0, 0, "")
+        self._phase = ("", 0, 0, "", "")
         self._phase_started = self._started = self._step_ended = time.monotonic()
         self._summary = RunSummary(0)
         self._latest: deque[tuple[int, Mapping[str, object]]] = deque(maxlen=SHOWN_STEPS)
@@ -131,11 +131,19 @@ class Console:
             self._line(f"{spec_name}: {total_steps} steps")
             threading.Thread(target=self._break_silences, name="console", daemon=True).start()
 
-    def phase(self, name: str, done: int, total: int, waiting_for: str = "") -> None:
-        """Show the current phase of the step and its progress: in the live display, or after a silence."""
+    def phase(self, name: str, done: int = 0, total: int = 1, waiting_for: str = "", *, unit: str = "") -> None:
+        """Show the current phase of the step and its progress: in the live display, or after a silence.
+
+        Args:
+            name: The phase.
+            done: Parts of it that have ended.
+            total: All its parts. They are shown if there are several.
+            waiting_for: What has not ended.
+            unit: What the parts are, in the plural.
+        """
         if name != self._phase[0]:
             self._phase_started = time.monotonic()
-        self._phase = (name, done, total, waiting_for)
+        self._phase = (name, done, total, waiting_for, unit)
 
     def step(self, step: int, metrics: Mapping[str, object]) -> None:
         """Show the metrics of the finished step `step`, counted from 1."""
@@ -157,7 +165,7 @@ class Console:
     def progress(self) -> Progress:
         """Where the run is. May be called from any thread."""
         now = time.monotonic()
-        phase, done, parts, _ = self._phase
+        phase, done, parts, *_ = self._phase
         return Progress(self._done, self._total, phase, done, parts, now - self._phase_started, now - self._step_ended)
 
     def message(self, text: str) -> None:
@@ -235,15 +243,18 @@ class Console:
             if time.monotonic() - self._printed < self._quiet_s:
                 continue
             if progress := self._progress():
-                self.aside(f"after step {self._done}/{self._total}: {progress}" if self._done else progress)
+                step = f"step {self._done + 1}/{self._total}: " if 0 < self._done < self._total else ""
+                self.aside(step + progress)
             else:
                 self._printed = time.monotonic()
 
     def _progress(self) -> str:
         """The current phase, what it has done, and for how long; empty before the first phase."""
-        name, done, total, waiting_for = self._phase
-        rest = f": waiting for {waiting_for}" if waiting_for else ""
-        return f"{name} {done}/{total} ({time.monotonic() - self._phase_started:.0f} s){rest}" if name else ""
+        name, done, total, waiting_for, unit = self._phase
+        parts = f"{done}/{total} {unit}".rstrip() if total > 1 else ""
+        rest = f", waiting for {waiting_for}" if waiting_for else ""
+        seconds = f"for {time.monotonic() - self._phase_started:.0f} s"
+        return " ".join(filter(None, [name, parts, seconds])) + rest if name else ""
 
     def _render(self) -> RenderableType:
         head = Table.grid(padding=(0, 1))

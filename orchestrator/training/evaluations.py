@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Coroutine, Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 from troupe.orchestrator.errors import EvaluationLost
@@ -128,7 +129,7 @@ class RunEvaluations(RunPart):
         evaluator = self._evaluator
         if evaluator is None or self.pending == step:
             return {}
-        metrics = await evaluator.run(step, lambda done, total: self._console.phase("evaluate", done, total))
+        metrics = await evaluator.run(step, partial(self._console.phase, "evaluate", unit="prompts"))
         self._overdue = False
         await self._take(step, metrics, late)
         return metrics
@@ -148,7 +149,7 @@ class RunEvaluations(RunPart):
             return
         running, step = self._running, self.pending
         if not running.done():
-            self._console.phase("evaluate", 0, 1, f"the evaluation of step {step}")
+            self._console.phase("evaluate", waiting_for=f"the evaluation of step {step}")
             await asyncio.wait({running})
         self._set(None, None)
         try:

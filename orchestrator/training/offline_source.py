@@ -105,7 +105,7 @@ class OfflineSource(BatchSource):
     async def next_batch(self, version: int, timers: PhaseTimers) -> Batch:
         """Assembles the next examples and waits for the reference's log-probs; unblocked by the workers or a stop."""
         with timers.phase("prepare"):
-            self._console.phase("prepare", 0, 1)
+            self._console.phase("prepare")
             self._picks = [self._components.order.next() for _ in range(self._components.examples_per_step)]
             batch = await unless_stopped(self._stop, self._components.maker.make(self._picks))
         self._tokens = sum(row.tokens for row in batch.summary.rows)

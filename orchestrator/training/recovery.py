@@ -210,5 +210,5 @@ class TrainerRecovery:
     async def _repeat(self, steps: Sequence[_Trained]) -> None:
         """Trains on the batches since the checkpoint again."""
         for number, trained in enumerate(steps):
-            self._console.phase("repeat updates", number, len(steps))
+            self._console.phase("repeat updates", number, len(steps), unit="steps")
             await self._updates.repeat(trained.step, trained.batch, trained.state)

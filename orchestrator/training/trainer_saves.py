@@ -78,7 +78,7 @@ class TrainerSaves:
         folder = self._store.begin(step)
         try:
             for number, group in enumerate(self._trainers):
-                self._console.phase("checkpoint", number, len(self._trainers))
+                self._console.phase("checkpoint", number, len(self._trainers), unit="models")
                 await group.save(str(folder / group.role), timeout_s=self._timeout_s)
             return Written(folder, await self._export(self._trainers[0], folder))
         except (WorkerError, asyncio.CancelledError):

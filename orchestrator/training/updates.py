@@ -168,7 +168,7 @@ class OfflineUpdates(Updates):
         units = batch.units or ()
         for epoch in range(schedule.epochs):
             for chosen in minibatches(len(units), schedule.minibatches, (self._spec.seed, step, epoch)):
-                self._console.phase("update", len(updates), schedule.updates_per_step)
+                self._console.phase("update", len(updates), schedule.updates_per_step, unit="updates")
                 rows = [units[unit] for unit in chosen]
                 size = trainer.data_parallel_size, trainer.micro_batch_tokens
                 plans = plan_units(batch.summary.rows, rows, *size, packed=trainer.packs)
@@ -222,7 +222,7 @@ class RolloutUpdates(Updates):
             of_samples = minibatches(len(samples), schedule.minibatches, seed)
             for chosen, pieces in zip(of_samples, of_texts, strict=True):
                 rows = [row for sample in chosen for row in samples[sample]]
-                self._console.phase("update", len(updates), schedule.updates_per_step)
+                self._console.phase("update", len(updates), schedule.updates_per_step, unit="updates")
                 calls: list[asyncio.Task[Metrics]] = []
                 if trains_policy:
                     own = [texts[i] for i in pieces]

@@ -167,7 +167,7 @@ class _PointBench:
         try:
             await pools.start()
             for number in range(batches):
-                self._session.console.phase("measure", number, batches)
+                self._session.console.phase("measure", number, batches, unit="batches")
                 measured.append(await self._batch(sampling))
         finally:
             await sampling.close()

@@ -165,7 +165,7 @@ class RunObserver:
             progress.steps,
             progress.total,
             progress.phase,
-            f"{progress.done}/{progress.parts}",
+            f"{progress.done}/{progress.parts}" if progress.parts > 1 else "",
             progress.phase_s,
             progress.step_s,
             self._usual_step(progress.steps),

@@ -95,13 +95,13 @@ def test_without_a_terminal_a_long_phase_is_reported_at_intervals() -> None:
     console = Console(stream, quiet_s=0.02)
     console.start("name", 40)
     console.step(2, STEP)
-    console.phase("generate", 3, 16)
-    wait_for(lambda: stream.getvalue().count("generate 3/16") >= 2)
+    console.phase("generate", 3, 16, unit="groups")
+    wait_for(lambda: stream.getvalue().count("generate 3/16 groups for") >= 2)
     console.close()
     start, step, first, second, *_ = stream.getvalue().splitlines()
     assert (start, step.split()[:2]) == ("name: 40 steps", ["step", "2/40"])
-    assert re.sub(r"\d+ s", "0 s", first) == "after step 2/40: generate 3/16 (0 s)"
-    assert second.startswith("after step 2/40: generate 3/16 (")
+    assert re.sub(r"\d+ s", "0 s", first) == "step 3/40: generate 3/16 groups for 0 s"
+    assert second.startswith("step 3/40: generate 3/16 groups for ")
 
 
 def test_a_start_says_which_workers_it_waits_for() -> None:
@@ -111,7 +111,7 @@ def test_a_start_says_which_workers_it_waits_for() -> None:
     console.phase("start workers", 1, 3, "policy-0, rollout-0")
     wait_for(lambda: "waiting for" in stream.getvalue())
     console.close()
-    assert re.search(r"start workers 1/3 \(\d+ s\): waiting for policy-0, rollout-0", stream.getvalue())
+    assert re.search(r"start workers 1/3 for \d+ s, waiting for policy-0, rollout-0", stream.getvalue())
 
 
 def test_a_step_says_how_long_the_run_still_takes_and_the_end_what_bounded_it() -> None:
