@@ -27,6 +27,8 @@ ROOT = Path(__file__).resolve().parents[2]
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 NVIDIA = Path("/proc/driver/nvidia/version")
 """Exists if NVIDIA's driver is loaded."""
+PROGRESS_S = 10
+"""Seconds between lines of progress."""
 OLDEST: tuple[int, int] = (3, 11)
 PIN = re.compile(r'^([a-z0-9-]+)==([^;\s]+)(?:; platform_machine == "(\w+)")?$')
 
@@ -118,6 +120,8 @@ class VirtualEnvironment:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.python = folder / "bin" / "python"
+        self.log = folder / "install.log"
+        """What pip printed."""
 
     def make(self) -> None:
         """Create the environment, unless it already has a supported Python with a working pip."""
@@ -140,7 +144,7 @@ class VirtualEnvironment:
         ]
 
     def pip(self, *arguments: str) -> bool:
-        """Run `pip install`, which prints its own progress; returns whether it succeeded."""
+        """Run `pip install` and return whether it succeeded. Shows how far it is; its thousand lines go to `log`."""
         command = [str(self.python), "-m", "pip", "install", "--no-input", "--disable-pip-version-check"]
         # Build tools must be found although the environment is not activated.
         path = os.pathsep.join([str(self.python.parent), os.environ.get("PATH", os.defpath)])
@@ -149,7 +153,22 @@ class VirtualEnvironment:
         env["DS_IGNORE_CUDA_DETECTION"] = "1"
         # pip would treat packages on PYTHONPATH as installed.
         env.pop("PYTHONPATH", None)
-        return subprocess.run([*command, *arguments], env=env).returncode == 0
+        pins, fetched, shown = sum("==" in argument for argument in arguments), 0, time.monotonic()
+        pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
+        with self.log.open("a") as log, subprocess.Popen([*command, *arguments], env=env, **pipe) as process:
+            for line in process.stdout or ():
+                log.write(line)
+                fetched += line.startswith("Collecting ")
+                installs = line.startswith("Installing collected packages")
+                if pins > 1 and (installs or time.monotonic() - shown > PROGRESS_S):
+                    say("  installing the packages" if installs else f"  {fetched} of {pins} packages fetched")
+                    shown = time.monotonic()
+        return process.returncode == 0
+
+    def last_error(self) -> str:
+        """The last error that pip printed; empty if none."""
+        lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
+        return next((line.strip() for line in reversed(lines) if line.lower().startswith("error")), "")
 
 
 def _quiet(command: list[str]) -> bool:
@@ -229,6 +248,14 @@ def install_pinned(environment: VirtualEnvironment, lock: Path) -> bool:
     return not environment.lacks(wanted)
 
 
+def incomplete(environment: VirtualEnvironment) -> int:
+    """Say what stopped the installation; returns exit code 1."""
+    why = environment.last_error() or "pip failed"
+    print(f"[setup] incomplete: {why}", file=sys.stderr)
+    print(f"[setup] all of pip's output: {environment.log}; run the command again to resume", file=sys.stderr)
+    return 1
+
+
 def main() -> int:
     """Check the machine, then install; returns exit code 0 if everything is installed."""
     parser = argparse.ArgumentParser(description="Create Troupe's installation in a virtual environment.")
@@ -249,13 +276,12 @@ def main() -> int:
     environment = VirtualEnvironment(venv)
     environment.make()
     if not install_pinned(environment, build.lock):
-        print("[setup] incomplete, see pip's message above; run the command again to resume", file=sys.stderr)
-        return 1
+        return incomplete(environment)
     if arguments.pins_only:
         return 0
     say("installing troupe-rl in editable mode")
     if not environment.pip("--quiet", "--no-deps", "--no-build-isolation", "--editable", str(ROOT)):
-        return 1
+        return incomplete(environment)
     say(f"done in {time.monotonic() - started:.0f} s: {venv / 'bin' / 'troupe'}")
     return 0
 

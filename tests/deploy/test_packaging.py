@@ -7,6 +7,7 @@ import importlib
 import importlib.metadata
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -16,7 +17,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from packaging.requirements import Requirement
@@ -233,10 +233,31 @@ def test_pip_falls_back_to_the_build_with_cuda_of_a_reachable_index(
 
 def test_deepspeed_is_built_without_a_cuda_toolkit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its build looks for one wherever there is a driver."""
-    environments: list[dict[str, str]] = []
-    monkeypatch.setattr(subprocess, "run", lambda *_, env: environments.append(env) or SimpleNamespace(returncode=0))
-    assert install.VirtualEnvironment(tmp_path).pip("deepspeed")
-    assert [env["DS_IGNORE_CUDA_DETECTION"] for env in environments] == ["1"]
+    environment = install.VirtualEnvironment(tmp_path)
+    environment.python = executable(tmp_path / "python", 'echo "cuda $DS_IGNORE_CUDA_DETECTION"')
+    assert environment.pip("deepspeed")
+    assert environment.log.read_text() == "cuda 1\n"
+
+
+def test_pips_lines_go_to_a_log_which_a_failure_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    lines = ["Collecting a==1", "Collecting b==1", "ERROR: no b", "", "[notice] more"]
+    environment = install.VirtualEnvironment(tmp_path)
+    environment.python = executable(tmp_path / "python", f"printf '%s\\n' {shlex.join(lines)}; exit 1")
+    monkeypatch.setattr(install, "PROGRESS_S", -1)
+    assert not environment.pip("a==1", "b==1") and install.incomplete(environment) == 1
+    shown = capfd.readouterr()
+    assert shown.out.splitlines()[:2] == ["[setup]   1 of 2 packages fetched", "[setup]   2 of 2 packages fetched"]
+    assert shown.err.splitlines()[0] == "[setup] incomplete: ERROR: no b" and str(environment.log) in shown.err
+    assert environment.log.read_text().splitlines() == lines
+
+
+def executable(path: Path, script: str) -> Path:
+    """A program of the shell."""
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return path
 
 
 def publish(index: Path, name: str, version: str, needs: str) -> None:
