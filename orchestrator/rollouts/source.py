@@ -37,6 +37,7 @@ from troupe.orchestrator.training.batch import Batch, BatchSource, SourceSnapsho
 from troupe.orchestrator.training.checkpoint import SAMPLES, Checkpoint
 from troupe.orchestrator.training.ledger import Ledger
 from troupe.workers.contract.advantage_state import AdvantageState
+from troupe.workers.contract.config import BUDGETS
 from troupe.workers.contract.messages import PrepareRequest, SampleSummary, engine_prompt_tokens, sampled_tokens
 from troupe.workers.contract.rewards import is_solved
 from troupe.workers.contract.roles import TableRef
@@ -470,9 +471,8 @@ def _of_episodes(part: str, samples: Sequence[SampleSummary]) -> dict[str, float
     episodes = [sample.episode for sample in samples if sample.episode is not None]
     return {
         f"episodes{part}/turns": fmean(episode.turns for episode in episodes),
-        f"episodes{part}/max_turns": fmean(sample.finish_reason == "max_turns" for sample in samples),
         f"seconds/environment{part}": fmean(episode.environment_s for episode in episodes),
-    }
+    } | {f"episodes{part}/{budget}": fmean(sample.finish_reason == budget for sample in samples) for budget in BUDGETS}
 
 
 def candidate_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:

@@ -32,7 +32,8 @@ _GAME = {
     "players": {"first": "policy", "second": "policy"},
 }
 _GUESS = {"cpus": 0.2, "name": "guess_number", "args": {"low": 1, "high": 10, "guesses": 2}, "episodes": 16} | {
-    "truncated_turns": "continue"  # a random model never ends a turn
+    "truncated_turns": "continue",  # a random model never ends a turn
+    "max_sampled_tokens": 512,
 }
 _LORA = {"rank": 4, "alpha": 16}
 _EVERY_STEP: Fields = {

@@ -482,6 +482,10 @@ POLICY, JUDGE = "policy", "judge"
 """The roles whose models play as players of a game."""
 
 
+BUDGETS = ("max_turns", "max_sampled_tokens", "max_total_tokens", "max_seconds")
+"""Fields of `EpisodeConfig`, and finish reasons of episodes that end as they are when one of them is used up."""
+
+
 class EpisodeConfig(Frozen):
     """Bounds of an episode, and how its turns are read."""
 
@@ -491,6 +495,15 @@ class EpisodeConfig(Frozen):
     """Longest answer of the environment; a longer one fails the sample."""
     episode_timeout_s: Annotated[float, NOT_EVALUATED] = Field(default=300.0, gt=0.0)
     """Longest episode, the policy's turns included; a longer one fails the sample."""
+    max_sampled_tokens: Annotated[int | None, EVALUATED_IF_SET] = Field(default=None, ge=1)
+    """Most tokens that are sampled in an episode, over all of its turns; then it ends as it is, with the finish reason
+    `max_sampled_tokens`. null: no limit."""
+    max_total_tokens: Annotated[int | None, EVALUATED_IF_SET] = Field(default=None, ge=1)
+    """Most tokens of an episode's rows, with prompts and what the environment adds: what training computes. Then it
+    ends as it is, with the finish reason `max_total_tokens`. null: no limit."""
+    max_seconds: Annotated[float | None, EVALUATED_IF_SET] = Field(default=None, gt=0.0)
+    """No turn begins after so many seconds of an episode; it ends as it is, with the finish reason `max_seconds`.
+    null: no limit but `episode_timeout_s`, which fails the sample."""
     max_observation_chars: Annotated[int, EVALUATED_IF_SET] = Field(default=20_000, ge=1)
     """A longer message of the environment is cut, with a note. What it shows of the data's prompt does not count."""
     truncated_turns: Annotated[Literal["end", "continue"], EVALUATED] = "end"

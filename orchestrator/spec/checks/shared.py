@@ -186,6 +186,9 @@ def _environment(spec: RolloutSpec, path: str, role: EnvironmentRole) -> Iterato
     if role.turn_timeout_s > role.episode_timeout_s:
         limit = f"{role.episode_timeout_s:g}"
         yield f"{path}.turn_timeout_s", f"must be at most {path}.episode_timeout_s, {limit}"
+    if role.max_seconds is not None and role.max_seconds >= role.episode_timeout_s:
+        limit = f"{role.episode_timeout_s:g}"
+        yield f"{path}.max_seconds", f"must be less than {path}.episode_timeout_s, {limit}, which fails the sample"
     if role.episode_timeout_s >= spec.schedule.generate_timeout_s:
         limit = f"{spec.schedule.generate_timeout_s:g}"
         yield f"{path}.episode_timeout_s", f"must be less than schedule.generate_timeout_s, {limit}"

@@ -64,6 +64,9 @@ seconds/save_wait
 seconds/save_write
 environment/solved
 episodes/games/failed
+episodes/games/max_sampled_tokens
+episodes/games/max_seconds
+episodes/games/max_total_tokens
 episodes/games/max_turns
 episodes/games/restarted
 episodes/games/turns
@@ -73,6 +76,9 @@ workers/environment.games
 episodes/cut_observations
 episodes/failed
 episodes/forked
+episodes/max_sampled_tokens
+episodes/max_seconds
+episodes/max_total_tokens
 episodes/max_turns
 episodes/restarted
 episodes/turns

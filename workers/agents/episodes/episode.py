@@ -116,7 +116,8 @@ class EpisodeRunner:
         deadline = asyncio.get_running_loop().time() + self.config.episode_timeout_s
         restarts = 0
         while True:
-            state = _OpenEpisode(Played([], restarts=restarts), [message["content"] for message in row.messages])
+            prompts = [message["content"] for message in row.messages]
+            state = _OpenEpisode(Played([], restarts=restarts), prompts, time.monotonic())
             try:
                 async with asyncio.timeout_at(deadline):
                     await self._play(state, f"{key}/{restarts}", row, sample)
@@ -174,7 +175,15 @@ class EpisodeRunner:
         branches, state.branches = state.branches, []
         wanted = [one for one in (asked, *branches) if one.refusal is None]
         sampled = wanted[: self.config.max_turns - first]
-        sampling = (self._sample(number, one, sample, one is not asked) for number, one in enumerate(sampled, first))
+        room, budget = self._room(state, sampled)
+        if room < 1:
+            if not first:
+                raise EpisodeFailed(f"{budget} is used up before the first turn")
+            state.end(budget)
+            return {}
+        sampling = (
+            self._sample(number, one, sample, room, one is not asked) for number, one in enumerate(sampled, first)
+        )
         turns = dict(zip(sampled, await asyncio.gather(*sampling), strict=True))
         also = []
         for branch in branches:
@@ -190,13 +199,28 @@ class EpisodeRunner:
             state.end("max_turns")  # those without a response would wait for it
         return answer | ({"also": also} if also else {})
 
-    async def _sample(self, number: int, asked: _Asked, sample: SampleTurn, beside: bool) -> SampledTurn:
-        """Sample the next turn of a conversation, which is one `beside` others or not."""
+    def _room(self, state: _OpenEpisode, asked: Sequence[_Asked] = ()) -> tuple[int, str]:
+        """Tokens that the budgets leave to each of these turns, which begin together, and the budget that leaves the
+        fewest."""
+        config, played = self.config, state.played
+        left = [(self.max_model_len, "length")]
+        if config.max_sampled_tokens is not None:
+            left.append((config.max_sampled_tokens - played.sampled_tokens, "max_sampled_tokens"))
+        if config.max_total_tokens is not None:
+            new = sum(one.new_tokens for one in asked)
+            left.append((config.max_total_tokens - played.tokens - new, "max_total_tokens"))
+        if config.max_seconds is not None and time.monotonic() - state.started >= config.max_seconds:
+            left.append((0, "max_seconds"))
+        tokens, budget = min(left)
+        return tokens // max(len(asked), 1), budget
+
+    async def _sample(self, number: int, asked: _Asked, sample: SampleTurn, room: int, beside: bool) -> SampledTurn:
+        """Sample the next turn of a conversation, which is one `beside` others or not, in at most `room` tokens."""
         if asked.observation.player is not None and asked.observation.player not in self.config.trained:
             new = asked.observation.messages if beside else ()
             return await self._opponents_turn([*asked.side.messages, *new], number, asked.observation.player)
         prompt, longest = asked.conversation.prompt_ids, asked.observation.max_tokens or self.max_tokens
-        room = min(self.max_tokens, self.max_model_len - len(prompt), longest)
+        room = min(self.max_tokens, self.max_model_len - len(prompt), longest, room)
         form = asked.observation.structured
         structured = None if form is None else StructuredConfig.model_validate(form)
         return await sample(prompt, TurnLimits(number, room, tuple(asked.observation.stop), structured))
@@ -326,7 +350,8 @@ class EpisodeRunner:
         for player, reward in observation.rewards.items():
             played.side(self._known(player)).earn(reward)
         if state.cut and self.config.truncated_turns == "end":
-            state.end("length")
+            room, budget = self._room(state)
+            state.end("length" if room > 0 else budget)
         elif observation.done:
             state.end("stop")
         elif played.sampled_turns >= self.config.max_turns:
@@ -427,6 +452,11 @@ class _Asked:
     side: Played
     """The part of the player whose turn it is; the whole episode if the environment names no players."""
 
+    @property
+    def new_tokens(self) -> int:
+        """Tokens that the row has with the next turn, besides those of that turn and of the turns before."""
+        return len(self.added) + (0 if self.segment.response_ids else len(self.segment.prompt_ids))
+
     def begin(self) -> None:
         """Record the first prompt of the episode."""
         self.side.segments.append(self.segment)
@@ -440,6 +470,8 @@ class _OpenEpisode:
     played: Played
     prompts: Sequence[str]
     """Texts of the row's messages."""
+    started: float
+    """Time of the clock, in seconds."""
     conversations: dict[tuple[str, str], _Asked] = field(default_factory=dict)
     """By player and name, with what was last asked of each."""
     branches: list[_Asked] = field(default_factory=list)

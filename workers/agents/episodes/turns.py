@@ -99,7 +99,7 @@ class Played:
     segments: list[Segment]
     """In the order of their last turns."""
     finish_reason: str = "stop"
-    """`stop`: the environment ended it; `length`: out of tokens; `max_turns`."""
+    """`stop`: the environment ended it; `length`: out of the model's tokens; or one of `BUDGETS`."""
     status: str = OK
     response: str = ""
     """Text of the last turn."""
@@ -143,9 +143,24 @@ class Played:
         return 1.0 if own > best else 0.5 if own == best else 0.0
 
     @property
+    def parts(self) -> list[Played]:
+        """The episode itself and the parts of its players."""
+        return [self, *self.sides.values()]
+
+    @property
     def sampled_turns(self) -> int:
         """Turns of all players."""
-        return len(self.turns) + sum(len(side.turns) for side in self.sides.values())
+        return sum(len(part.turns) for part in self.parts)
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Tokens of the turns of all players."""
+        return sum(len(turn.ids) for part in self.parts for turn in part.turns)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the rows of all players that have a turn."""
+        return sum(row.tokens for part in self.parts for row in part.segments if row.response_ids)
 
     @property
     def rewards(self) -> list[tuple[int, float]]:

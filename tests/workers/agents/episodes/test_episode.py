@@ -6,10 +6,12 @@ import asyncio
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from troupe.workers.agents.episodes import episode
 from troupe.workers.agents.episodes.conversation import Added, Conversation, ConversationError
 from troupe.workers.agents.episodes.episode import RESTARTS, EpisodeRunner
 from troupe.workers.agents.episodes.turns import Played, SampledTurn, TurnLimits
@@ -166,6 +168,66 @@ def test_the_environment_gets_the_last_turn_when_turns_run_out() -> None:
     assert (played.finish_reason, len(played.turns), played.rewards) == ("max_turns", 2, [(8, 0.5)])
     assert played.segments[0].loss_mask[-1], "nothing follows the last sampled token"
     assert script.ended == ["key/0"], "the environment had not ended the episode"
+
+
+@pytest.mark.parametrize(
+    ("budget", "turns"),
+    [
+        ({"max_sampled_tokens": 6}, [3, 3]),
+        ({"max_sampled_tokens": 7}, [3, 3, 1]),
+        ({"max_total_tokens": 2 + 3 + 2 + 3}, [3, 3]),
+        ({"max_total_tokens": 2 + 3 + 2 + 3 + 2}, [3, 3]),
+        ({"max_total_tokens": 2 + 3 + 2 + 3 + 2 + 2}, [3, 3, 2]),
+    ],
+)
+def test_a_budget_of_tokens_ends_an_episode_as_it_is(budget: dict[str, int], turns: list[int]) -> None:
+    script = Script([reply(USER, reward=0.5)])
+    played = play(script, **budget)
+    (name,) = budget
+    assert (played.status, played.finish_reason) == ("ok", name)
+    assert [len(turn.ids) for turn in played.turns] == turns
+    assert len(played.rewards) == len(turns), "the environment answers the last turn too"
+    assert script.ended == ["key/0"]
+
+
+def test_the_prompt_of_a_new_row_is_part_of_the_budget_of_all_tokens() -> None:
+    spent = 2 + 3
+    assert len(play(Script([reply(USER)]), fork_at=1, max_total_tokens=spent + 3 + 1).turns) == 2
+    assert len(play(Script([reply(USER)]), fork_at=1, max_total_tokens=spent + 3).turns) == 1
+
+
+def test_turns_that_are_sampled_together_share_what_is_left() -> None:
+    beside = reply(USER, also=[Observation([USER], restart=True)])
+    played = play(Script([beside]), max_sampled_tokens=8)
+    assert (played.finish_reason, [len(turn.ids) for turn in played.turns]) == ("max_sampled_tokens", [3, 2, 2])
+
+
+def test_a_turn_that_the_budget_has_cut_ends_the_episode_by_the_budget() -> None:
+    async def cut(prompt_ids: Sequence[int], limits: TurnLimits) -> SampledTurn:
+        ids = [5] * limits.max_tokens
+        return SampledTurn(ids, [-1.0] * len(ids), [], "length" if limits.max_tokens < 3 else "stop")
+
+    played = play(Script([reply(USER, reward=0.5)]), cut, max_sampled_tokens=5)
+    assert (played.finish_reason, [len(turn.ids) for turn in played.turns]) == ("max_sampled_tokens", [3, 2])
+    assert len(played.rewards) == 2
+
+
+def test_no_turn_begins_when_the_seconds_are_used_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now=100.0)
+
+    async def slow(prompt_ids: Sequence[int], limits: TurnLimits) -> SampledTurn:
+        clock.now += 3.0
+        return await sampled(prompt_ids, limits)
+
+    monkeypatch.setattr(episode, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    played = play(Script([reply(USER, reward=0.5)]), slow, max_seconds=8.0)
+    assert (played.status, played.finish_reason, len(played.turns)) == ("ok", "max_seconds", 3)
+    assert len(played.rewards) == 3
+
+
+def test_an_episode_whose_budget_has_no_room_for_a_turn_fails() -> None:
+    played = play(Script([reply(done=True)]), max_total_tokens=2)
+    assert played.status == "environment: turn 0: max_total_tokens is used up before the first turn"
 
 
 def test_a_turn_that_is_cut_ends_the_episode_or_not() -> None:
