@@ -202,14 +202,14 @@ def test_prompts_of_the_evaluation_are_counted_beside_those_of_training(model: P
 def test_a_held_out_set_leaves_room_for_its_own_longest_response(model: Path) -> None:
     """Each set is counted by itself."""
     held_out = model.parent / "eval.jsonl"
-    middle = " ".join(["word"] * 25)
+    middle = " ".join(["word"] * 20)
     held_out.write_text("".join(json.dumps({"prompt": text, "answer": "1"}) + "\n" for text in ("Say c.", middle)))
     source = f"kind: jsonl, path: {held_out}"
-    sets = f"data.eval={{short: {{{source}}}, long: {{{source}, sampling: {{max_tokens: 90}}}}}}"
+    sets = f"data.eval={{short: {{{source}}}, long: {{{source}, sampling: {{max_tokens: 70}}}}}}"
     found = check(model, "tiny-grpo", ["Say a.", "Say b."], sets, *LENGTHS)
     (line,) = found.lines
-    assert line.startswith("1 of the first 2 prompts of data.eval.long have more than the 38 tokens that ")
-    assert "leaves beside a response of 90 in evaluation" in line
+    assert line.startswith("1 of the first 2 prompts of data.eval.long have more than the 58 tokens that ")
+    assert "leaves beside a response of 70 in evaluation" in line
     assert found.refused == {"train": 0, "eval.short": 0, "eval.long": 1}
 
 

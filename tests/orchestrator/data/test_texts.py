@@ -86,7 +86,7 @@ def test_a_text_with_a_token_outside_the_embedding_is_refused_and_counted(tiny_m
     assert table["prompt_uid"].to_pylist() == ["t:1", "t:3"]
     assert (len(summary.tokens), summary.refused) == (2, 1)
     (problem,) = summary.problems
-    assert problem.startswith("t:2: the token 49152 ('<tool_call>') is outside the model's embedding")
+    assert problem.startswith("t:2: the token 4096 ('<tool_call>') is outside the model's embedding")
 
 
 @pytest.mark.parametrize(("on_bad_row", "tokens"), [("skip", (3,)), ("stop", (3,)), ("skip", ())])

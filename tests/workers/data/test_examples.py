@@ -18,6 +18,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.conftest import MODELS
 from tests.fakes import FakeTrainer, FaultyWorker
 from tests.tokenizers import new_tokenizer
 from troupe.orchestrator.cluster.worker_group import ExampleGroup
@@ -137,6 +138,12 @@ def test_held_out_examples_are_not_trained_on(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
+def tiny_model() -> Path:
+    """The model whose whole vocabulary the lengths here are of."""
+    return MODELS / "tiny-llama"
+
+
+@pytest.fixture
 def tokenizer(tiny_model: Path) -> Any:
     return new_tokenizer(tiny_model)
 

@@ -15,7 +15,7 @@ from troupe.workers.data.chat import PromptRefused, encode_prompt
 from troupe.workers.data.examples import ExampleRefused, encode_turns
 from troupe.workers.data.tokenizer import load_chat_tokenizer, within_embedding
 
-WHY = r"the token 49152 \('<extra>'\) is outside the model's embedding, which has 49152 rows"
+WHY = r"the token 4096 \('<extra>'\) is outside the model's embedding, which has 4096 rows"
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def tokenizer(tmp_path: Path, tiny_model: Path) -> Any:
     folder = tmp_path / "model"
     shutil.copytree(tiny_model, folder)
     tokenizer: Any = load_chat_tokenizer(ModelConfig(path=str(folder)))
-    assert json.loads((folder / "config.json").read_text())["vocab_size"] == len(tokenizer) == 49152
+    assert json.loads((folder / "config.json").read_text())["vocab_size"] == len(tokenizer) == 4096
     tokenizer.add_tokens(["<extra>"])
     tokenizer.save_pretrained(folder)
     return load_chat_tokenizer(ModelConfig(path=str(folder)))
@@ -41,7 +41,7 @@ def test_a_prompt_is_refused(tokenizer: Any) -> None:
 
 
 def test_an_end_that_cannot_be_sampled_is_no_end_for_the_engine(tokenizer: Any) -> None:
-    assert within_embedding(tokenizer, {49152, 7, 49151}) == [7, 49151]
+    assert within_embedding(tokenizer, {4096, 7, 4095}) == [7, 4095]
 
 
 def test_a_row_of_offline_data_is_refused(tokenizer: Any) -> None:
