@@ -10,7 +10,7 @@ import pyarrow as pa
 from troupe.workers.contract.arrow import pickle_tables
 from troupe.workers.contract.config import RolloutConfig
 from troupe.workers.contract.imports import without_collections
-from troupe.workers.contract.judges import Judge
+from troupe.workers.contract.judges import JudgeLink
 from troupe.workers.contract.messages import (
     FinishedSamples,
     GroupRequest,
@@ -119,7 +119,7 @@ class RolloutWorker:
         """Use these environment workers for new episodes in the environment of this name."""
         self.generation.connect(name, link)
 
-    async def connect_judge(self, judge: Judge) -> None:
+    async def connect_judge(self, judge: JudgeLink) -> None:
         """Let this judge play as the players of games that the policy does not play."""
         self.generation.connect_judge(judge)
 

@@ -6,6 +6,7 @@ A link is pickled to the worker that calls. The transfer of weights, episodes an
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -124,12 +125,13 @@ class ActorEnvironments:
 
 
 class ActorJudges:
-    """The `Judge` of a run with the role `judge`. Pickled to every reward worker."""
+    """The `JudgeLink` of a run with the role `judge`. Pickled to every worker that calls it."""
 
     def __init__(self, name: str, actors: Mapping[str, Any], lost: str = "") -> None:
         """`name`: the model and its settings; `lost`: why no worker will serve again, or empty."""
         self.name = name
         self._actors = dict(actors)
+        self._turns = Counter[str]()
         self._lost = lost
 
     def ask(self, questions: Sequence[Question], timeout_s: float) -> list[JudgeAnswer]:
@@ -149,6 +151,25 @@ class ActorJudges:
             answers |= self._ask_all(questions, left, deadline, timeout_s)
         return [answers[place] for place in range(len(questions))]
 
+    async def turn(self, question: Question, timeout_s: float) -> JudgeAnswer:
+        """The answer of the worker with the fewest open turns; see `JudgeLink.turn`."""
+        while self._actors:
+            worker = min(self._actors, key=self._turns.__getitem__)
+            call = submit(self._actors[worker], JudgeEngine.answer, [question])
+            self._turns[worker] += 1
+            try:
+                return (await within(timeout_s, call))[0]
+            except TimeoutError:
+                ray.cancel(call)
+                return _silent(worker, timeout_s)
+            except (RayActorError, RayTaskError) as error:
+                self._drop(worker, error)
+            finally:
+                self._turns[worker] -= 1
+        if not self._lost:
+            raise JudgeGone("no judge worker is running")
+        return JudgeAnswer(failure=self._lost)
+
     def _ask_all(
         self, questions: Sequence[Question], places: Sequence[int], deadline: float, timeout_s: float
     ) -> dict[int, JudgeAnswer]:
@@ -166,11 +187,19 @@ class ActorJudges:
                 given = ray.get(call, timeout=max(0.0, deadline - time.monotonic()))
             except GetTimeoutError:
                 ray.cancel(call)
-                given = [JudgeAnswer(failure=f"{worker} did not answer in {timeout_s:g} s")] * len(shares[worker])
+                given = [_silent(worker, timeout_s)] * len(shares[worker])
             except (RayActorError, RayTaskError) as error:
-                if isinstance(error, RayTaskError) and not isinstance(error.cause, WorkerGone):
-                    raise
-                self._actors.pop(worker)  # its process or its engine has ended
+                self._drop(worker, error)
                 continue
             answers |= dict(zip(shares[worker], given, strict=True))
         return answers
+
+    def _drop(self, worker: str, error: Exception) -> None:
+        """Asks a worker no more whose process or engine has ended. Raises any other error."""
+        if isinstance(error, RayTaskError) and not isinstance(error.cause, WorkerGone):
+            raise error
+        self._actors.pop(worker, None)
+
+
+def _silent(worker: str, timeout_s: float) -> JudgeAnswer:
+    return JudgeAnswer(failure=f"{worker} did not answer in {timeout_s:g} s")

@@ -239,7 +239,7 @@ class Evaluator:
             prompt_uid=pick.prompt_uid,
             row=pick.row,
             attempt=0,
-            samples=sampling.samples * held_out.settings.players,
+            samples=sampling.samples * max(1, len(held_out.settings.players)),
             seed=sampling_seed(self._seed, pick.prompt_uid),
             greedy=sampling.temperature == 0.0,
             top_p=sampling.top_p,
@@ -290,6 +290,7 @@ def _summarized(held_out: HeldOutSet, sampled: Sequence[_Sampled | None]) -> Set
         solved_at=settings.solved_at,
         average=settings.average,
         pass_at=settings.pass_at,
+        players=settings.players,
     )
 
 

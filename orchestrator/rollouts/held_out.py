@@ -6,7 +6,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import NormalDist, fmean
 
 import numpy as np
@@ -54,6 +54,16 @@ class PromptResult:
     comparisons: Mapping[str, Sequence[float | None]] = field(default_factory=dict)
     """Points of each sample against a baseline (`win_rate`), and agreement of both orders."""
 
+    def of_player(self, number: int, players: int) -> PromptResult:
+        """The samples of one of several players, whose samples of an episode follow each other."""
+        own = slice(number, None, players)
+        return replace(
+            self,
+            rewards=self.rewards[own],
+            answers=self.answers[own],
+            comparisons={name: values[own] for name, values in self.comparisons.items()},
+        )
+
 
 def comparisons(
     components: Mapping[str, Sequence[float | None]], compared: Sequence[str]
@@ -86,12 +96,12 @@ class SetResult:
     refused: int
     """Prompts that cannot be used."""
     samples: int
-    """Samples per prompt."""
+    """Samples per prompt, in a game of each player."""
     failed_samples: int
     """Samples without a reward: they are in no estimate."""
     estimates: dict[str, MeanEstimate] = field(default_factory=dict)
     """`reward`; if the reward defines what is solved, also the share of solved samples, `pass@K` and `maj@K`; with a
-    baseline `win_rate` and `position_consistency`."""
+    baseline `win_rate` and `position_consistency`. Players of a game have their own `pass@K` and `maj@K`."""
     response_tokens: float | None = None
     """Mean length of the responses."""
     truncated: float | None = None
@@ -100,6 +110,8 @@ class SetResult:
     """Smallest reward of a solved sample."""
     levels: dict[str, dict[str, MeanEstimate]] = field(default_factory=dict)
     """Reward and share of solved samples by level."""
+    players: dict[str, dict[str, MeanEstimate]] = field(default_factory=dict)
+    """All estimates by player, in a game in which the policy plays several."""
 
     def metrics(self, prefix: str) -> dict[str, float]:
         """The result by name of the metric; bounds of the reward and of the share of solved samples only."""
@@ -113,8 +125,9 @@ class SetResult:
             if "@" not in name:
                 found |= {f"{name}_low": estimate.low, f"{name}_high": estimate.high}
         found |= {"response_tokens": self.response_tokens, "truncated": self.truncated, "solved_at": self.solved_at}
-        for level, estimates in self.levels.items():
-            found |= {f"level/{level}/{name}": estimate.value for name, estimate in estimates.items()}
+        for kind, parts in (("level", self.levels), ("players", self.players)):
+            for part, estimates in parts.items():
+                found |= {f"{kind}/{part}/{name}": estimate.value for name, estimate in estimates.items()}
         return {f"{prefix}{name}": value for name, value in found.items() if value is not None}
 
 
@@ -158,25 +171,29 @@ def summarize(
     solved_at: float | None,
     average: str,
     pass_at: Sequence[int],
+    players: Sequence[str] = (),
 ) -> SetResult:
     """The result of a set.
 
     Args:
         results: Its prompts, without refused ones.
         refused: Number of refused prompts.
-        samples: Samples per prompt.
+        samples: Samples per prompt, in a game of each player.
         solved_at: Smallest reward of a solved sample, or None if undefined.
         average: Name of the share of solved samples: `avg` is the mean over prompts of each one's share, `accuracy`
             the share of all samples. They differ only if samples have failed.
         pass_at: Every k of pass@k.
+        players: The players of a game that the policy plays, if they are several.
     """
-    scored = [[reward for reward in result.rewards if reward is not None] for result in results]
+    scored = _scored(results)
     lengths = [length for result in results for length in result.lengths]
     failed = sum(len(result.rewards) for result in results) - sum(map(len, scored))
     found = SetResult(len(results), refused, samples, failed)
     if not any(scored):
         return found
-    terms = _terms(results, scored, samples, solved_at, average, pass_at)
+    terms = _terms(results, samples, solved_at, average, pass_at)
+    if players:  # samples of different players are no attempts at the same thing
+        terms = {name: term for name, term in terms.items() if "@" not in name}
     main = [name for name in terms if name in (REWARD, average)]
     levels = sorted({result.level for result in results if result.level}, key=_by_number)
     by_level: dict[str, dict[str, MeanEstimate]] = {}
@@ -184,6 +201,11 @@ def summarize(
         rows = [number for number, result in enumerate(results) if result.level == level and scored[number]]
         if rows:
             by_level[level] = estimates({name: _rows_of(terms[name], rows) for name in main}, samples)
+    by_player: dict[str, dict[str, MeanEstimate]] = {}
+    for number, player in enumerate(players):
+        own = [result.of_player(number, len(players)) for result in results]
+        if any(_scored(own)):
+            by_player[player] = estimates(_terms(own, samples, solved_at, average, pass_at), samples)
     return SetResult(
         prompts=len(results),
         refused=refused,
@@ -194,17 +216,23 @@ def summarize(
         truncated=sum(result.truncated for result in results) / len(lengths),
         solved_at=solved_at,
         levels=by_level,
+        players=by_player,
     )
+
+
+def _scored(results: Sequence[PromptResult]) -> list[list[float]]:
+    """The rewards of each prompt's samples that have one."""
+    return [[reward for reward in result.rewards if reward is not None] for result in results]
 
 
 def _terms(
     results: Sequence[PromptResult],
-    scored: Sequence[Sequence[float]],
     samples: int,
     solved_at: float | None,
     average: str,
     pass_at: Sequence[int],
 ) -> dict[str, _Terms]:
+    scored = _scored(results)
     terms = {REWARD: _Terms([sum(group) for group in scored], [len(group) for group in scored])}
     for name in dict.fromkeys(name for result in results for name in result.comparisons):
         known = [[one for one in result.comparisons.get(name, ()) if one is not None] for result in results]

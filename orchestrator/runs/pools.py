@@ -33,7 +33,7 @@ from troupe.orchestrator.training.checkpoint import Checkpoint, load_checkpoint
 from troupe.orchestrator.training.recovery import HoldMemory
 from troupe.workers.contract import roles
 from troupe.workers.contract.imports import resolve
-from troupe.workers.contract.judges import Judge
+from troupe.workers.contract.judges import JudgeLink
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ class RunPools:
         return [cast("Any", self.by_role[environment_role(name)]) for name in self.spec.roles.environments()]
 
     @property
-    def judges(self) -> LinkedPool[roles.JudgeEngine, JudgeCaller, Judge] | None:
+    def judges(self) -> LinkedPool[roles.JudgeEngine, JudgeCaller, JudgeLink] | None:
         """The judge workers, if the run has them."""
         return cast("Any", self.by_role.get("judge"))
 
@@ -218,11 +218,11 @@ def environment_pool(run: RunPools, role: str) -> LinkedPool[roles.EnvironmentSe
     )
 
 
-def judge_pool(run: RunPools, role: str) -> LinkedPool[roles.JudgeEngine, JudgeCaller, Judge]:
+def judge_pool(run: RunPools, role: str) -> LinkedPool[roles.JudgeEngine, JudgeCaller, JudgeLink]:
     """The judge workers, which reward workers, and engines that they play against, call through a link."""
     name = settings_of(run.spec, role).config.model_dump_json(exclude={"engine", "device"})  # what an answer depends on
 
-    async def connect(worker: JudgeCaller, judge: Judge) -> None:
+    async def connect(worker: JudgeCaller, judge: JudgeLink) -> None:
         if isinstance(worker, Engine):
             await worker.handle.call(roles.RolloutEngine.connect_judge, _CONNECT_TIMEOUT_S, judge)
         else:  # a worker that scores a group answers when it has finished
@@ -232,7 +232,7 @@ def judge_pool(run: RunPools, role: str) -> LinkedPool[roles.JudgeEngine, JudgeC
         scoring = run.rewards.workers if "reward" in run.by_role else ()  # an audit has none
         return [*scoring, *(run.engines.workers if run.spec.roles.judge_plays else ())]
 
-    def make_link(workers: Sequence[WorkerHandle[roles.JudgeEngine]], lost: str) -> Judge:
+    def make_link(workers: Sequence[WorkerHandle[roles.JudgeEngine]], lost: str) -> JudgeLink:
         return run.session.cluster.judge_link(name, workers, lost)
 
     return LinkedPool(

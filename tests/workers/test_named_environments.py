@@ -138,10 +138,13 @@ def test_an_opponent_waits_for_a_judge_and_asks_with_the_seed_of_its_turn() -> N
         name = "judge"
 
         def ask(self, questions: Sequence[Question], timeout_s: float) -> list[JudgeAnswer]:
-            asked.extend(questions)
+            raise AssertionError("it would hold a thread")
+
+        async def turn(self, question: Question, timeout_s: float) -> JudgeAnswer:
+            asked.append(question)
             if len(asked) == 1:
                 raise JudgeGone("no judge worker is running")
-            return [JudgeAnswer("b")]
+            return JudgeAnswer("b")
 
     opponent = Opponent(Coming, seed=3, index=2, timeout_s=5.0)
     said = [{"role": "user", "content": "Q"}]

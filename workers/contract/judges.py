@@ -73,3 +73,11 @@ class Judge(Protocol):
     def ask(self, questions: Sequence[Question], timeout_s: float) -> list[JudgeAnswer]:
         """One answer to each question, each within the timeout. Raises JudgeGone."""
         ...
+
+
+class JudgeLink(Judge, Protocol):
+    """The judge workers of a run, whose model may play games."""
+
+    async def turn(self, question: Question, timeout_s: float) -> JudgeAnswer:
+        """The answer to one question within the timeout, without a thread that waits for it. Raises JudgeGone."""
+        ...

@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 from troupe.workers.contract.config import Rendezvous
 from troupe.workers.contract.environments import EpisodeReply, Message, Row
-from troupe.workers.contract.judges import Judge, JudgeAnswer, Question
+from troupe.workers.contract.judges import Judge, JudgeAnswer, JudgeLink, Question
 from troupe.workers.contract.messages import (
     FinishedSamples,
     GroupRequest,
@@ -158,7 +158,7 @@ class RolloutEngine(Replica, Protocol):
         """Uses these environment workers for new episodes in the environment of this name."""
         ...
 
-    def connect_judge(self, judge: Judge) -> Reply[None]:
+    def connect_judge(self, judge: JudgeLink) -> Reply[None]:
         """Lets this judge play as the players of games that the policy does not play."""
         ...
 

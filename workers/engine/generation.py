@@ -26,7 +26,7 @@ from troupe.workers.agents.interface import (
 )
 from troupe.workers.contract.config import RolloutConfig, StructuredConfig
 from troupe.workers.contract.environments import EnvironmentGone
-from troupe.workers.contract.judges import Judge
+from troupe.workers.contract.judges import JudgeLink
 from troupe.workers.contract.messages import ROLLOUTS, FinishedSamples, GroupRequest, GroupSummary, SampleSummary
 from troupe.workers.contract.roles import EnvironmentLink
 from troupe.workers.data.chat import PromptRefused, encode_prompt, sample_seed, turn_seed
@@ -85,7 +85,7 @@ class Generation:
         self._environments: dict[str, EnvironmentLink] = {}
         self._readers: dict[str, TurnReader] = {}
         """Turn readers by the name of their environment; `_long` has the same keys."""
-        self._judge: Judge | None = None
+        self._judge: JudgeLink | None = None
         self._noted = set[tuple[str, str]]()
         """Environments with a note in the log."""
         self._long: dict[str, LongReader] = {}
@@ -110,7 +110,7 @@ class Generation:
             self._readers[name] = TurnReader(tokenizer, tool_parser(bounds.tool_parser, tokenizer))
             self._long[name] = LongReader(TurnReader(other, tool_parser(bounds.tool_parser, other)), thread)
 
-    def connect_judge(self, judge: Judge) -> None:
+    def connect_judge(self, judge: JudgeLink) -> None:
         """Let this judge play as the players of games that the policy does not play."""
         self._judge = judge
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from troupe.workers.contract.environments import Message
-from troupe.workers.contract.judges import Judge, JudgeAnswer, JudgeGone, Question
+from troupe.workers.contract.judges import JudgeAnswer, JudgeGone, JudgeLink, Question
 from troupe.workers.data.chat import turn_seed
 
 _PAUSE_S = 1.0
@@ -17,7 +18,7 @@ _PAUSE_S = 1.0
 class Opponent:
     """Plays in one episode."""
 
-    judge: Callable[[], Judge | None]
+    judge: Callable[[], JudgeLink | None]
     """The current link: judges come and go."""
     seed: int
     """Seed of the group."""
@@ -32,10 +33,6 @@ class Opponent:
         while True:
             judge = self.judge()
             if judge is not None:
-                try:
-                    (answer,) = await asyncio.to_thread(judge.ask, [question], self.timeout_s)
-                except JudgeGone:
-                    pass
-                else:
-                    return answer
+                with contextlib.suppress(JudgeGone):
+                    return await judge.turn(question, self.timeout_s)
             await asyncio.sleep(_PAUSE_S)

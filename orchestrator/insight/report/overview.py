@@ -270,9 +270,10 @@ def _set(label: str, description: Mapping[str, Any], found: Sequence[Mapping[str
         "failed": results[-1]["failed_samples"],
         "refused": results[-1]["refused"],
         "rows": list(_rows(results)),
-        "levels": [
-            {"level": level, "rows": [_row(name, results, level) for name in estimates]}
-            for level, estimates in results[-1]["levels"].items()
+        "parts": [
+            {"part": f"{noun} {part}", "rows": [_row(name, results, kind, part) for name in estimates]}
+            for noun, kind in (("player", "players"), ("level", "levels"))
+            for part, estimates in results[-1].get(kind, {}).items()
         ],
     }
 
@@ -288,9 +289,9 @@ def _rows(results: Sequence[Mapping[str, Any]]) -> Iterator[Json]:
             yield {"name": name, "share": name == "truncated", "first": first, "last": last}
 
 
-def _row(name: str, results: Sequence[Mapping[str, Any]], level: str | None = None) -> Json:
+def _row(name: str, results: Sequence[Mapping[str, Any]], kind: str = "", part: str = "") -> Json:
     samples = results[-1]["samples"]
-    estimates = [one["estimates"] if level is None else one["levels"].get(level, {}) for one in results]
+    estimates = [one.get(kind, {}).get(part, {}) if kind else one["estimates"] for one in results]
     first, last = (one.get(name) for one in estimates)
     shown = f"avg@{samples}" if name in ("avg", "accuracy") else name
     return {"name": shown, "share": name != "reward", "first": first, "last": last}

@@ -59,8 +59,8 @@ class HeldOutSettings:
     environment: str | None = None
     """Name of the environment that its samples are episodes in, empty for one without a name, or None if its samples
     are single responses."""
-    players: int = 1
-    """Samples of an episode: one for each player that the policy plays."""
+    players: tuple[str, ...] = ()
+    """The players of a game that the policy plays, if they are several: each is a sample of an episode."""
 
     @property
     def name(self) -> str:
@@ -101,16 +101,15 @@ class HeldOutSettings:
 
     def metric_names(self) -> list[str]:
         """Every metric that an evaluation reports of it, besides those by level."""
-        names = ["prompts", "refused", "failed_samples", "reward", "reward_low", "reward_high"]
-        names += ["response_tokens", "truncated"]
-        if self.solved_at is not None:
-            names += [self.average, f"{self.average}_low", f"{self.average}_high", "solved_at"]
-            names += [f"pass@{k}" for k in self.pass_at]
-        if self.compared:
-            names += [f"{name}{bound}" for name in COMPARISONS for bound in ("", "_low", "_high")]
-        if self.votes:
-            names.append(f"maj@{self.sampling.samples}")
-        return [f"{self.prefix}{name}" for name in names]
+        solved = self.solved_at is not None
+        means = ["reward", *([self.average] if solved else ()), *(COMPARISONS if self.compared else ())]
+        at = [f"pass@{k}" for k in self.pass_at] if solved else []
+        at += [f"maj@{self.sampling.samples}"] if self.votes else []
+        names = ["prompts", "refused", "failed_samples", "response_tokens", "truncated"]
+        names += ["solved_at"] if solved else []
+        names += [f"{name}{bound}" for name in means for bound in ("", "_low", "_high")]
+        names += [f"players/{player}/{name}" for player in self.players for name in (*means, *at)]
+        return [f"{self.prefix}{name}" for name in (names if self.players else [*names, *at])]
 
     @property
     def rewards(self) -> str:
@@ -155,7 +154,7 @@ def held_out_sets(spec: RolloutSpec) -> list[HeldOutSettings]:
                 solved_at=solved if own.solved_at is None else own.solved_at,
                 level=own.level,
                 environment=(environment := _environment_of(spec, own.environment)),
-                players=max(1, len(games[environment].trained)) if environment in games else 1,  # refused elsewhere
+                players=_several(games[environment].trained) if environment in games else (),  # refused elsewhere
             )
         )
     return found
@@ -198,6 +197,10 @@ def right_from(functions: Sequence[RewardFunctionConfig], component: str | None 
         return None
     (only,) = weighted
     return only.weight if only.name in RIGHT_OR_WRONG and only.weight > 0 else None
+
+
+def _several(players: tuple[str, ...]) -> tuple[str, ...]:
+    return players if len(players) > 1 else ()
 
 
 def _of_source(spec: RolloutSpec, number: int, source: MixedSource) -> GroupSettings:

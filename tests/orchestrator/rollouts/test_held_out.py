@@ -204,3 +204,25 @@ def test_a_win_rate_is_a_mean_over_prompts_with_its_interval_and_consistency() -
     assert "eval/win_rate" not in summarize(
         [result(1.0)], refused=0, samples=1, solved_at=None, average="avg", pass_at=[]
     ).metrics("eval/")
+
+
+def test_players_of_a_game_have_their_own_results() -> None:
+    """Three games of two players for each prompt: `first` wins one, `second` all others."""
+    games = [
+        result(1.0, 0.0, 0.0, 1.0, 0.0, 1.0, answers=(0, 1, 1, 0, 1, 0)),
+        result(0.0, 1.0, None, 1.0, 0.0, 1.0, answers=(1, 0, NONE, 0, 1, 0)),
+    ]
+    found = summarize(
+        games, refused=0, samples=3, solved_at=1.0, average="avg", pass_at=[2], players=("first", "second")
+    )
+    assert set(found.estimates) == {"reward", "avg"}, "samples of two players are no attempts at one thing"
+    assert found.estimates["reward"].value == pytest.approx(6 / 11)
+    values = {player: {name: one.value for name, one in of.items()} for player, of in found.players.items()}
+    first = {"reward": 1 / 5, "avg": 1 / 6, "pass@2": 1 / 3, "maj@3": 0.0}
+    second = {"reward": 5 / 6, "avg": 5 / 6, "pass@2": 1.0, "maj@3": 1.0}
+    assert values == {"first": pytest.approx(first), "second": pytest.approx(second)}
+    assert found.metrics("eval/")["eval/players/second/pass@2"] == 1.0
+    lost = summarize(
+        [result(None, 1.0)], refused=0, samples=1, solved_at=1.0, average="avg", pass_at=[], players=("a", "b")
+    )
+    assert set(lost.players) == {"b"} and lost.failed_samples == 1

@@ -71,5 +71,5 @@ def test_a_judge_that_plays_needs_no_function_and_decides_results() -> None:
 def test_an_evaluation_plays_an_episode_for_each_of_its_samples() -> None:
     data = "data.eval={kind: jsonl, path: deploy/specs/data/answers-eval.jsonl}"
     both = load_rollout_spec(SPEC, [data])
-    assert [one.players for one in held_out_sets(both)] == [2]
-    assert [one.players for one in held_out_sets(load_rollout_spec(SPEC, [data, ONE]))] == [1]
+    assert [one.players for one in held_out_sets(both)] == [("first", "second")]
+    assert [one.players for one in held_out_sets(load_rollout_spec(SPEC, [data, ONE]))] == [()]

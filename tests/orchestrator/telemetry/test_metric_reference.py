@@ -95,6 +95,9 @@ eval/position_consistency_low
 eval/win_rate
 eval/win_rate_high
 eval/win_rate_low
+eval/players/first/pass@2
+eval/players/first/accuracy
+eval/both/players/first/reward
 eval/math-500/avg
 eval/math-500/avg_high
 eval/math-500/avg_low

@@ -11,7 +11,7 @@ function evaluationCard(app, run) {
   const heads = ['set', 'result', ...(both ? [first ? `step ${first}` : 'before training'] : []), `step ${last}`, ...(both ? ['change'] : []), ''];
   const rows = sets.flatMap((set) => [
     ...set.rows.map((row, i) => evaluationRow(row, i ? '' : setName(set), both)),
-    ...set.levels.flatMap(({ level, rows: own }) => own.filter((row) => row.share || own.length === 1).map((row) => evaluationRow(row, el('span', { class: 'level', text: `level ${visible(level)}` }), both))),
+    ...set.parts.flatMap(({ part, rows: own }) => own.filter((row) => row.share || own.length === 1).map((row) => evaluationRow(row, el('span', { class: 'level', text: visible(part) }), both))),
   ]);
   const numbers = heads.map((_, i) => (i < 2 ? 'nowrap' : i < heads.length - 1 ? 'num nowrap' : 'interval'));
   return el('div', { class: 'evaluation' }, app.data.runs.length > 1 ? el('h3', {}, modelText('span', run.label)) : null, table(heads, rows, numbers));

@@ -72,7 +72,10 @@ def test_evaluations_stand_side_by_side(tmp_path: Path) -> None:
     values = {row["name"]: (row["first"]["value"], row["last"]["value"]) for row in math["rows"]}
     assert values["avg@4"] == (1 / 8, 5 / 8)
     assert values["maj@4"] == (0.25, 1.0)  # two of four say the same; at first one of these is solved, for one prompt
-    assert [(one["level"], one["rows"][1]["last"]["value"]) for one in math["levels"]] == [("0", 0.75), ("1", 0.5)]
+    assert [(one["part"], one["rows"][1]["last"]["value"]) for one in math["parts"]] == [
+        ("level 0", 0.75),
+        ("level 1", 0.5),
+    ]
     assert form["rows"][0]["first"] is None and form["rows"][0]["last"]["value"] == 5 / 8  # all failed at first
     (folder / "evaluation.json").write_text('{"format": 1, "sets": {"math": {}}, "evaluations": [{"step": 0}]}')
     assert overview(RunFolder(folder))["evaluations"] == {}
