@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import numpy as np
 import pytest
 
 from benchmarks.self_play import (
@@ -15,8 +16,10 @@ from benchmarks.self_play import (
     kuhn_value,
     pennies_exploitability,
 )
+from benchmarks.tabular_self_play import GAMES, PLACES, play_kuhn, self_play
 from troupe.deploy.examples.games import KUHN_OVER, KuhnPoker, MatchingPennies, kuhn_prompt, value_of_first
 from troupe.environments import Row
+from troupe.workers.contract.config import OptimizerConfig, PolicyLossConfig
 
 
 def said(move: str) -> dict[str, Any]:
@@ -68,3 +71,36 @@ def test_a_game_of_matching_pennies(even: str, odd: str) -> None:
     won = {"hh": 1, "tt": 1, "ht": -1, "th": -1, "xx": 1, "hx": 1, "tx": 1, "xh": -1, "xt": -1}
     rewards = game.step(said(even) | {"also": [said(odd)]}).rewards
     assert rewards == {"even": 0.0 if even == odd == "x" else won[even + odd], "odd": -rewards["even"]}
+
+
+def test_a_table_plays_as_the_environment_does() -> None:
+    """Kuhn poker by arrays: moves in order, and the returns of the histories they make."""
+    table = np.random.default_rng(1).random(12)
+    batch = play_kuhn(table, 500, np.random.default_rng(2))
+    games: dict[int, list[tuple[str, str, str]]] = {}
+    for place, move, sample in zip(batch.places, batch.moves, batch.samples, strict=True):
+        card, before = PLACES[place]
+        games.setdefault(sample // 2, []).append((card, before, "pb"[move]))
+        assert len(before) % 2 == sample % 2
+    histories = set[str]()
+    for number, moves in games.items():
+        card, history = moves[0][0] + moves[1][0], "".join(move for _, _, move in moves)
+        assert [before for _, before, _ in moves] == [history[:turn] for turn in range(len(history))]
+        won = value_of_first(card, history)
+        assert (batch.returns[2 * number], batch.returns[2 * number + 1]) == (won, -won)
+        histories.add(history)
+    assert histories == set(KUHN_OVER) and len(games) == 500
+    for place, wanted in enumerate(table):
+        assert np.mean(batch.moves[batch.places == place]) == pytest.approx(wanted, abs=0.15)
+
+
+@pytest.mark.parametrize(
+    ("betas", "entropy_coef", "least", "most"), [((0.9, 0.95), 0.0, 0.3, 1.0), ((0.0, 0.95), 0.5, 0.0, 0.05)]
+)
+def test_players_with_momentum_chase_each_other_and_those_with_an_entropy_bonus_meet(
+    betas: tuple[float, float], entropy_coef: float, least: float, most: float
+) -> None:
+    optimizer = OptimizerConfig(learning_rate=0.05, schedule="linear", adam_betas=betas)
+    loss = PolicyLossConfig(objective="policy_gradient", entropy_coef=entropy_coef)
+    found = self_play(GAMES["pennies"], optimizer, loss, steps=150, games=64, decay=0.95, seed=1)
+    assert found.values[0] > 0.2 and least <= found.last <= most
