@@ -78,7 +78,7 @@ def test_a_table_plays_as_the_environment_does() -> None:
     table = np.random.default_rng(1).random(12)
     batch = play_kuhn(table, 500, np.random.default_rng(2))
     games: dict[int, list[tuple[str, str, str]]] = {}
-    for place, move, sample in zip(batch.places, batch.moves, batch.samples, strict=True):
+    for place, move, sample in zip(batch.places.tolist(), batch.moves.tolist(), batch.samples.tolist(), strict=True):
         card, before = PLACES[place]
         games.setdefault(sample // 2, []).append((card, before, "pb"[move]))
         assert len(before) % 2 == sample % 2
