@@ -160,9 +160,9 @@ class VirtualEnvironment:
                 log.write(line)
                 fetched += line.startswith("Collecting ")
                 installs = line.startswith("Installing collected packages")
-                if pins > 1 and (installs or time.monotonic() - shown > PROGRESS_S):
-                    say("  installing the packages" if installs else f"  {fetched} of {pins} packages fetched")
-                    shown = time.monotonic()
+                if pins and (installs or time.monotonic() - shown > PROGRESS_S):
+                    say("  installing them" if installs else f"  {fetched} of {pins} packages fetched")
+                    shown, pins = time.monotonic(), 0 if installs else pins
         return process.returncode == 0
 
     def last_error(self) -> str:
