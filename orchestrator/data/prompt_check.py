@@ -26,7 +26,8 @@ COUNTED = 20_000
 _COUNT_S = 20.0
 """Time for rendering prompts."""
 _ENTRY = "troupe.workers.data.tokenizer_probe:measure"
-_OFFERED = "troupe.workers.agents.environments.tools:offered"
+_OFFERED = {name: f"troupe.workers.agents.environments.{name}:offered" for name in ("harbor", "tools")}
+"""What tells the system message and the tools that an environment adds to prompts."""
 _TIMEOUT_S = 120.0
 _READ_AS_TEXT = "which are read as text; where they are meant as tokens, set model.allow_special: true"
 _UNNAMED = (
@@ -139,16 +140,16 @@ def _unseen_in_examples(name: str, pool: Pool, dropped: Sequence[str], template:
 def _as_seen(spec: RunSpec, pool: Pool, environment: str | None, most: int) -> tuple[list[str], list[str | None]]:
     """The first prompts of a pool as the engine or the trainer sees them, and the tools of each, as JSON.
 
-    The environment `tools` adds a system message and its tools; tools of its servers are known in a run alone.
+    The environments `harbor` and `tools` add a system message and tools; tools of servers are known in a run alone.
     """
     prompts = _first(pool, "messages", most)
     if "tools" in pool.table.column_names:
         return prompts, _first(pool, "tools", most)
     system, tools = "", None
     role = None if environment is None or spec.rollouts is None else spec.rollouts.roles.environments()[environment]
-    if role is not None and role.name == "tools":
+    if role is not None and role.name in _OFFERED:
         with suppress(ProbeFailed):  # the check of the environment says why
-            system, tools = ask(_OFFERED, role.args, _TIMEOUT_S)
+            system, tools = ask(_OFFERED[role.name], role.args, _TIMEOUT_S)
     before = [{"role": "system", "content": system}] if system else []
     return [json.dumps([*before, *json.loads(prompt)]) for prompt in prompts], [tools for _ in prompts]
 

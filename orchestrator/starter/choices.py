@@ -12,6 +12,7 @@ from troupe.orchestrator.algorithms.table import ALGORITHMS, TAUGHT
 from troupe.orchestrator.errors import UsageError, nearest
 from troupe.orchestrator.spec.checks.shared import IMPORTED
 from troupe.workers.contract.config import ENVIRONMENTS
+from troupe.workers.contract.environments import HARBOR_TURNS
 from troupe.workers.contract.rewards import ENVIRONMENT_REWARD
 
 GYM = "reasoning_gym:"
@@ -20,10 +21,11 @@ TURNS = 4
 """Most turns of the policy in an episode."""
 _SCORED = frozenset({"retry", "tools", "single_turn"})
 """Environments that compare with the answer of the data."""
-_CONFIGURED = frozenset({"agent", "gymnasium", "openenv", "textarena", "verifiers"})
+_CONFIGURED = frozenset({"agent", "gymnasium", "harbor", "openenv", "textarena", "verifiers"})
 """Environments that need arguments from the user."""
 OWN_TASKS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("gymnasium", "textarena"), ("seed",)),
+    "harbor": ("task",),
     "verifiers": ("index", "task"),
 }
 """Environments that have tasks themselves, and the columns of the rows that name one."""
@@ -156,6 +158,7 @@ def environment_section(choices: Choices, data: Data) -> dict[str, Any]:
     scored = {"function": reward.function, **reward.given}
     own: dict[str, dict[str, Any]] = {
         "retry": {"args": {**scored, "attempts": 2}},
+        "harbor": {"tool_parser": "hermes", **_SLOW, "max_turns": HARBOR_TURNS},
         "verifiers": {"tool_parser": "hermes", **_SLOW},
         "tools": {"args": {"tools": ["calculator"], **scored}, "tool_parser": "hermes"},
     }

@@ -472,7 +472,8 @@ class JudgeConfig(EngineWorkerConfig):
 
 
 ENVIRONMENTS = (
-    *("agent", "guess_number", "gymnasium", "openenv", "retry", "single_turn", "textarena", "tools", "verifiers"),
+    *("agent", "guess_number", "gymnasium", "harbor", "openenv"),
+    *("retry", "single_turn", "textarena", "tools", "verifiers"),
 )
 """Names of the built-in environments; each is implemented in `workers/agents/environments/`."""
 
@@ -532,8 +533,8 @@ class EnvironmentConfig(EpisodeConfig):
     """The environment that the policy acts in."""
 
     name: Annotated[str, EVALUATED] = Field(min_length=1)
-    """A built-in environment (agent, guess_number, gymnasium, openenv, retry, single_turn, textarena, tools,
-    verifiers) or `package.module:Class`."""
+    """A built-in environment (agent, guess_number, gymnasium, harbor, openenv, retry, single_turn, textarena,
+    tools, verifiers) or `package.module:Class`."""
     args: Annotated[dict[str, Any], EVALUATED] = Field(default_factory=dict)
     """Keyword arguments of the class."""
     python: Annotated[str | None, NOT_EVALUATED, Consequences(path="path")] = Field(default=None, min_length=1)

@@ -21,6 +21,9 @@ CALL_MARKERS = (
 TOOLS, CALLS, RESULTS = "tools", "tool calls in the history", "tool messages (the results of calls)"
 """What a chat template can leave out without an error (`troupe.workers.data.template_forms`)."""
 
+HARBOR_TURNS = 20
+"""Turns of the environment harbor before a task's tests run, unless its arguments say another number."""
+
 OK = "ok"
 """Status of an episode that came to its end."""
 _LAST_TURN = "; the last turn: "

@@ -8,8 +8,9 @@ from troupe.orchestrator.algorithms import section as algorithms
 from troupe.orchestrator.errors import Finding
 from troupe.orchestrator.spec.derived.sampling import group_settings, reward_functions
 from troupe.orchestrator.spec.rollout import RolloutSpec
+from troupe.workers.contract.config import ENVIRONMENTS
 
-_ONE = frozenset({"agent", "guess_number", "gymnasium", "openenv", "retry", "single_turn", "tools", "verifiers"})
+_ONE = frozenset(ENVIRONMENTS) - {"textarena"}
 """Built-in environments that have one player."""
 
 

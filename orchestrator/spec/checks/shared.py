@@ -27,6 +27,7 @@ from troupe.orchestrator.spec.sections import (
 )
 from troupe.orchestrator.spec.sources import HeldOut, Mixed, PromptText, ReasoningGymSource, SourceName, SourceShare
 from troupe.workers.contract.config import ENVIRONMENTS, Frozen, ModelConfig
+from troupe.workers.contract.environments import HARBOR_TURNS
 from troupe.workers.contract.rewards import ENVIRONMENT_REWARD
 
 IMPORTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
@@ -178,8 +179,11 @@ def _environment(spec: RolloutSpec, path: str, role: EnvironmentRole) -> Iterato
     if role.name not in ENVIRONMENTS and not IMPORTED.fullmatch(role.name):
         known = f"shipped: {', '.join(ENVIRONMENTS)}; your own: package.module:Class"
         yield f"{path}.name", f"no environment '{role.name[:60]}' ({nearest(role.name, ENVIRONMENTS) or known})"
-    if role.name == "tools" and role.tool_parser is None:
+    if role.name in ("tools", "harbor") and role.tool_parser is None:
         yield f"{path}.tool_parser", "is required: it finds the tool calls in a turn (for SmolLM2 and Qwen: hermes)"
+    turns = role.args.get("turns", HARBOR_TURNS) if role.name == "harbor" else 0
+    if isinstance(turns, int) and turns > role.max_turns:
+        yield f"{path}.max_turns", f"must be at least {turns} (args.turns), after which the tests of a task run"
     for field in ("gpus", "accelerator", "colocate_with"):
         if dict(role)[field]:
             yield f"{path}.{field}", "environments run on separate CPU cores; remove it"

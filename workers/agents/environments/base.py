@@ -15,6 +15,7 @@ SHIPPED = {
     "agent": "troupe.workers.agents.environments.agent:Agent",
     "guess_number": "troupe.workers.agents.environments.basic:GuessNumber",
     "gymnasium": "troupe.workers.agents.environments.gymnasium:Gymnasium",
+    "harbor": "troupe.workers.agents.environments.harbor:Harbor",
     "openenv": "troupe.workers.agents.environments.openenv:OpenEnv",
     "retry": "troupe.workers.agents.environments.basic:Retry",
     "single_turn": "troupe.workers.agents.environments.basic:SingleTurn",

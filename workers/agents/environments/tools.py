@@ -34,6 +34,78 @@ def unread_call(message: Message) -> str | None:
     return MALFORMED if begun else None
 
 
+class OfferedTools:
+    """Tools by name: runs the calls of a turn, and counts them."""
+
+    def __init__(self, tools: Sequence[Tool]) -> None:
+        """Offer these tools."""
+        self._tools = {tool.name: tool for tool in tools}
+        self._calls = self._failed = 0
+
+    def add(self, tool: Tool) -> None:
+        """Offer one more. Raises ValueError if one has its name."""
+        if tool.name in self._tools:
+            raise ValueError(f"two tools have the name {tool.name}: name the tools to offer in servers.tools")
+        self._tools[tool.name] = tool
+
+    @property
+    def schemas(self) -> list[Mapping[str, Any]]:
+        """JSON schemas of the tools."""
+        return [tool.schema for tool in self._tools.values()]
+
+    @property
+    def info(self) -> dict[str, float]:
+        """Numbers of calls so far."""
+        return {"tool_calls": float(self._calls), "failed_tool_calls": float(self._failed)}
+
+    async def answer(self, message: Message, call_reward: float = 0.0) -> Observation | None:
+        """The results of a turn's calls, or what is wrong with it; None for a turn that calls no tool.
+
+        Args:
+            message: The turn.
+            call_reward: Reward of a turn all of whose calls succeed.
+        """
+        calls: list[dict[str, Any]] = message.get("tool_calls") or []
+        if calls:
+            before = self._failed
+            results = await asyncio.gather(*map(self._result, calls))
+            self._calls += len(calls)
+            fine = self._failed == before
+            return Observation(results, call_reward if fine and call_reward else None, info=self.info)
+        if (problem := unread_call(message)) is None:
+            return None
+        if problem == MALFORMED:
+            self._failed += 1
+            self._calls += 1
+        return Observation([{"role": "user", "content": problem}], info=self.info)
+
+    async def _result(self, call: Mapping[str, Any]) -> Message:
+        """The answer to one call: the tool's result or its error."""
+        function = call.get("function") or {}
+        name = str(function.get("name", ""))
+        try:
+            text = await self._call(name, function.get("arguments"))
+            if len(text) > _LONGEST:
+                raise ToolCallError(f"the result has {len(text):,} characters; at most {_LONGEST:,} can be returned")
+        except ToolCallError as error:
+            self._failed += 1
+            text = f"error: {error}"
+        return {"role": "tool", "tool_call_id": str(call.get("id", "")), "name": name, "content": text}
+
+    async def _call(self, name: str, arguments: Any) -> str:
+        tool = self._tools.get(name)
+        if tool is None:
+            raise ToolCallError(f"there is no tool {name!r}; there are: {', '.join(self._tools)}")
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments or "{}")
+            except (ValueError, RecursionError) as error:  # a model can open any number of brackets
+                raise ToolCallError(f"the arguments are not JSON: {error}") from error
+        if not isinstance(arguments, dict):
+            raise ToolCallError("the arguments are not a JSON object")
+        return await tool.call(arguments)
+
+
 class Tools(Environment):
     """Offers tools, runs the calls of every turn, and answers with their results.
 
@@ -65,72 +137,30 @@ class Tools(Environment):
             system: System message put before the prompt, unless empty.
             call_reward: Reward of every turn all of whose calls succeeded.
         """
-        self._tools: dict[str, Tool] = {tool.name: tool for tool in load_tools(tools)}
+        self._tools = OfferedTools(load_tools(tools))
         self._servers: list[McpServer] = [server_of(read_config(server)) for server in servers]
-        if not self._tools and not self._servers:
+        if not tools and not self._servers:
             raise ValueError("no tools are given: set tools or servers")
         self._reward = None if function is None else RewardFunction(function, args)
         self._system, self._call_reward = system, call_reward
         self._row = Row(())
-        self._calls = self._failed = 0
 
     async def start(self, row: Row) -> Observation:
         """The prompt and the tools. Starts the servers."""
         self._row = row
         for found in await asyncio.gather(*(server.open() for server in self._servers)):
             for tool in found:
-                if tool.name in self._tools:
-                    raise ValueError(f"two tools have the name {tool.name}: name the tools to offer in servers.tools")
-                self._tools[tool.name] = tool
+                self._tools.add(tool)
         system: list[Message] = [{"role": "system", "content": self._system}] if self._system else []
-        return Observation([*system, *row.messages], tools=[tool.schema for tool in self._tools.values()])
+        return Observation([*system, *row.messages], tools=self._tools.schemas)
 
     async def step(self, message: Message) -> Observation:
         """The results of the calls, or the end."""
-        calls: list[dict[str, Any]] = message.get("tool_calls") or []
-        if calls:
-            before = self._failed
-            results = await asyncio.gather(*map(self._result, calls))
-            self._calls += len(calls)
-            fine = self._failed == before
-            return Observation(results, self._call_reward if fine and self._call_reward else None, info=self._info())
-        if (problem := unread_call(message)) is not None:
-            if problem == MALFORMED:
-                self._failed += 1
-                self._calls += 1
-            return Observation([{"role": "user", "content": problem}], info=self._info())
+        if (answer := await self._tools.answer(message, self._call_reward)) is not None:
+            return answer
         reward = None if self._reward is None else await self._reward.value(message["content"], self._row)
-        return Observation(reward=reward, done=True, info=self._info())
-
-    def _info(self) -> dict[str, float]:
-        return {"tool_calls": float(self._calls), "failed_tool_calls": float(self._failed)}
+        return Observation(reward=reward, done=True, info=self._tools.info)
 
     async def close(self) -> None:
         """End the servers."""
         await asyncio.gather(*(server.close() for server in self._servers))
-
-    async def _result(self, call: Mapping[str, Any]) -> Message:
-        """The answer to one call: the tool's result or its error."""
-        function = call.get("function") or {}
-        name = str(function.get("name", ""))
-        try:
-            text = await self._call(name, function.get("arguments"))
-            if len(text) > _LONGEST:
-                raise ToolCallError(f"the result has {len(text):,} characters; at most {_LONGEST:,} can be returned")
-        except ToolCallError as error:
-            self._failed += 1
-            text = f"error: {error}"
-        return {"role": "tool", "tool_call_id": str(call.get("id", "")), "name": name, "content": text}
-
-    async def _call(self, name: str, arguments: Any) -> str:
-        tool = self._tools.get(name)
-        if tool is None:
-            raise ToolCallError(f"there is no tool {name!r}; there are: {', '.join(self._tools)}")
-        if isinstance(arguments, str):
-            try:
-                arguments = json.loads(arguments or "{}")
-            except (ValueError, RecursionError) as error:  # a model can open any number of brackets
-                raise ToolCallError(f"the arguments are not JSON: {error}") from error
-        if not isinstance(arguments, dict):
-            raise ToolCallError("the arguments are not a JSON object")
-        return await tool.call(arguments)
