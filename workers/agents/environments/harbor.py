@@ -17,9 +17,9 @@ from troupe.workers.agents.environments.functions import Tool, ToolCallError
 from troupe.workers.agents.environments.tools import OfferedTools
 from troupe.workers.agents.sandbox.containers import (
     RUNTIMES,
-    RunningContainer,
     ContainerError,
     ContainerSettings,
+    RunningContainer,
     built,
 )
 from troupe.workers.contract.environments import HARBOR_TURNS, Message, Observation, Row

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from troupe.workers.agents.environments.harbor import Harbor, offered
-from troupe.workers.agents.sandbox.containers import RUNTIMES, RunningContainer, ContainerError, ContainerSettings
+from troupe.workers.agents.sandbox.containers import RUNTIMES, ContainerError, ContainerSettings, RunningContainer
 from troupe.workers.contract.environments import Message, Observation, Row
 
 ISOLATED = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child"]
