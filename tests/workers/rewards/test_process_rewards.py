@@ -389,13 +389,13 @@ def test_from_a_functions_steps_to_the_advantages_of_grpo(
 
 
 def test_steps_within_a_token_are_added_up(worker_of: Callable[..., RewardWorker], tokenizer: Any) -> None:
-    table = rollouts(tokenizer, [" apples", " are", " red"])
+    table = rollouts(tokenizer, [" always", " are", " red"])
     args = {"letters": "ae"}
     four = worker_of({"name": "letter_share", "process": True, "args": {**args, "every": 4}})
-    # " app" ends in the first token, "les " in the second, "are " in the third, "red" with the text.
+    # " alw" ends in the first token, "ays " in the second, "are " in the third, "red" with the text.
     assert spans_of(four.score(table)[1]) == [[(1, 0.25), (2, 0.25), (3, 0.5), (4, pytest.approx(1 / 3))]]
     three = worker_of({"name": "letter_share", "process": True, "weight": 3.0, "args": {**args, "every": 3}})
-    # " ap" and "ple" both end in the first token.
+    # " al" and "way" both end in the first token.
     expected = [(1, 2.0), (2, 1.0), (3, 1.0), (4, 1.0)]
     assert spans_of(three.score(table)[1]) == [[(end, pytest.approx(reward)) for end, reward in expected]]
 
