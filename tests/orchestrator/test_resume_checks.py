@@ -59,6 +59,15 @@ def test_an_allowed_change_is_shown_with_what_it_means(tmp_path: Path, override:
     ]
 
 
+def test_a_run_s_own_checkpoint_may_become_its_opponent(tmp_path: Path) -> None:
+    first, path = tmp_path / "first", tmp_path / "step-000003" / "model"
+    judge = f"roles.judge={{model: {{path: {first}}}, max_model_len: 128, max_tokens: 2}}"
+    against = ("roles.environment.players={first: policy, second: judge}", judge)
+    before = shipped("tiny-self-play", *against)
+    found = lines(tmp_path, before, shipped("tiny-self-play", *against, f"roles.judge.model.path={path}"))
+    assert found[1:] == [f"changed: roles.judge.model.path: {first} -> {path}"]
+
+
 @pytest.mark.parametrize(
     ("override", "line"),
     [

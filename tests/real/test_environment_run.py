@@ -71,7 +71,8 @@ def test_the_policy_plays_itself_and_a_frozen_model(tmp_path: Path) -> None:
         " max_tokens: 2, structured: {choice: [p, b]}}",
         f"data.train=[{{name: both, environment: both, {sums}, seed: 1, size: 8}},"
         f" {{name: frozen, environment: frozen, {sums}, seed: 2, size: 8}}]",
-        f"data.eval={{frozen: {{environment: frozen, {sums}, seed: 3, size: 4}}}}",
+        f"data.eval={{both: {{environment: both, {sums}, seed: 3, size: 2}},"
+        f" frozen: {{environment: frozen, {sums}, seed: 3, size: 4}}}}",
         "evaluation={every_steps: 2, sampling: {samples: 2, temperature: 1.0}}",
         *("algorithm.group_size=4", "schedule.prompts_per_step=8"),
     )
@@ -84,7 +85,10 @@ def test_the_policy_plays_itself_and_a_frozen_model(tmp_path: Path) -> None:
         assert {name.split("/")[1] for name in line if name.startswith("players/")} == {
             *("both.first", "both.second", "frozen.first")
         }
-    assert "eval/frozen/reward" in run.metrics[-1]
+    assert "eval/frozen/reward" in run.metrics[-1] and "eval/frozen/players/first/reward" not in run.metrics[-1]
+    assert run.metrics[-1]["eval/both/reward"] == pytest.approx(0.0), "what one player wins the other one loses"
+    won, lost = (run.metrics[-1][f"eval/both/players/{player}/reward"] for player in ("first", "second"))
+    assert won == pytest.approx(-lost)
     for row in trajectories(run.out, 1).to_pylist():
         moves = [message["content"] for message in json.loads(row["conversation"]) if message["role"] == "assistant"]
         assert moves and set(moves) <= {"p", "b"}

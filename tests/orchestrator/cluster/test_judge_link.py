@@ -47,9 +47,9 @@ async def test_every_episode_s_turn_is_open_at_once(monkeypatch: pytest.MonkeyPa
     """More than a pool of threads has, shared by the workers."""
     workers = Workers()
     link = judges(workers, monkeypatch)
-    turns = [asyncio.create_task(link.turn(QUESTION, 60.0)) for _ in range(100)]
+    turns = [asyncio.create_task(link.turn(QUESTION, 60.0)) for _ in range(101)]
     await asyncio.sleep(0)
-    assert workers.open == {"judge-0": 50, "judge-1": 50}
+    assert workers.open == {"judge-0": 51, "judge-1": 50}
     workers.answers.set()
     assert {answer.text for answer in await asyncio.gather(*turns)} == {"judge-0", "judge-1"}
     assert (await link.turn(QUESTION, 60.0)).text == "judge-0", "ended turns are not counted"
