@@ -24,9 +24,13 @@ from troupe.workers.contract.messages import GroupRequest
 
 
 def evaluate(
-    engine: FaultyEngine, reward: FakeReward, solved_at: float | None = 1.0, responses: Path | None = None
+    engine: FaultyEngine,
+    reward: FakeReward,
+    solved_at: float | None = 1.0,
+    responses: Path | None = None,
+    players: tuple[str, ...] = (),
 ) -> dict[str, float]:
-    """Evaluate four prompts with four samples each, after step 30."""
+    """Evaluate four prompts with four samples each (of each player), after step 30."""
 
     async def run() -> dict[str, float]:
         picks = tuple(PromptPick(f"eval-r{row}", row) for row in range(4))
@@ -37,8 +41,10 @@ def evaluate(
         spec = fake_spec(evaluation=changes, roles={"reward": reward_role}, data=data)
         rewards = RewardPool([FaultyWorker("reward-0", reward)], 1.0)
         (settings,) = held_out_sets(spec)
-        held_out = HeldOutSet(settings, picks, None)
-        return await Evaluator(7, [held_out], engine_sampler(fake_pool([engine])), rewards, responses).run(30)
+        held_out = HeldOutSet(settings := replace(settings, players=players), picks, None)
+        found = await Evaluator(7, [held_out], engine_sampler(fake_pool([engine])), rewards, responses).run(30)
+        assert found.keys() <= {*settings.metric_names()}
+        return found
 
     return asyncio.run(run())
 
@@ -50,6 +56,19 @@ def test_accuracy_and_pass_at_k() -> None:
     assert metrics["eval/pass@2"] == pytest.approx(5 / 6)
     assert metrics["eval/pass@4"] == 1.0
     assert metrics["eval/response_tokens"] == 6.5
+
+
+def test_each_player_of_a_game_has_its_own_results() -> None:
+    """Rewards are 0 and 1 in turn: `first` loses every game."""
+    metrics = evaluate(FaultyEngine("rollout-0", random.Random(0)), FakeReward(), players=("first", "second"))
+    assert (metrics["eval/reward"], metrics["eval/accuracy"]) == (0.5, 0.5)
+    found = {name.removeprefix("eval/players/"): value for name, value in metrics.items() if "/players/" in name}
+    shares = {
+        f"{player}/{name}": float(player == "second")
+        for player in ("first", "second")
+        for name in ("reward", "accuracy", "pass@2", "pass@4")
+    }
+    assert found == shares and "eval/pass@2" not in metrics
 
 
 def test_each_set_is_evaluated_on_its_own_prompts() -> None:
