@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import inspect
 import json
 import math
@@ -57,7 +58,7 @@ def load_tools(names: Sequence[str]) -> list[Tool]:
         ValueError: a name is neither built in nor `package.module:function`, or not a function with typed arguments,
             two tools have the same name, or this machine permits no sandbox and a tool needs one.
     """
-    tools = [function_tool(_load(name)) for name in names]
+    tools = [function_tool(_load(name), in_thread=name in RUN_MODEL_CODE) for name in names]
     if twice := sorted({t.name for t in tools if sum(other.name == t.name for other in tools) > 1}):
         raise ValueError(f"two tools have the name {twice[0]}")
     return tools
@@ -75,13 +76,14 @@ def _load(name: str) -> Callable[..., Any]:
     return function
 
 
-def function_tool(function: Callable[..., Any]) -> Tool:
-    """A function as a tool. Raises ValueError for arguments without types."""
+def function_tool(function: Callable[..., Any], *, in_thread: bool = False) -> Tool:
+    """A function as a tool, each call of which waits `in_thread`, or in the thread of all calls unless it is a
+    coroutine. Raises ValueError for arguments without types."""
     checked = validate_call(function)
 
     async def call(arguments: dict[str, Any]) -> str:
         try:
-            result = checked(**arguments)
+            result = await asyncio.to_thread(checked, **arguments) if in_thread else checked(**arguments)
             if inspect.isawaitable(result):
                 result = await result
         except ValidationError as error:

@@ -15,6 +15,7 @@ from troupe.workers.contract.environments import CALL_MARKERS, Message, Observat
 
 MALFORMED = "The tool call could not be read. Write it as JSON with a name and arguments."
 CUT = "The turn was cut at its token limit. It calls no tool, and it is not the answer. Write a shorter turn."
+PARALLEL_CALLS = 8
 _LONGEST = 2**20
 """Most characters of a result. The episode cuts what is longer than its `max_observation_chars`."""
 
@@ -37,9 +38,11 @@ def unread_call(message: Message) -> str | None:
 class OfferedTools:
     """Tools by name: runs the calls of a turn, and counts them."""
 
-    def __init__(self, tools: Sequence[Tool]) -> None:
-        """Offer these tools."""
-        self._tools = {tool.name: tool for tool in tools}
+    def __init__(self, tools: Sequence[Tool], parallel_calls: int = PARALLEL_CALLS) -> None:
+        """Offer these tools, so many calls of which run at the same time. Raises ValueError for none."""
+        if parallel_calls < 1:
+            raise ValueError(f"parallel_calls must be at least 1, got {parallel_calls}")
+        self._tools, self._parallel_calls = {tool.name: tool for tool in tools}, parallel_calls
         self._calls = self._failed = 0
 
     def add(self, tool: Tool) -> None:
@@ -68,7 +71,8 @@ class OfferedTools:
         calls: list[dict[str, Any]] = message.get("tool_calls") or []
         if calls:
             before = self._failed
-            results = await asyncio.gather(*map(self._result, calls))
+            slots = asyncio.Semaphore(self._parallel_calls)
+            results = await asyncio.gather(*(self._result(call, slots) for call in calls))
             self._calls += len(calls)
             fine = self._failed == before
             return Observation(results, call_reward if fine and call_reward else None, info=self.info)
@@ -79,12 +83,13 @@ class OfferedTools:
             self._calls += 1
         return Observation([{"role": "user", "content": problem}], info=self.info)
 
-    async def _result(self, call: Mapping[str, Any]) -> Message:
-        """The answer to one call: the tool's result or its error."""
+    async def _result(self, call: Mapping[str, Any], slots: asyncio.Semaphore) -> Message:
+        """The answer to one call, which waits for a slot: the tool's result or its error."""
         function = call.get("function") or {}
         name = str(function.get("name", ""))
         try:
-            text = await self._call(name, function.get("arguments"))
+            async with slots:
+                text = await self._call(name, function.get("arguments"))
             if len(text) > _LONGEST:
                 raise ToolCallError(f"the result has {len(text):,} characters; at most {_LONGEST:,} can be returned")
         except ToolCallError as error:
@@ -122,6 +127,7 @@ class Tools(Environment):
         args: Mapping[str, Any] | None = None,
         system: str = "",
         call_reward: float = 0.0,
+        parallel_calls: int = PARALLEL_CALLS,
     ) -> None:
         """Load the tools.
 
@@ -136,8 +142,9 @@ class Tools(Environment):
             args: Its keyword arguments.
             system: System message put before the prompt, unless empty.
             call_reward: Reward of every turn all of whose calls succeeded.
+            parallel_calls: Most calls of a turn that run at the same time.
         """
-        self._tools = OfferedTools(load_tools(tools))
+        self._tools = OfferedTools(load_tools(tools), parallel_calls)
         self._servers: list[McpServer] = [server_of(read_config(server)) for server in servers]
         if not tools and not self._servers:
             raise ValueError("no tools are given: set tools or servers")

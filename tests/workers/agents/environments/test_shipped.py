@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import threading
 from typing import Any
 
 import pytest
@@ -91,6 +92,51 @@ def test_calls_are_answered_together_and_failed_ones_say_why() -> None:
     last = step(environment, say("5"))
     assert (last.done, last.reward) == (True, 1.0)
     assert last.info == {"tool_calls": 8.0, "failed_tool_calls": 7.0}
+
+
+_MET = [0, 0]
+"""Calls of `meet` under way, and the most of them at the same time."""
+
+
+async def meet(index: int) -> int:
+    """Let the other calls run.
+
+    Args:
+        index: Number of the call.
+    """
+    _MET[0] += 1
+    _MET[1] = max(_MET)
+    for _ in range(10):
+        await asyncio.sleep(0)
+    _MET[0] -= 1
+    return index
+
+
+@pytest.mark.parametrize("bound", [1, 3])
+def test_calls_of_a_turn_run_at_the_same_time_up_to_a_bound(bound: int) -> None:
+    environment = Tools(tools=[f"{meet.__module__}:meet"], parallel_calls=bound)
+    settled(environment.start(ROW))
+    _MET[:] = [0, 0]
+    results = step(environment, say("", *(("meet", json.dumps({"index": index})) for index in range(5)))).messages
+    assert [message["content"] for message in results] == ["0", "1", "2", "3", "4"], "in the order of the calls"
+    assert tuple(_MET) == (0, bound)
+    with pytest.raises(ValueError, match="parallel_calls must be at least 1, got 0"):
+        Tools(tools=["calculator"], parallel_calls=0)
+
+
+def test_a_tool_whose_calls_wait_in_threads_does_not_hold_up_the_others() -> None:
+    both = threading.Barrier(2, timeout=30)
+
+    def wait() -> int:
+        """Return when two calls are there."""
+        return both.wait()
+
+    tool = function_tool(wait, in_thread=True)
+
+    async def twice() -> tuple[str, str]:
+        return await asyncio.gather(tool.call({}), tool.call({}))
+
+    assert sorted(asyncio.run(twice())) == ["0", "1"]
 
 
 def test_a_long_result_is_left_to_the_bound_of_observations_and_one_that_no_reply_holds_is_an_error() -> None:
