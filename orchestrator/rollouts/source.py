@@ -454,6 +454,7 @@ def episode_metrics(groups: Sequence[ScoredGroup], settings: RowTable[GroupSetti
     metrics = _of_episodes("", samples) | {
         "episodes/forked": float(sum(len(sample.segments) > 1 for sample in samples)),
         "episodes/cut_observations": float(sum(episode.cut_observations for episode in episodes)),
+        "episodes/compactions": float(sum(episode.compactions for episode in episodes)),
     }
     for name, members in sorted(by_name.items()):
         part = f"/{name}" if name else ""

@@ -34,6 +34,7 @@ _GAME = {
 _GUESS = {"cpus": 0.2, "name": "guess_number", "args": {"low": 1, "high": 10, "guesses": 2}, "episodes": 16} | {
     "truncated_turns": "continue",  # a random model never ends a turn
     "max_sampled_tokens": 512,
+    "compaction": {"at": 0.1, "keep_turns": 1, "summary": "Say what you know."},
 }
 _LORA = {"rank": 4, "alpha": 16}
 _EVERY_STEP: Fields = {

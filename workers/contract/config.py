@@ -483,6 +483,21 @@ POLICY, JUDGE = "policy", "judge"
 """The roles whose models play as players of a game."""
 
 
+class CompactionConfig(Frozen):
+    """How a conversation that has become long continues: as a new one, with its beginning and its last turns.
+
+    The tokens before are a row of the sample, and those from there on another one."""
+
+    consequences: ClassVar = EVALUATED_IF_SET
+    at: float = Field(default=0.75, gt=0.0, lt=1.0)
+    """Share of the engine's `max_model_len` that a conversation may have before the environment's answer."""
+    keep_turns: int = Field(default=2, ge=1)
+    """Last turns of the policy that stay, with the answers to them. The messages before its first turn stay, too."""
+    summary: str | None = Field(default=None, min_length=1)
+    """What the policy is asked when turns are left out, such as `Summarize what you have found so far.` Its response,
+    which is a turn and trained as one, takes their place. null, or if there is no room for it: nothing does."""
+
+
 BUDGETS = ("max_turns", "max_sampled_tokens", "max_total_tokens", "max_seconds")
 """Fields of `EpisodeConfig`, and finish reasons of episodes that end as they are when one of them is used up."""
 
@@ -507,6 +522,8 @@ class EpisodeConfig(Frozen):
     null: no limit but `episode_timeout_s`, which fails the sample."""
     max_observation_chars: Annotated[int, EVALUATED_IF_SET] = Field(default=20_000, ge=1)
     """A longer message of the environment is cut, with a note. What it shows of the data's prompt does not count."""
+    compaction: Annotated[CompactionConfig | None, EVALUATED_IF_SET] = None
+    """How a conversation that becomes long continues; null: the episode ends when it has no room in `max_model_len`."""
     truncated_turns: Annotated[Literal["end", "continue"], EVALUATED] = "end"
     """After a turn that was cut at `sampling.max_tokens`. `end`: the environment gets it, and the episode ends with
     the finish reason `length`; `continue`: the episode continues after an end of turn that the policy did not
@@ -670,6 +687,10 @@ class PolicyLossConfig(Frozen):
     """Correction for the difference between sampler and trainer."""
     distill: DistillConfig = DistillConfig()
     """Divergence from a teacher."""
+    observation_coef: float = Field(default=0.0, ge=0.0)
+    """Weight of the negative log-likelihood of what the environment adds to episodes, with what the chat template puts
+    around it: its mean over these tokens of the mini-batch, at the temperature of the loss (ECHO, arXiv 2605.24517).
+    0: they have no loss."""
 
     @property
     def has_ratio(self) -> bool:
@@ -693,7 +714,7 @@ class CriticLossConfig(Frozen):
     """New values are clipped to the old values plus or minus this; without it, the loss is the plain squared error."""
 
 
-STEP_ESTIMATORS = frozenset({"group", "returns", "gae", "n_step"})
+STEP_ESTIMATORS = frozenset({"group", "turn_group", "returns", "gae", "n_step"})
 """Advantage estimators that use process rewards; the others take one reward per response."""
 
 
@@ -702,6 +723,7 @@ class AdvantageConfig(Frozen):
 
     estimator: Literal[
         "group",
+        "turn_group",
         "smooth_group",
         "decoupled_group",
         "max_likelihood",
@@ -714,8 +736,9 @@ class AdvantageConfig(Frozen):
         "none",
         "custom",
     ]
-    """`group`: reward relative to the other samples of the group (GRPO); `smooth_group`: also relative to earlier
-    visits of the prompt (DCPO); `decoupled_group`: each component of the reward relative to the group, then summed
+    """`group`: reward relative to the other samples of the group (GRPO); `turn_group`: also the return of each turn
+    relative to turns of the group in the same state (GiGPO); `smooth_group`: also relative to earlier visits of the
+    prompt (DCPO); `decoupled_group`: each component of the reward relative to the group, then summed
     (GDPO); `max_likelihood`: divided by the group's mean reward (MaxRL); `best_of_subsets`: the
     best reward of `pass_k` samples, relative to all choices of that many (pass@k training); `best_of_group`: samples
     per group for the best sample, 0 for the others (RAFT);
@@ -725,7 +748,11 @@ class AdvantageConfig(Frozen):
     custom: CustomConfig | None = None
     """Estimator custom: the user's algorithm."""
     normalize_by_std: bool = True
-    """Estimator group: divide by the group's standard deviation."""
+    """Estimators group, turn_group: divide by the group's standard deviation."""
+    turn_gamma: float = Field(default=0.95, ge=0.0, le=1.0)
+    """Estimator turn_group: discount per turn of the return that a turn is compared by."""
+    turn_coef: float = Field(default=1.0, ge=0.0)
+    """Estimator turn_group: weight of the comparison of turns beside that of samples."""
     pass_k: int = Field(default=4, ge=2)
     """Estimator best_of_subsets: samples in a subset, whose best one counts. A group needs more samples than this."""
     baseline: Literal["none", "running_mean", "group_mean", "leave_one_out", "greedy", "player_average"] = "none"

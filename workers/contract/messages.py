@@ -269,6 +269,8 @@ class EpisodeSummary:
     """Time spent waiting for the environment."""
     cut_observations: int = 0
     """Messages that were longer than the bound."""
+    compactions: int = 0
+    """How often a conversation was compacted."""
     restarts: int = 0
     """How often the episode started again because its environment worker died."""
     info: Mapping[str, float] = field(default_factory=dict)
@@ -477,6 +479,8 @@ class RankPlan:
     """File that the rank writes a profile of the update to, unless empty."""
     texts: RankPlan | None = None
     """Policy: pieces of text trained on in the same update (PPO-ptx), as rows of the TEXTS table."""
+    total_observation_tokens: int = 0
+    """Response tokens over all ranks that the policy did not sample."""
 
 
 KEPT_BATCH, KEPT_TEXTS = "batch.arrow", "texts.arrow"

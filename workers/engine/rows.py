@@ -212,6 +212,7 @@ def sample_summary(
             cached_tokens=sum(turn.cached_tokens for turn in played.turns),
             environment_s=played.environment_s,
             cut_observations=played.cut_observations,
+            compactions=played.compactions,
             restarts=played.restarts,
             info=dict(played.info),
             outcome=outcome,

@@ -187,6 +187,8 @@ def _environment(spec: RolloutSpec, path: str, role: EnvironmentRole) -> Iterato
     for field in ("gpus", "accelerator", "colocate_with"):
         if dict(role)[field]:
             yield f"{path}.{field}", "environments run on separate CPU cores; remove it"
+    if role.name in ("agent", "verifiers") and role.compaction is not None:
+        yield f"{path}.compaction", f"has no effect: what {role.name} runs keeps its conversation itself; remove it"
     if role.turn_timeout_s > role.episode_timeout_s:
         limit = f"{role.episode_timeout_s:g}"
         yield f"{path}.turn_timeout_s", f"must be at most {path}.episode_timeout_s, {limit}"

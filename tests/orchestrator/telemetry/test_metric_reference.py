@@ -45,6 +45,7 @@ players/first/reward
 players/first/wins
 policy/distill_loss
 policy/loss_scale
+policy/observation_loss
 policy/overflows
 policy/teacher_divergence
 curriculum/pass_rate
@@ -73,6 +74,7 @@ episodes/games/turns
 memory/environment.games
 seconds/environment/games
 workers/environment.games
+episodes/compactions
 episodes/cut_observations
 episodes/failed
 episodes/forked

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -80,6 +81,8 @@ class Conversation:
         self._tools: list[Any] | None = as_text(tokenizer, list(tools)) if tools else None
         self._shown: list[Message] = as_text(tokenizer, list(messages))
         """The whole conversation; only sampled tokens are special tokens in it."""
+        self._begun = list(self._shown)
+        """The messages before the first turn."""
         self._text = self._render(self._shown)
         """The template's rendering of the latest prompt."""
         self._response: list[int] = []
@@ -90,6 +93,37 @@ class Conversation:
     def messages(self) -> list[Message]:
         """The whole conversation."""
         return restored(self._shown)
+
+    @property
+    def turns(self) -> int:
+        """Turns of the policy behind the messages that the conversation began with."""
+        return sum(message["role"] == "assistant" for message in self._shown[len(self._begun) :])
+
+    def compacted(self, keep: int, note: str, new: Sequence[Message]) -> Conversation:
+        """A new conversation: the messages before the first turn with a note below them, the last turns, and `new`.
+
+        Args:
+            keep: Turns that are kept, at least one, with the messages behind them; fewer than there are.
+            note: What the policy reads in place of the others.
+            new: The messages behind the last turn.
+
+        Raises:
+            ConversationError: as `add_messages`.
+        """
+        places = [place for place, message in enumerate(self._shown) if message["role"] == "assistant"]
+        *before, last = self._begun
+        (noted,) = as_text(self._tokenizer, [{**last, "content": f"\n\n{note}"}])
+        below = {**last, "content": last["content"] + noted["content"]}
+        short = copy(self)
+        short._shown = [*before, below, *self._shown[places[-keep] :], *as_text(self._tokenizer, list(new))]
+        short._text, short._response = short._render(short._shown), []
+        short.prompt_ids = short._known(token_ids(self._tokenizer, short._text))
+        return short
+
+    def asked(self, messages: Sequence[Message]) -> tuple[Conversation, Added]:
+        """A copy with further messages, as `add_messages`; this conversation stays as it is."""
+        other = copy(self)
+        return other, other.add_messages(messages)
 
     def move_to(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Use another instance of the same tokenizer from now on: one is not for several threads."""

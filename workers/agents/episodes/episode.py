@@ -117,10 +117,10 @@ class EpisodeRunner:
         restarts = 0
         while True:
             prompts = [message["content"] for message in row.messages]
-            state = _OpenEpisode(Played([], restarts=restarts), prompts, time.monotonic())
+            state = _OpenEpisode(Played([], restarts=restarts), prompts, sample, time.monotonic())
             try:
                 async with asyncio.timeout_at(deadline):
-                    await self._play(state, f"{key}/{restarts}", row, sample)
+                    await self._play(state, f"{key}/{restarts}", row)
             except EnvironmentGone as error:
                 state.fail(f"it was lost: {error}")
                 if (state.begun and restarts == RESTARTS) or asyncio.get_running_loop().time() >= deadline:
@@ -134,7 +134,7 @@ class EpisodeRunner:
                 state.fail(f"the episode is not done after {self.config.episode_timeout_s:g} s")
             return state.played
 
-    async def _play(self, state: _OpenEpisode, key: str, row: Row, sample: SampleTurn) -> None:
+    async def _play(self, state: _OpenEpisode, key: str, row: Row) -> None:
         link = self.link()
         worker, reply = await self._timed(state, link.begin(key, row, self.config.episode_timeout_s))
         state.begun = True
@@ -143,7 +143,7 @@ class EpisodeRunner:
             state.done = observation.done
             asked = await self._first(state, observation)
             while not state.over:
-                message = await self._turn(state, asked, sample)
+                message = await self._turn(state, asked)
                 if state.over:
                     break
                 timeout_s = self.config.turn_timeout_s + _CALL_MARGIN_S
@@ -169,7 +169,7 @@ class EpisodeRunner:
         await self._branch(state, observation)
         return asked
 
-    async def _turn(self, state: _OpenEpisode, asked: _Asked, sample: SampleTurn) -> Message:
+    async def _turn(self, state: _OpenEpisode, asked: _Asked) -> Message:
         """Samples one turn, with the branches' turns, and records them; returns the message for the environment."""
         first = state.played.sampled_turns
         branches, state.branches = state.branches, []
@@ -182,7 +182,7 @@ class EpisodeRunner:
             state.end(budget)
             return {}
         sampling = (
-            self._sample(number, one, sample, room, one is not asked) for number, one in enumerate(sampled, first)
+            self._sample(state, number, one, room, one is not asked) for number, one in enumerate(sampled, first)
         )
         turns = dict(zip(sampled, await asyncio.gather(*sampling), strict=True))
         also = []
@@ -214,7 +214,9 @@ class EpisodeRunner:
         tokens, budget = min(left)
         return tokens // max(len(asked), 1), budget
 
-    async def _sample(self, number: int, asked: _Asked, sample: SampleTurn, room: int, beside: bool) -> SampledTurn:
+    async def _sample(
+        self, state: _OpenEpisode, number: int, asked: _Asked, room: int, beside: bool = False
+    ) -> SampledTurn:
         """Sample the next turn of a conversation, which is one `beside` others or not, in at most `room` tokens."""
         if asked.observation.player is not None and asked.observation.player not in self.config.trained:
             new = asked.observation.messages if beside else ()
@@ -223,7 +225,7 @@ class EpisodeRunner:
         room = min(self.max_tokens, self.max_model_len - len(prompt), longest, room)
         form = asked.observation.structured
         structured = None if form is None else StructuredConfig.model_validate(form)
-        return await sample(prompt, TurnLimits(number, room, tuple(asked.observation.stop), structured))
+        return await state.sample(prompt, TurnLimits(number, room, tuple(asked.observation.stop), structured))
 
     async def _opponents_turn(self, messages: list[Message], number: int, player: str) -> SampledTurn:
         """The turn of a player that the policy does not play: a text without tokens. Raises EpisodeFailed."""
@@ -295,14 +297,55 @@ class EpisodeRunner:
         if before is None:
             conversation, tools, added = await self._start(observation), observation.tools, Added([])
         else:
-            conversation, tools = before.conversation, before.tools
-            added = await self._add(conversation, observation.messages)
+            tools = before.tools
+            conversation, added = await self._continue(state, before, observation.messages)
         row = Segment(list(conversation.prompt_ids)) if before is None or added.forked else before.segment
         refusal = await self._refusal(conversation, observation)
         asked = _Asked(conversation, observation, tools, refusal, row, added.ids, state.played.side(player))
         if any(name) or not beside:
             state.conversations[name] = asked
         return asked
+
+    async def _continue(
+        self, state: _OpenEpisode, before: _Asked, new: Sequence[Message]
+    ) -> tuple[Conversation, Added]:
+        """A conversation with what follows its last turn; one that has become long is compacted and begins a row."""
+        conversation, how, most = before.conversation, self.config.compaction, self.max_model_len
+        own = before.observation.player in (None, *self.config.trained)
+        agent = before.observation.raw or before.observation.refusable
+        if how is None or agent or not own or conversation.turns <= how.keep_turns:
+            return conversation, await self._extend(conversation, new, conversation.add_messages)
+        if len(conversation.prompt_ids) <= how.at * most:
+            longer, added = await self._extend(conversation, new, conversation.asked)
+            if len(longer.prompt_ids) < most:
+                return longer, added
+        summary = "" if how.summary is None else await self._summary(state, before, new, how.summary)
+        note = f"[Summary of the earlier turns]\n{summary}" if summary else "[Earlier turns are left out.]"
+        short = await self._extend(conversation, new, partial(conversation.compacted, how.keep_turns, note))
+        self.reader.adopt(short)
+        before.side.compactions += 1
+        return short, Added([], forked=True)
+
+    async def _summary(self, state: _OpenEpisode, before: _Asked, new: Sequence[Message], request: str) -> str:
+        """The policy's summary of a conversation, a turn at the end of its row; empty if there is no room for it."""
+        if state.played.sampled_turns + 2 > self.config.max_turns:
+            return ""
+        asking: Message = {"role": "user", "content": request}
+        shown = [*new, asking]
+        if new and new[-1]["role"] == "user":  # templates refuse two messages of the user
+            shown = [*new[:-1], new[-1] | {"content": f"{new[-1]['content']}\n\n{request}"}]
+        conversation, added = await self._extend(before.conversation, shown, before.conversation.asked)
+        row = Segment(list(conversation.prompt_ids)) if added.forked else before.segment
+        asked = replace(before, conversation=conversation, observation=Observation(shown), segment=row, added=added.ids)
+        room = min(self._room(state, [asked])[0], self.max_model_len - len(conversation.prompt_ids))
+        if room < 1:
+            return ""
+        side, response = before.side, before.side.response
+        side.messages.append(asking)
+        turn = await self._sample(state, state.played.sampled_turns, asked, room)
+        summary = await self._read(state, asked, turn)
+        side.response = response  # the environment's last turn
+        return str(summary["content"])
 
     def _player(self, observation: Observation) -> str | None:
         """The player whose turn is asked for. Raises EpisodeFailed."""
@@ -398,17 +441,19 @@ class EpisodeRunner:
         finally:
             state.played.environment_s += time.monotonic() - started
 
-    async def _add(self, conversation: Conversation, messages: Sequence[Message]) -> Added:
-        """Append what follows a turn. Raises EpisodeFailed."""
+    async def _extend(
+        self, conversation: Conversation, messages: Sequence[Message], extend: Callable[[Sequence[Message]], Any]
+    ) -> Any:
+        """Call `extend` of a conversation with what follows a turn. Raises EpisodeFailed."""
         if self.long is None or not self._is_long([*conversation.messages, *messages]):
-            return await self._run(conversation.add_messages, messages)
+            return await self._run(extend, messages)
         reader = self.long.reader
 
-        def add() -> Added:
+        def on_thread() -> Any:
             reader.adopt(conversation)
-            return conversation.add_messages(messages)
+            return extend(messages)
 
-        return await self._run(add, long=True)
+        return await self._run(on_thread, long=True)
 
     def _is_long(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> bool:
         """Whether the messages are read on a thread that others do not wait for, if there is one."""
@@ -470,6 +515,7 @@ class _OpenEpisode:
     played: Played
     prompts: Sequence[str]
     """Texts of the row's messages."""
+    sample: SampleTurn
     started: float
     """Time of the clock, in seconds."""
     conversations: dict[tuple[str, str], _Asked] = field(default_factory=dict)

@@ -110,6 +110,8 @@ class Played:
     """Tokens of the prompts of all turns."""
     environment_s: float = 0.0
     cut_observations: int = 0
+    compactions: int = 0
+    """How often a conversation was compacted."""
     restarts: int = 0
     info: dict[str, float] = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)
