@@ -69,6 +69,7 @@ _RATIO = frozenset({"importance", "kl_stop"})
 _TOKEN_REWARDS = frozenset({"gamma", "whiten", "reward_clip", "reward_scale", "advantage_clip"})
 ESTIMATOR_OPTIONS: dict[str, frozenset[str]] = {
     "group": frozenset({"normalize_by_std"}),
+    "turn_group": frozenset({"normalize_by_std", "turn_gamma", "turn_coef"}),
     "smooth_group": frozenset(),
     "decoupled_group": frozenset(),
     "max_likelihood": frozenset(),
@@ -326,6 +327,18 @@ ALGORITHMS: dict[str, Algorithm] = {
             min_group_size=2,
             advantage=AdvantageConfig(estimator="returns", baseline="group_mean", reward_to_go=False, whiten=True),
             loss=PolicyLossConfig(kl_estimator="k2", kl_coef=0.01),
+        ),
+        Algorithm(
+            name="gigpo",
+            summary="GRPO that also compares turns of an episode with turns in the same state; no critic.",
+            formula="A_t = A(sample) + turn_coef A(turn of t), each (x - mean) / (std + 1e-4): of the rewards in the "
+            "group, and of the returns of the group's turns that answer the same observation; the return of turn k is "
+            f"sum_{{j >= k}} turn_gamma^(j-k) reward in turn j; loss {_CLIP}, {_R_TOKEN}, mean per sequence",
+            source="GiGPO, arXiv 2505.10978, eq. 3, 7 and 8; turn_gamma, turn_coef: its code; aggregation as in grpo",
+            group_size=8,
+            min_group_size=2,
+            advantage=AdvantageConfig(estimator="turn_group"),
+            loss=PolicyLossConfig(aggregation="sequence_mean"),
         ),
         Algorithm(
             name="gdpo",

@@ -102,7 +102,7 @@ def plan_update(
 ) -> list[RankPlan]:
     """Plans one optimizer update.
 
-    The totals are the loss tokens of the chosen rows and the number of their samples.
+    The totals are the loss tokens of the chosen rows, the number of their samples, and their tokens without loss.
 
     Args:
         rows: All rows of the batch.
@@ -119,11 +119,12 @@ def plan_update(
     """
     lengths = [row.tokens for row in rows]
     samples = sample_rows(rows, chosen)
-    totals = sum([rows[r].loss_tokens for r in chosen]), len(samples)
+    added = sum([rows[r].tokens - rows[r].prompt_tokens - rows[r].loss_tokens for r in chosen])
+    totals = sum([rows[r].loss_tokens for r in chosen]), len(samples), packed, added
     if whole_samples and len(samples) < len(chosen):
         signals = [unit for unit in samples if not skip_zero_advantage or any(rows[r].has_signal for r in unit)]
         with_loss = [[r for r in unit if rows[r].loss_tokens > 0] for unit in signals]
-        return _pad(_cut_whole(rows, [unit for unit in with_loss if unit], ranks, budget, packed), *totals, packed)
+        return _pad(_cut_whole(rows, [unit for unit in with_loss if unit], ranks, budget, packed), *totals)
     worked = [r for r in chosen if rows[r].loss_tokens > 0 and (rows[r].has_signal or not skip_zero_advantage)]
     parts = split_balanced(lengths, worked, ranks)
     if packed and share_prompts:
@@ -131,9 +132,9 @@ def plan_update(
         widths = [_shared_width(rows, unit) for unit in units]
         shares = split_balanced(widths, range(len(units)), ranks)
         if _heaviest(widths, shares) <= _SHARING_THRESHOLD * _heaviest(lengths, parts):
-            plans = _pad([_cut_units(units, widths, share, budget) for share in shares], *totals, packed)
+            plans = _pad([_cut_units(units, widths, share, budget) for share in shares], *totals)
             return [replace(plan, shared=True) for plan in plans]
-    return _pad([cut_micro_batches(lengths, part, budget, packed=packed) for part in parts], *totals, packed)
+    return _pad([cut_micro_batches(lengths, part, budget, packed=packed) for part in parts], *totals)
 
 
 def sample_rows(rows: Sequence[TrainRow], chosen: Sequence[int]) -> list[list[int]]:
@@ -244,7 +245,10 @@ def pick_states(rows: Sequence[TrainRow], wanted: int, seed: Sequence[int]) -> t
     return picked, max(1, tokens // wanted) if wanted else 1
 
 
-def _pad(parts: list[list[tuple[int, ...]]], loss_tokens: int, sequences: int, packed: bool) -> list[RankPlan]:
+def _pad(
+    parts: list[list[tuple[int, ...]]], loss_tokens: int, sequences: int, packed: bool, observation_tokens: int = 0
+) -> list[RankPlan]:
     """Plans with the same number of micro-batches for every rank; the added ones are empty."""
     most = max(len(part) for part in parts)
-    return [RankPlan((*part, *(((),) * (most - len(part)))), loss_tokens, sequences, packed) for part in parts]
+    plan = RankPlan((), loss_tokens, sequences, packed, total_observation_tokens=observation_tokens)
+    return [replace(plan, micro_batches=(*part, *(((),) * (most - len(part))))) for part in parts]

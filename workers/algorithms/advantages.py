@@ -37,6 +37,9 @@ class SampledTokens:
     """float64 [N]: reward of the greedy response to the sample's prompt (greedy baseline)."""
     steps: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
     """Process rewards: (rewards float64 [M], tokens up to the step's end int64 [M], sample number int64 [M])."""
+    turns: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+    """The policy's turns in order: (tokens of the sample up to the turn's end int64 [M], sample number int64 [M],
+    number of the state that the turn began in, within the group, int64 [M]), or None if a sample is one turn."""
     masked: torch.Tensor | None = None
     """bool [N]: samples without loss. Other samples are compared with them, but whitening leaves their tokens out."""
 
@@ -228,6 +231,36 @@ def process_advantages(
     at_end = torch.zeros(int(lengths.sum()), dtype=torch.double)
     at_end.index_add_(0, (first[step_samples] + step_ends - 1), normal)
     return returns_to_go(at_end, lengths, gamma=1.0)
+
+
+def turn_advantages(
+    rewards: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    turns: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    lengths: torch.Tensor,
+    gamma: float,
+    normalize_by_std: bool,
+) -> torch.Tensor:
+    """float64 [sum(lengths)]: the return of each token's turn relative to turns in the same state (GiGPO, arXiv
+    2505.10978, eq. 7).
+
+    The return of turn k is the sum over j >= k of gamma^(j-k) times the rewards in turn j. A turn in a state that no
+    other turn of the group was in gets 0.
+
+    Args:
+        rewards: As `SampledTokens.steps`.
+        turns: See `SampledTokens.turns`.
+        lengths: int64 [n].
+        gamma: Discount per turn.
+        normalize_by_std: Whether the differences are divided by their standard deviation.
+    """
+    first = lengths.cumsum(0) - lengths
+    (values, at, earned_by), (ends, samples, states) = rewards, turns
+    last_tokens = first[samples] + ends
+    earned = torch.zeros(len(ends), dtype=torch.double)
+    earned.index_add_(0, torch.searchsorted(last_tokens, first[earned_by] + at), values.double())
+    returns = returns_to_go(earned, torch.bincount(samples, minlength=len(lengths)), gamma)
+    of_tokens = torch.searchsorted(last_tokens, torch.arange(1, int(lengths.sum()) + 1))
+    return group_advantages(returns, states, normalize_by_std)[of_tokens]
 
 
 def smoothed_advantages(

@@ -30,6 +30,7 @@ from troupe.workers.algorithms.advantages import (
     shaped_rewards,
     smoothed_advantages,
     step_rewards,
+    turn_advantages,
     whiten,
 )
 from troupe.workers.algorithms.custom import custom_advantages
@@ -98,6 +99,17 @@ def _group(config: AdvantageConfig, batch: SampledTokens, state: AdvantageState)
         how = (batch.groups, batch.lengths, config.normalize_by_std)
         return Estimate(process_advantages(*batch.steps, *how), state)
     return Estimate(group_advantages(batch.rewards, batch.groups, config.normalize_by_std)[batch.sequence], state)
+
+
+def _turn_group(config: AdvantageConfig, batch: SampledTokens, state: AdvantageState) -> Estimate:
+    """GiGPO, arXiv 2505.10978, eq. 3 and 8: samples within their group, and turns within their state."""
+    filled = batch.lengths > 0
+    whole = (batch.lengths[filled], filled.nonzero().flatten())
+    rewards, turns = batch.steps or (batch.rewards[filled], *whole), batch.turns or (*whole, batch.groups[filled])
+    normal = config.normalize_by_std
+    of_turns = turn_advantages(rewards, turns, batch.lengths, config.turn_gamma, normal)
+    of_samples = group_advantages(batch.rewards, batch.groups, normal)[batch.sequence]
+    return Estimate(of_samples + config.turn_coef * of_turns, state)
 
 
 def _smooth_group(config: AdvantageConfig, batch: SampledTokens, state: AdvantageState) -> Estimate:
@@ -222,6 +234,7 @@ def _custom(config: AdvantageConfig, batch: SampledTokens, state: AdvantageState
 
 ESTIMATORS: dict[str, Estimator] = {
     "group": _group,
+    "turn_group": _turn_group,
     "smooth_group": _smooth_group,
     "decoupled_group": _decoupled_group,
     "max_likelihood": _max_likelihood,

@@ -253,11 +253,13 @@ class PolicyTokens:
     """Coefficients of |log pi - log pi_old| (KL-Cov, arXiv 2505.22617), or None without any."""
     divergences: torch.Tensor | None = None
     """Divergence from a teacher (`distillation.divergence`), with gradient, or None without one."""
+    total_observation_tokens: int = 0
+    """Tokens of the update that the policy did not sample."""
 
     def masked(self) -> PolicyTokens:
         """The same with 0 in every number where `loss_mask` is False."""
-        numbers = {name: value for name, value in vars(self).items() if name not in ("loss_mask", "sequence")}
-        present = {name: value for name, value in numbers.items() if value is not None}
+        others = ("loss_mask", "sequence", "total_observation_tokens")
+        present = {name: value for name, value in vars(self).items() if name not in others and value is not None}
         return replace(self, **{name: _masked(value, self.loss_mask) for name, value in present.items()})
 
 
@@ -304,6 +306,7 @@ def policy_tokens(
         old_logprobs=table.floats("old_logprobs", micro_batch),
         ref_logprobs=table.floats("ref_logprobs", micro_batch),
         penalties=table.floats("penalties", micro_batch),
+        total_observation_tokens=plan.total_observation_tokens,
     )
 
 
@@ -398,7 +401,7 @@ class _LossTerms:
 
 def policy_loss(tokens: PolicyTokens, config: PolicyLossConfig, kl_old_coef: float = 0.0) -> LossOutput:
     """sum_t weight_t (importance_t surrogate_t + kl_old_coef kl_old_t + kl_coef kl_t - entropy_coef entropy_t +
-    distill.coef divergence_t).
+    distill.coef divergence_t) - observation_coef sum_u log pi_u / U, over the U tokens u that it did not sample.
 
     The surrogate is the objective's (`PolicyLossConfig.objective`). `likelihood` has no ratio and no importance
     weight: it is sum_t weight_t (-advantage_t log pi_t) and what is added to it.
@@ -411,6 +414,7 @@ def policy_loss(tokens: PolicyTokens, config: PolicyLossConfig, kl_old_coef: flo
     Raises:
         ValueError: `kl_coef` is set, but there are no `ref_logprobs`.
     """
+    observed = _masked(tokens.logprobs, ~tokens.loss_mask).sum() / max(tokens.total_observation_tokens, 1)
     tokens = tokens.masked()
     if config.has_ratio:
         part = _of_ratio(tokens, config, kl_old_coef)
@@ -428,6 +432,8 @@ def policy_loss(tokens: PolicyTokens, config: PolicyLossConfig, kl_old_coef: flo
     if tokens.divergences is not None:
         sums["teacher_divergence"] = tokens.divergences
         terms["distill_loss"] = config.distill.coef * (tokens.weights * tokens.divergences).sum()
+    if config.observation_coef:
+        terms["observation_loss"] = -config.observation_coef * observed
     loss = torch.stack(list(terms.values())).sum()
     return LossOutput(
         loss=loss,

@@ -67,7 +67,7 @@ def prepare(
     _require_ok(keep, rewards_table)
     scores = {name: parts.segments(name) for name in SCORES if parts.has(name)}
     batch = _Batch(request, rollouts, rewards_table, scores)
-    estimated = estimate(config, batch.sampled(), request.state)
+    estimated = estimate(config, batch.sampled(by_turn=config.estimator == "turn_group"), request.state)
     advantages = batch.spread(estimated.advantages)
     given = {"returns": estimated.returns, "penalties": estimated.penalties}
     added = {name: batch.spread(values) for name, values in given.items() if values is not None}
@@ -165,6 +165,7 @@ class _Batch:
         self.prompt_lengths = self.prompts.lengths
         self.responses = ragged(rollouts.column("response_ids"))
         self.lengths = self.responses.lengths
+        self.turns = rollouts.column("turns")
         candidates = set(request.candidates)
         self.candidates = torch.tensor([key in candidates for key in self.rows])
         self.loss_mask = self._column("loss_mask", rollouts).values
@@ -183,8 +184,8 @@ class _Batch:
         number = {group: position for position, group in enumerate(dict.fromkeys(compared))}
         self.groups = torch.tensor([number[group] for group in compared])
 
-    def sampled(self) -> SampledTokens:
-        """The tokens that the policy sampled."""
+    def sampled(self, *, by_turn: bool = False) -> SampledTokens:
+        """The tokens that the policy sampled, with its turns if these are compared."""
         mask, greedy, rows = self.loss_mask, self.request.greedy_rewards, self.request.prompt_rows
         own = {name: values[mask] for name, values in self.scores.items()}
         return SampledTokens(
@@ -198,6 +199,7 @@ class _Batch:
             prompt_rows=tuple(rows[uid] for uid in dict.fromkeys(self.uids)) if rows else (),
             greedy_rewards=torch.tensor([greedy[uid] for uid in self.uids]).double() if greedy else None,
             steps=self._steps(),
+            turns=self._turns() if by_turn else None,
             masked=self.masked,
             components=self._by_component(),
             sources=tuple(self.request.sources[uid] for uid in self.uids) if self.request.sources else (),
@@ -244,6 +246,28 @@ class _Batch:
                 ends.append(tokens)
                 samples.append(sample)
         return torch.tensor(rewards, dtype=torch.double), torch.tensor(ends), torch.tensor(samples)
+
+    def _turns(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """`SampledTokens.turns`. A turn's state is what its row has between the policy's turn before and this one, of a
+        row's first turn the prompt: equal tokens are one state."""
+        states, found = dict[tuple[int, bytes], int](), list[tuple[int, int, int]]()
+        ended = [0] * len(self.keep)
+        prompts, responses = (part.values.split(part.lengths.tolist()) for part in (self.prompts, self.responses))
+        masks = self.loss_mask.split(self.lengths.tolist())
+        for row, (sample, turns) in enumerate(zip(self.sample.tolist(), self.turns.to_pylist(), strict=True)):
+            spans = [(turn["start"], turn["end"]) for turn in turns if turn["name"] == "assistant"]
+            seen, read = prompts[row], 0
+            for start, end in spans or [(0, len(responses[row]))]:
+                tokens = int(masks[row][start:end].sum())
+                if not tokens:
+                    continue
+                shown = torch.cat([seen, responses[row][read:start]])
+                key = int(self.groups[sample]), shown.numpy().tobytes()
+                ended[sample] += tokens
+                found.append((ended[sample], sample, states.setdefault(key, len(states))))
+                seen, read = seen[:0], end
+        ends, samples, numbers = zip(*found, strict=True) if found else ((), (), ())
+        return torch.tensor(ends, dtype=torch.int64), torch.tensor(samples, dtype=torch.int64), torch.tensor(numbers)
 
     def per_sample(self, of_rows: torch.Tensor) -> torch.Tensor:
         """[samples]: the sum of a value over the rows of each sample."""

@@ -40,7 +40,7 @@ def skips_zero_advantage(spec: RolloutSpec) -> bool:
     """
     loss = section.policy_loss(spec.algorithm)
     only_advantages = loss.objective != "custom" and loss.kl_coef == 0 and loss.entropy_coef == 0
-    only_advantages = only_advantages and loss.distill.coef == 0
+    only_advantages = only_advantages and loss.distill.coef == 0 and loss.observation_coef == 0
     only_advantages = only_advantages and section.advantage(spec.algorithm).covariance != "penalize"
     return only_advantages and section.kl_penalty(spec.algorithm) is None
 

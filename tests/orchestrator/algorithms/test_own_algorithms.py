@@ -68,6 +68,9 @@ def test_a_loss_with_a_term_of_its_own_trains_rows_without_advantages(monkeypatc
         for name in ("grpo", f"{OWN}:own_advantage", f"{OWN}:pulls_to_reference", f"{OWN}:mean_baseline")
     }
     assert [skips_zero_advantage(spec) for spec in specs.values()] == [True, True, False, False]
+    episodes = ROOT / "deploy" / "specs" / "tiny-environment.yaml"
+    assert skips_zero_advantage(load_rollout_spec(episodes))
+    assert not skips_zero_advantage(load_rollout_spec(episodes, ["algorithm.observation_coef=0.1"]))
 
     spec = specs[f"{OWN}:pulls_to_reference"]
     tokens = random_tokens(5, "constant", drift=0.05)

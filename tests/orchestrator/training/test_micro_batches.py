@@ -65,13 +65,14 @@ def test_a_row_longer_than_the_budget_is_alone_in_its_micro_batch() -> None:
 
 def test_zero_advantage_rows_are_skipped_but_counted() -> None:
     """Two of three rows have an advantage. The totals count all three, so the gradient is the same."""
-    rows = [TrainRow(10, 4, True), TrainRow(10, 5, False), TrainRow(10, 6, True)]
+    rows = [TrainRow(10, 4, True), TrainRow(10, 5, False, 3), TrainRow(10, 6, True)]
     (skipping,) = plan_update(rows, [0, 1, 2], 1, 100, skip_zero_advantage=True)
     (whole,) = plan_update(rows, [0, 1, 2], 1, 100, skip_zero_advantage=False)
     assert set(chain(*skipping.micro_batches)) == {0, 2}
     assert set(chain(*whole.micro_batches)) == {0, 1, 2}
     assert skipping.total_loss_tokens == whole.total_loss_tokens == 15
     assert skipping.total_sequences == whole.total_sequences == 3
+    assert skipping.total_observation_tokens == whole.total_observation_tokens == 30 - 3 - 15
 
 
 def test_fewer_rows_than_ranks_leaves_empty_micro_batches() -> None:

@@ -34,6 +34,8 @@ class Sample:
     values: Sequence[float]
     parts: Sequence[tuple[float, float]] = ()
     """(value, weight) of each component of the reward."""
+    turns: Sequence[tuple[int, str]] = ()
+    """(tokens up to the turn's end, state that it began in) of each turn."""
 
     def __len__(self) -> int:
         return len(self.old)
@@ -146,6 +148,24 @@ def grpo(batch: Batch) -> Advantages:
 def dr_grpo(batch: Batch) -> Advantages:
     """Dr. GRPO, arXiv 2503.20783: the reward minus the group's mean."""
     return [[s.reward - mean([other.reward for other in batch.mates(s)])] * len(s) for s in batch.samples]
+
+
+def gigpo(batch: Batch) -> Advantages:
+    """GiGPO, arXiv 2505.10978, sec. 4, with one reward at the end: eq. 3 plus eq. 7 of the turn that a token is in."""
+
+    def returns(s: Sample) -> list[tuple[str, float]]:
+        return [(state, 0.95 ** (len(s.turns) - 1 - k) * s.reward) for k, (_, state) in enumerate(s.turns)]
+
+    result = []
+    for s, own in zip(batch.samples, grpo(batch), strict=True):
+        row = list(own)
+        for k, (state, value) in enumerate(returns(s)):
+            alike = [other for mate in batch.mates(s) for where, other in returns(mate) if where == state]
+            step = (value - mean(alike)) / (deviation(alike) + 1e-4) if len(alike) > 1 else 0.0
+            for t in range(s.turns[k - 1][0] if k else 0, s.turns[k][0]):
+                row[t] += step
+        result.append(row)
+    return result
 
 
 def gdpo(batch: Batch) -> Advantages:
@@ -439,6 +459,7 @@ LOOPS = {
     "remax": Loop(remax, gradient, token_mean),
     "reinforce_pp": Loop(reinforce_pp, PPO_CLIP, token_mean),
     "reinforce_pp_baseline": Loop(reinforce_pp_baseline, with_k2, token_mean),
+    "gigpo": Loop(gigpo, PPO_CLIP, sequence_mean),
     "gdpo": Loop(gdpo, PPO_CLIP, sequence_mean),
     "dapo": Loop(grpo, clipped(0.2, 0.28), token_mean),
     "gspo": Loop(grpo, gspo, sequence_mean),

@@ -47,6 +47,7 @@ def make_batch(seed: int) -> Batch:
             ref=near(old, 0.4),
             rollout=near(old, 0.6),
             values=noise(length, 1.0),
+            turns=[(end, "xyz"[end % 3]) for end in dict.fromkeys((1, min(3, length), length))],
         )
 
     of = [sample(prompt, length) for prompt, length in zip(GROUPS, LENGTHS, strict=True)]
@@ -69,10 +70,19 @@ def sampled_tokens(samples: Sequence[Sample]) -> SampledTokens:
         values=flat("values"),
         prompt_rows=(0, 1),
         greedy_rewards=torch.tensor([s.greedy for s in samples], dtype=torch.double),
+        turns=_turns(samples),
         components={
             str(number): torch.tensor([s.parts[number] for s in samples], dtype=torch.double).T for number in range(2)
         },
     )
+
+
+def _turns(samples: Sequence[Sample]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The turns of the samples, their states numbered within each prompt."""
+    turns = [(end, number, (s.prompt, state)) for number, s in enumerate(samples) for end, state in s.turns]
+    states = {key: number for number, key in enumerate(dict.fromkeys(key for *_, key in turns))}
+    ends, numbers, keys = zip(*turns, strict=True)
+    return torch.tensor(ends), torch.tensor(numbers), torch.tensor([states[key] for key in keys])
 
 
 def by_product(name: str, batch: Batch) -> tuple[float, torch.Tensor]:

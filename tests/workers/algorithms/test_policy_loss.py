@@ -252,6 +252,30 @@ def test_masked_tokens_reach_nothing() -> None:
     assert all(math.isfinite(float(value)) for value in output.maxima.values())
 
 
+@pytest.mark.parametrize("objective", ["clip", "likelihood"])
+def test_the_loss_on_observations_is_their_mean_negative_log_likelihood(objective: str) -> None:
+    """By a loop in float64 over two micro-batches; no other term changes, and no token is in both."""
+    generator = torch.Generator().manual_seed(3)
+    mask = torch.tensor([True, False, False, True, True, False, True, False])
+    logprobs = -torch.rand(8, generator=generator, dtype=torch.double)
+    advantages = torch.randn(8, generator=generator, dtype=torch.double)
+    total, slopes = 0.0, list[float]()
+    for part in (slice(0, 5), slice(5, 8)):
+        kept = {"loss_mask": mask[part], "total_observation_tokens": 4}
+        tokens = tokens_of(logprobs[part].tolist(), advantages[part].tolist(), **kept)
+        without = policy_loss(tokens, plain_config(objective=objective))
+        output = policy_loss(tokens, plain_config(objective=objective, observation_coef=0.3))
+        assert output.terms["policy_loss"] == without.terms["policy_loss"]
+        assert output.sums == without.sums
+        total += float(output.terms["observation_loss"])
+        slopes += (gradient(output.loss, tokens.logprobs) - gradient(without.loss, tokens.logprobs)).tolist()
+    expected = 0.0
+    for logprob, sampled in zip(logprobs.tolist(), mask.tolist(), strict=True):
+        expected += 0.0 if sampled else -0.3 * logprob / 4
+    assert total == pytest.approx(expected, rel=1e-14)
+    assert slopes == pytest.approx([0.0 if sampled else -0.3 / 4 for sampled in mask.tolist()], rel=1e-12)
+
+
 def test_a_wild_ratio_stays_finite() -> None:
     tokens = tokens_of([-1.0], [-1.0], old_logprobs=torch.tensor([-2000.0], dtype=torch.double))
     assert math.isfinite(policy_loss(tokens, plain_config()).loss.item())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 import pyarrow as pa
@@ -110,6 +111,72 @@ def test_other_estimators_of_returns_credit_turns_too(estimator: Any) -> None:
     values = VALUES if estimator == "n_step" else [0.0] * 8
     wanted = [r - v if own else 0.0 for r, v, own in zip(to_go, values, MASK, strict=True)]
     assert batch["advantages"].to_pylist()[0] == pytest.approx(wanted, abs=1e-6)
+
+
+def episode(
+    index: int, reward: float, *rows: tuple[list[int], str, list[int]], spans: Sequence[Any] = (), uid: str = "p"
+) -> Any:
+    """A sample of (prompt, row as letters, tokens): `a` are sampled, `e` the environment's; and its rewards."""
+    identity = {"prompt_uid": uid, "sample_index": index, "attempt": 0}
+    empty = {"weight_versions": [], "turn_rewards": [], "generate_s": 0.0, "first_token_s": 0.0}
+    rollouts = []
+    for number, (prompt, letters, tokens) in enumerate(rows):
+        turns, at = [], 0
+        for letter, run in groupby(letters):
+            end = at + len(list(run))
+            turns.append({"name": "assistant" if letter == "a" else "environment", "start": at, "end": end})
+            at = end
+        rollouts.append(
+            dict.fromkeys(ROLLOUTS.names, "")
+            | identity
+            | {"segment": number, "prompt_ids": prompt, "response_ids": tokens, "turns": turns}
+            | {"rollout_logprobs": [-1.0] * at, "loss_mask": [letter == "a" for letter in letters]}
+            | empty
+        )
+    ends = [{"end": end, "reward": value} for end, value in spans]
+    return rollouts, identity | {"status": "ok", "reward": reward, "components": [], "reward_spans": ends}
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+def test_turns_are_compared_with_turns_that_answer_the_same_observation(normalize: bool) -> None:
+    """GiGPO by a loop in float64: the second turns of 0 and 3, and the last of 2, answer [7], although their histories
+    differ; 1 answers [8]; nobody shares the prompt of the second row of 2, or answers of another prompt's sample."""
+    samples = [
+        episode(0, 1.5, ([1], "aaea", [3, 4, 7, 5]), spans=[(2, 0.5), (4, 1.0)]),
+        episode(1, 0.0, ([1], "aea", [3, 8, 5])),
+        episode(2, 2.0, ([1], "aeea", [4, 7, 7, 6]), ([1, 2], "aea", [6, 7, 5]), spans=[(7, 2.0)]),
+        episode(3, 1.0, ([1], "aea", [4, 7, 6]), spans=[(3, 1.0)]),
+        episode(0, 9.0, ([1], "aea", [4, 7, 6]), uid="q"),
+    ]
+    rollouts = pa.Table.from_pylist([row for rows, _ in samples for row in rows], schema=ROLLOUTS)
+    rewards = pa.Table.from_pylist([reward for _, reward in samples], schema=REWARDS)
+    config = AdvantageConfig(estimator="turn_group", normalize_by_std=normalize, turn_gamma=0.5, turn_coef=0.25)
+    keep = (*(("p", index) for index in range(4)), ("q", 0))
+    _, table = prepare(config, PrepareRequest(keep), [rollouts, rewards])
+
+    def relative(value: float, among: list[float]) -> float:
+        if len(set(among)) < 2:
+            return 0.0
+        mean = sum(among) / len(among)
+        variance = sum((x - mean) ** 2 for x in among) / (len(among) - 1)
+        return (value - mean) / (variance**0.5 + 1e-4 if normalize else 1.0)
+
+    # By turn: return, and the returns of the turns in its state.
+    first = [0.5 + 0.5 * 1.0, 0.0, 0.5**3 * 2.0, 0.5 * 1.0]
+    after_7 = [1.0, 1.0, 2.0]
+    second = {0: (1.0, after_7), 1: (0.0, [0.0]), 2: (0.5, [0.5]), 3: (1.0, after_7)}
+    whole = [1.5, 0.0, 2.0, 1.0]
+    expected = [[relative(whole[n], whole) + 0.25 * relative(first[n], first)] for n in range(4)]
+    later = [relative(whole[n], whole) + 0.25 * relative(*second[n]) for n in range(4)]
+    alone = relative(2.0, whole)
+    assert table["advantages"].to_pylist() == [
+        pytest.approx([*expected[0] * 2, 0.0, later[0]], rel=1e-6),
+        pytest.approx([*expected[1], 0.0, later[1]], rel=1e-6),
+        pytest.approx([*expected[2], 0.0, 0.0, later[2]], rel=1e-6),
+        pytest.approx([alone, 0.0, alone + 0.25 * relative(2.0, after_7)], rel=1e-6),
+        pytest.approx([*expected[3], 0.0, later[3]], rel=1e-6),
+        [0.0, 0.0, 0.0],
+    ]
 
 
 def test_rewards_of_steps_are_not_scaled() -> None:
