@@ -94,9 +94,10 @@ def check_algorithm(spec: RolloutSpec) -> Iterator[Finding]:
             f"{row.name} trains on the whole distribution, but the reference is scored among the tokens that were left"
         )
         yield "algorithm.kl.coef", f"{why} by sampling.top_p, top_k or min_p; set it to 0 or remove these"
-    if config.observation_coef and spec.roles.environment is None:
+    loss = algorithms.policy_loss(config)
+    distill = loss.distill
+    if loss.observation_coef and spec.roles.environment is None:
         yield "algorithm.observation_coef", "has no effect: there is no role environment; remove it"
-    distill = algorithms.policy_loss(config).distill
     if row.advantage.estimator == "none" and not distill.coef:
         yield "algorithm.distill.coef", f"must be above 0: {row.name} has no other loss"
     if not row.loss.has_ratio and distill.coef > 0 and spec.sampling.temperature != 1.0:
