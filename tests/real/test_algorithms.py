@@ -38,6 +38,8 @@ from tests.real.commands import (
     troupe_command,
 )
 from tests.real.poison import Canary
+from tests.real.warm import forked_import_servers
+from tests.small_model import small, small_model, small_teacher
 from troupe.orchestrator.algorithms.table import ALGORITHMS
 from troupe.orchestrator.cluster.ray_cluster import ActorSpec, ActorWorker, Cluster
 from troupe.orchestrator.cluster.worker_group import CriticGroup, PolicyGroup
@@ -266,7 +268,9 @@ async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Shar
 async def started() -> AsyncIterator[SharedWorkers]:
     """The workers, until they are no longer needed."""
     spec, with_critic = shipped("dapo"), shipped("ppo")
-    cluster = Cluster.connect({"CPU": 4.0, "GPU": 0.0}, server=server_of(spec))
+    with forked_import_servers():
+        server = server_of(spec)
+    cluster = Cluster.connect({"CPU": 4.0, "GPU": 0.0}, server=server)
     try:
         launcher = WorkerLauncher(spec, cluster, classes={"reward": ReusableReward, "rollout": ReusableRollout})
         cluster.watch(TIMEOUT_S)
@@ -290,12 +294,13 @@ async def started() -> AsyncIterator[SharedWorkers]:
 
 
 def shipped(name: str, *overrides: str) -> RolloutSpec:
-    """The shipped spec of an algorithm, or another one of deploy/specs/."""
+    """The shipped spec of an algorithm, or another one of deploy/specs/, with models of a small vocabulary."""
     if name not in ALGORITHMS:
-        return load_rollout_spec(ROOT / "deploy" / "specs" / f"{name}.yaml", overrides)
+        return load_rollout_spec(ROOT / "deploy" / "specs" / f"{name}.yaml", (small(), *overrides))
     spec = spec_of(name)
     own = () if spec.name == name else (f"algorithm.name={name}",)
-    return load_rollout_spec(ROOT / spec.path, (*own, *overrides))
+    teacher = (f"roles.reference.model.path={small_teacher()}",) if spec.name == "distill" else ()
+    return load_rollout_spec(ROOT / spec.path, (small(), *own, *teacher, *overrides))
 
 
 @pytest.mark.asyncio(loop_scope="module")
@@ -458,13 +463,13 @@ async def test_raft_learns_the_best_answers_from_other_sources(shared: SharedWor
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_plain_text_is_sampled_as_it_is(shared: SharedWorkers, tmp_path: Path, tiny_model: Path) -> None:
+async def test_plain_text_is_sampled_as_it_is(shared: SharedWorkers, tmp_path: Path) -> None:
     """Although the model has a chat template."""
     data = tmp_path / "plain.jsonl"
     data.write_text("".join(json.dumps({"prompt": f"{n} + 1 ="}) + "\n" for n in range(8)))
     overrides = ("model.chat_template=none", f"data.train={{kind: jsonl, path: {data}, answer: null}}")
     run = await shared.run(shipped("tiny-grpo", *overrides, "schedule.steps=1"), tmp_path / "plain")
-    tokenizer: Any = AutoTokenizer.from_pretrained(tiny_model)
+    tokenizer: Any = AutoTokenizer.from_pretrained(small_model())
     assert tokenizer.chat_template is not None
     rows = trajectories(run.out, 1).to_pylist()
     assert len(rows) == run.outcome.ledger["trained"] > 0
