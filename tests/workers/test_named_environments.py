@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -86,7 +86,7 @@ def test_a_group_is_played_in_the_environment_that_it_names(worker: RolloutWorke
 
 def test_each_player_of_a_game_is_a_sample(worker: RolloutWorker) -> None:
     """Three games of a white that moves first and a black, who has played one frame when the game ends."""
-    players = {"white": "policy", "black": "policy"}
+    players: dict[str, Literal["policy", "judge"]] = {"white": "policy", "black": "policy"}
     bounds = {"game": EpisodeConfig(truncated_turns="continue", players=players)}
     worker.generation.config = worker.generation.config.model_copy(update={"episodes": bounds})
     worker.generation.load()
