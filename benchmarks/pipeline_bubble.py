@@ -14,6 +14,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any
 
 from benchmarks.support.harness import NotCorrect, Report, Turn, Unit, command_parser, run_benchmark, take_turns
@@ -22,6 +23,7 @@ from benchmarks.support.simulated import Shape, SimPolicy, SimulatedWorkers, Sim
 from troupe.workers.contract.messages import GroupRequest
 
 BOUND = "bound"
+STALENESS = "mean staleness of a sample"
 UNIT = Unit("max(R, T) seconds", "second", digits=3)
 SAMPLES = 8
 TAIL = 0.8
@@ -93,6 +95,7 @@ async def pipeline_turn(shape: Shape, times: Times) -> Turn:
     generate_s, train_s = stages_s(shape, times, rows)
     parts = {"step, s": wall_s, "R of a step, s": generate_s, "T of a step, s": train_s}
     figures = {name: seconds / len(steps) for name, seconds in parts.items()}
+    figures[STALENESS] = fmean(ticks[step].staleness for step in steps)
     return Turn(wall_s, max(generate_s, train_s), cpu_s, foreign, figures=figures)
 
 

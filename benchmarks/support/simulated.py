@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from benchmarks.support.harness import NotCorrect
 from tests.fakes import (
@@ -134,9 +134,11 @@ class Tick:
     """The end of a step."""
 
     wall: float
-    """Seconds on the monotonic clock."""
+    """Seconds on the event loop's clock."""
     cpu: float
     """CPU seconds of this process so far."""
+    staleness: float
+    """Mean of the step's samples, in versions."""
 
 
 class Clock(Console):
@@ -150,7 +152,8 @@ class Clock(Console):
     def step(self, step: int, metrics: Mapping[str, object]) -> None:
         """Record the end of a step."""
         super().step(step, metrics)
-        self.ticks.append(Tick(time.perf_counter(), time.process_time()))
+        stale = cast("float", metrics["staleness/mean"])
+        self.ticks.append(Tick(asyncio.get_running_loop().time(), time.process_time(), stale))
         if self._on_step is not None:
             self._on_step(step)
 

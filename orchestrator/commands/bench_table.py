@@ -12,6 +12,7 @@ from troupe.orchestrator.commands.options import UNBOUNDED, fitting_table, outpu
 from troupe.orchestrator.insight.bench.bounds import best_of, bound_of
 from troupe.orchestrator.insight.bench.results import Measures, Result
 from troupe.orchestrator.insight.bench.trainers import TrainResult
+from troupe.orchestrator.plan.balance import Stages, ratio
 from troupe.workers.contract.units import GIB
 
 
@@ -52,6 +53,26 @@ def show(results: Sequence[Result], cores: int | None, train: TrainResult | None
         console.print(f"trainers: not measured: {train.problem}", soft_wrap=True)
     elif train is not None:
         console.print(render_trainers(train, console.width))
+        console.print(balance(results, train), soft_wrap=True)
+
+
+def balance(results: Sequence[Result], train: TrainResult) -> str:
+    """A step of the fastest point if sampling and training overlap: its length, who waits, and the ratio that ends it."""
+    best = best_of(results)
+    if best is None or best.measures is None or best.measures.tokens_per_s <= 0:
+        return ""
+    found, spec = best.measures, best.point.spec
+    drain = max(1.0, found.most_running / max(found.running, 1e-9))
+    sampling_s = found.sequences * found.response_tokens / found.tokens_per_s / drain
+    stages = Stages(sampling_s, train.step_s, group_s=found.latency_s.p99, drain=drain)
+    limit = max(1, spec.schedule.max_staleness)
+    engines, trainers = stages.waits(limit)
+    each = sampling_s * best.point.workers / (train.step_s * spec.roles.policy.workers)
+    return (
+        f"balance: a step takes {stages.step_s(0):.1f} s in turn and {stages.step_s(limit):.1f} s with max_staleness "
+        f"{limit}: engines wait {engines:.0%} of it, trainers {trainers:.0%}, samples are "
+        f"{stages.mean_staleness(limit):.1f} versions old; {ratio(each)} engines to policy workers are equally fast"
+    )
 
 
 def render_trainers(train: TrainResult, width: int = UNBOUNDED) -> Table:

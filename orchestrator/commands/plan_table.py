@@ -138,10 +138,11 @@ def predictions(plan: Plan) -> Iterator[str]:
     if not speed.divided:
         return
     waits, better = speed.idle, "no other division that fits is faster"
+    age = f"samples are {speed.staleness:.1f} versions old; " if speed.staleness else ""
     if (one := plan.balance) is not None:
         better = f"{one.sampling} and {one.training} would take {one.step_s:.1f} s a step"
     sampled = f"{speed.sampling_gpus} GPUs sample and wait {waits[0]:.0%} of a step"
-    yield f"balance: {sampled}, {speed.training_gpus} train and wait {waits[1]:.0%}; {better}"
+    yield f"balance: {sampled}, {speed.training_gpus} train and wait {waits[1]:.0%}; {age}{better}"
 
 
 def unknown_sizes(plans: Sequence[MemoryPlan]) -> list[str]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from troupe.orchestrator.errors import UsageError
+from troupe.orchestrator.plan.balance import Division
 from troupe.orchestrator.plan.fit import MemoryPlan, memory_plan
 from troupe.orchestrator.plan.memory import PlacedWorker, Sizes
 from troupe.orchestrator.plan.placement import (
@@ -25,7 +26,7 @@ from troupe.orchestrator.plan.placement import (
     too_large,
 )
 from troupe.orchestrator.plan.remedies import Misfit, MisfitRemedy, changed, describe, remedies
-from troupe.orchestrator.plan.speed import Division, Prediction, predict
+from troupe.orchestrator.plan.speed import Prediction, predict
 from troupe.orchestrator.plan.worker_memory import Part
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.chain import PlannedRun

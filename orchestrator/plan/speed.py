@@ -1,4 +1,4 @@
-"""Predicts the speed of a run on GPUs, and the division of its GPUs with which a step is shortest.
+"""Predicts the speed of a run on GPUs.
 
 A roofline of both sides, in seconds: each kind of work at the share of a GPU's peak that it reaches on an H100.
 Sequences are as long as the spec allows. The numbers rank layouts; `troupe bench` measures.
@@ -7,9 +7,10 @@ Sequences are as long as the spec allows. The numbers rank layouts; `troupe benc
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from troupe.orchestrator.model_facts.model_size import ModelSize
+from troupe.orchestrator.plan.balance import Division, Stages, divisions
 from troupe.orchestrator.plan.memory import PlacedWorker, Sizes
 from troupe.orchestrator.plan.placement import Node
 from troupe.orchestrator.plan.worker_memory import BUCKET, WIDTHS, Cache, adapter_numbers, kv_bytes
@@ -19,7 +20,6 @@ from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.derived.sizes import longest_sequence
 from troupe.orchestrator.spec.derived.training import (
     needs_old_logprobs,
-    overlaps_steps,
     resolved_backend,
     resolved_sleep,
 )
@@ -46,23 +46,8 @@ DECODE_S, DECODE_LAYER_S, REDUCE_S = 1.5e-3, 30e-6, 10e-6
 IPC_BUCKET_S, FILE = 10e-3, 5e9
 """Time of a bucket of weights on a shared GPU; bytes per second through a file in memory."""
 DRAIN = 1.7
-"""How much longer sampling takes if the next step waits for the longest response: NeMo-RL publishes 1,102 tokens/s/GPU
-with steps in turn and 1,910 with steps that overlap (Qwen3-30B-A3B)."""
-
-
-@dataclass(frozen=True)
-class Division:
-    """A division of the GPUs that sample and train."""
-
-    sampling: int
-    training: int
-    step_s: float
-    """Seconds of a step."""
-
-    def changes(self, spec: RolloutSpec) -> dict[str, int]:
-        """The fields of a spec that make the division."""
-        engines = self.sampling // spec.roles.rollout.tensor_parallel_size
-        return {"roles.rollout.workers": engines, "roles.policy.workers": self.training}
+"""How many times longer sampling takes if nothing follows: until the longest response ends. NeMo-RL publishes 1,102
+tokens/s/GPU with steps in turn and 1,910 with steps that overlap (Qwen3-30B-A3B)."""
 
 
 @dataclass(frozen=True)
@@ -82,20 +67,18 @@ class Prediction:
     """Share of their peak that the policy's GPUs reach in updates; recomputation and attention do not count."""
     sampling_gpus: int
     training_gpus: int
+    idle: tuple[float, float] = (1.0, 0.0)
+    """Shares of a step in which engines, and trainers, wait for the others."""
+    staleness: float = 0.0
+    """Mean of the samples, in versions."""
     divided: bool = False
     """Whether each of these GPUs either samples or trains."""
     shorter: tuple[Division, ...] = ()
     """Divisions of these GPUs with which a step is shorter, the shortest first."""
 
-    @property
-    def idle(self) -> tuple[float, float]:
-        """Shares of a step in which engines, and trainers, wait for the others."""
-        sampling, training = (s + self.transfer_s for s in (self.sampling_s, self.training_s))
-        return 1 - sampling / self.step_s, 1 - training / self.step_s
-
     def as_json(self) -> dict[str, float]:
         """The numbers of the prediction, and the shares of a step in which each side waits."""
-        numbers = {name: value for name, value in vars(self).items() if name not in ("divided", "shorter")}
+        numbers = {name: value for name, value in vars(self).items() if name not in ("idle", "divided", "shorter")}
         return numbers | dict(zip(("sampling_idle", "training_idle"), self.idle, strict=True))
 
 
@@ -128,48 +111,31 @@ def predict(
     if spec.rollouts is None:
         return Prediction(0.0, training_s, 0.0, training_s, tokens / training_s / policies, mfu, 0, policies)
     rollouts: RolloutSpec = spec.rollouts
-    engine, together = rollouts.roles.rollout, overlaps_steps(spec)
-    sampling_s = _sampling(rollouts, size, caches, cluster.peaks)
-    transfer_s = _transfer(rollouts, size, cluster)
-    engines = engine.workers * engine.tensor_parallel_size
-    step_s = step_seconds(sampling_s, max(training_s, others_s), together) + transfer_s
+    engine, limit = rollouts.roles.rollout, rollouts.schedule.max_staleness
+    sampling_s, group_s = _sampling(rollouts, size, caches, cluster.peaks)
+    stages = Stages(sampling_s, training_s, _transfer(rollouts, size, cluster), group_s, DRAIN, others_s)
+    engines, step_s = engine.workers * engine.tensor_parallel_size, stages.step_s(limit)
     gpus = sum(role.workers for role in trainers.values())
     shorter, divided = (), engine.colocate_with != "policy"
     if divided:
         gpus += engines
         groups = engine.tensor_parallel_size, trainers["policy"].sequence_parallel_size
-        found = divisions(sampling_s * engines, training_s * policies, engines + policies, groups, together)
-        full = (replace(one, step_s=max(one.step_s, others_s) + transfer_s) for one in found)
-        shorter = tuple(one for one in full if one.step_s < step_s)
-    rate = tokens / step_s / gpus
-    training_s = max(training_s, others_s)
-    return Prediction(sampling_s, training_s, transfer_s, step_s, rate, mfu, engines, policies, divided, shorter)
-
-
-def step_seconds(sampling_s: float, training_s: float, together: bool) -> float:
-    """Seconds of a step without the transfer: of the longer side if both work at once, else of both."""
-    return max(sampling_s, training_s) if together else sampling_s + training_s
-
-
-def divisions(
-    sampling: float, training: float, gpus: int, groups: tuple[int, int], together: bool
-) -> tuple[Division, ...]:
-    """The divisions of so many GPUs, those with the shortest steps first.
-
-    R of N GPUs sample for A / R seconds and the others train for B / (N - R). Both take the same time at R = N A /
-    (A + B), which makes the longer one shortest; their sum is least at R = N sqrt(A) / (sqrt(A) + sqrt(B)).
-
-    Args:
-        sampling: GPU-seconds in which a batch is sampled: A.
-        training: GPU-seconds in which it is trained on: B.
-        gpus: GPUs to divide: N.
-        groups: GPUs of an engine, and trainers that share a micro-batch; the numbers are multiples of them.
-        together: Whether both work at the same time.
-    """
-    engine, sharing = groups
-    counts = (r for r in range(engine, gpus, engine) if (gpus - r) % sharing == 0)
-    found = (Division(r, gpus - r, step_seconds(sampling / r, training / (gpus - r), together)) for r in counts)
-    return tuple(sorted(found, key=lambda one: one.step_s))
+        found = divisions(stages, (engines, policies), groups, limit)
+        shorter = tuple(one for one in found if one.step_s < step_s)
+    return Prediction(
+        sampling_s=sampling_s if limit else DRAIN * sampling_s,
+        training_s=max(training_s, others_s),
+        transfer_s=stages.transfer_s,
+        step_s=step_s,
+        tokens_per_gpu=tokens / step_s / gpus,
+        mfu=mfu,
+        sampling_gpus=engines,
+        training_gpus=policies,
+        idle=stages.waits(limit),
+        staleness=stages.mean_staleness(limit),
+        divided=divided,
+        shorter=shorter,
+    )
 
 
 class _Cluster:
@@ -269,8 +235,8 @@ def _optimizer(
     return exchanged + 28 * share / (TRAFFIC * peaks.bandwidth)
 
 
-def _sampling(spec: RolloutSpec, size: ModelSize, caches: Mapping[str, Cache], peaks: GpuPeaks) -> float:
-    """Seconds in which the engines sample a batch."""
+def _sampling(spec: RolloutSpec, size: ModelSize, caches: Mapping[str, Cache], peaks: GpuPeaks) -> tuple[float, float]:
+    """Seconds in which engines that always have more to sample do so for a batch, and of one of its groups."""
     role, width = spec.roles.rollout, WIDTHS[spec.model.dtype]
     ranks, response = role.tensor_parallel_size, min(spec.sampling.max_tokens, role.max_model_len - 1)
     prompt = role.max_model_len - response
@@ -280,7 +246,7 @@ def _sampling(spec: RolloutSpec, size: ModelSize, caches: Mapping[str, Cache], p
     at_once = min(role.max_num_seqs, samples * (1 + spec.schedule.max_staleness), max(1.0, kept / context))
     decoding = response * decode_seconds(size, width, ranks, at_once, context, peaks) * samples / at_once
     prefill = 2 * size.multiplied() * prompt / (ranks * PRODUCTS * peaks.flops) * samples / max(spec.group_sizes)
-    return (decoding + prefill) * (1.0 if overlaps_steps(spec) else DRAIN)
+    return decoding + prefill, (decoding + prefill) * at_once / samples
 
 
 def decode_seconds(size: ModelSize, width: int, ranks: int, sequences: float, context: float, peaks: GpuPeaks) -> float:

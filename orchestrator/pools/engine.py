@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 from troupe.orchestrator.cluster.worker_group import WorkerHandle
 from troupe.orchestrator.errors import EnginesLost
@@ -176,6 +177,15 @@ class Queues:
     """Groups that wait for an engine with room."""
 
 
+class Generated(NamedTuple):
+    """What the engines sampled between two readings."""
+
+    tokens_per_s: float
+    """Over the time in which at least one engine had a group; 0 if none had."""
+    share: float
+    """Of the time that had a group."""
+
+
 class GenerationMeter:
     """Counts tokens, and the time in which at least one engine has a group: each group is generated inside the meter.
 
@@ -187,6 +197,8 @@ class GenerationMeter:
         self._active = 0
         self._since = 0.0
         """Beginning of the current stretch with groups, or the last reading in it."""
+        self._read = clock()
+        """Time of the last reading."""
         self._seconds = 0.0
         self._tokens = 0
 
@@ -206,12 +218,10 @@ class GenerationMeter:
         """Counts the tokens of a finished group."""
         self._tokens += tokens
 
-    def read(self) -> float:
-        """Tokens per second since the last reading, or 0 if nothing was generated.
-
-        Tokens of unfinished groups count in the reading in which their group finishes.
-        """
+    def read(self) -> Generated:
+        """What was sampled since the last reading. Tokens of unfinished groups count when their group finishes."""
         now = self._clock()
         seconds = self._seconds + (now - self._since if self._active else 0.0)
+        elapsed, self._read = now - self._read, now
         tokens, self._tokens, self._seconds, self._since = self._tokens, 0, 0.0, now
-        return tokens / seconds if seconds > 0 else 0.0
+        return Generated(tokens / seconds if seconds > 0 else 0.0, seconds / elapsed if elapsed > 0 else 0.0)

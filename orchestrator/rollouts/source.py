@@ -171,7 +171,7 @@ class RolloutSource(BatchSource):
         metrics |= episode_metrics(self._groups, self._components.scheduler.settings) | self._source_metrics()
         metrics |= player_metrics(self._groups, self._components.scheduler.settings)
         metrics |= self._sample_counts()
-        metrics["rollout/tokens_per_s"] = self._components.pool.meter.read()
+        metrics["rollout/tokens_per_s"], metrics["utilisation/rollout"] = self._components.pool.meter.read()
         if any(one.mask_truncated for one in self._components.scheduler.settings.entries):
             metrics["masked_samples"] = float(sum(len(self._masked(group)) for group in self._groups))
         curriculum = self._components.curriculum

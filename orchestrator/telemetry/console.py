@@ -189,9 +189,10 @@ class Console:
         self.close()
         judge = None if hurried else self._verdicts
         verdicts = EndLines([], []) if judge is None else judge.at_end(complete=True)
+        taken = duration(time.monotonic() - self._started)
         summarized = {
             "learning": self._summary.learns(),
-            "time": ", ".join(filter(None, [duration(time.monotonic() - self._started), self._summary.bound()])),
+            "time": ", ".join(filter(None, [taken, self._summary.bound(), self._summary.balance()])),
             "bottleneck": self._summary.bottleneck(),
             "to go faster": "; ".join(verdicts.faster),
         }

@@ -75,6 +75,11 @@ class RunSummary:
             return f"{train:.0%} training"
         return f"{generate:.0%} waiting for samples, {train:.0%} training"
 
+    def balance(self) -> str:
+        """Of a run whose steps overlap: `engines idle 12%, samples 0.8 versions old`; else empty."""
+        older, busy = self._recent_mean("staleness/mean"), self._recent_values("utilisation/rollout")
+        return f"engines idle {1 - fmean(busy):.0%}, samples {older:.1f} versions old" if older and busy else ""
+
     def bottleneck(self) -> str:
         """What takes longest in a step: engines, environment, reward workers or trainer; empty if unknown."""
         generate, train = self.shares()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from fractions import Fraction
 from itertools import pairwise
 
 from troupe.orchestrator.insight.verdicts.history import SHORTEST, History, Series
 from troupe.orchestrator.insight.verdicts.verdict import Level, Remedy, Verdict, field, while_it_lasts
+from troupe.orchestrator.plan.balance import ratio
 from troupe.orchestrator.roles.table import SAMPLERS, TRAINERS
 from troupe.orchestrator.telemetry.run_summary import SCORING
 
@@ -39,6 +39,11 @@ def _typical(run: History, name: str) -> float:
     """Median of a phase after the first steps, which also hold warm-up; 0 if it is not recorded."""
     value = run[name].after(_WARM_UP).median
     return 0.0 if math.isnan(value) else value
+
+
+def _busy(run: History, unknown: float) -> float:
+    """Share of a step in which engines have groups; `unknown` if it is not recorded, as in older runs."""
+    return _typical(run, "utilisation/rollout") if run["utilisation/rollout"] else unknown
 
 
 def trainer_seconds(run: History) -> float:
@@ -87,15 +92,20 @@ def starved_trainer(run: History) -> Iterator[Verdict]:
     sampling, training = _typical(run, "seconds/generate"), trainer_seconds(run)
     engines, ranks = _workers(run, "rollout"), int(run.get("roles.policy.workers", 1))
     # With staleness the engines also work during the updates: what remains is a wait beyond them.
-    rounds = sampling + training if stale else sampling
-    ratio = rounds * engines / max(training * ranks, 1e-9)
-    wanted = max(engines + 1, math.ceil(ratio * ranks))
+    busy = _busy(run, 1.0) if stale else 1.0
+    rounds = busy * (sampling + training) if stale else sampling
+    each = rounds * engines / max(training * ranks, 1e-9)
+    wanted = max(engines + 1, math.ceil(each * ranks))
     remedies: list[Remedy] = []
     if not stale and not _cores_short(run, engines):
         remedies.append(Remedy("Generate during the updates.", field("schedule.max_staleness", 1)))
-    busy, waited = _scoring(run)
-    if (stale or training >= 0.1 * rounds) and not _cores_short(run, wanted) and busy < SCORING * waited:
-        balance = f"Add engines: {_ratio(ratio)} engines to policy workers balance this run."
+    if busy < 1 - _WAITS / 2:
+        remedies.append(
+            Remedy("The engines wait too: let samples be older.", field("schedule.max_staleness", stale + 1))
+        )
+    scored, waited = _scoring(run)
+    if (stale or training >= 0.1 * rounds) and not _cores_short(run, wanted) and scored < SCORING * waited:
+        balance = f"Add engines: {ratio(each)} engines to policy workers balance this run."
         remedies.append(Remedy(balance, field("roles.rollout.workers", wanted)))
     yield Verdict(
         "starved-trainer",
@@ -113,9 +123,9 @@ def starved_trainer(run: History) -> Iterator[Verdict]:
 def starved_engines(run: History) -> Iterator[Verdict]:
     """The engines wait for the trainer."""
     stale = int(run.get("schedule.max_staleness", 0))
-    waits = run["utilisation/generate"]
+    waits, busy = run["utilisation/generate"], _busy(run, 0.5)
     found = waits.after(_WARM_UP).stretch(lambda value: value < _NEVER_WAITS)
-    if not stale or found is None:
+    if not stale or found is None or busy > 1 - _NEVER_WAITS:
         return
     engines, ranks = _workers(run, "rollout"), int(run.get("roles.policy.workers", 1))
     remedies = [
@@ -123,27 +133,22 @@ def starved_engines(run: History) -> Iterator[Verdict]:
         Remedy("Pack more into a micro-batch.",
                field("roles.policy.micro_batch_tokens", 2 * int(run.get("roles.policy.micro_batch_tokens", 4096)))),
     ]  # fmt: skip
-    if engines > 1:
-        remedies.append(Remedy("Or use fewer engines.", field("roles.rollout.workers", engines - 1)))
+    idle = f", and the engines have no group for {1 - busy:.0%}" if run["utilisation/rollout"] else ""
+    fewer = min(engines - 1, math.ceil(busy * engines))
+    if fewer:
+        balance = f"Or use fewer engines: {ratio(busy * engines / ranks)} engines to policy workers balance this run."
+        remedies.append(Remedy(balance, field("roles.rollout.workers", fewer)))
     yield Verdict(
         "starved-engines",
         while_it_lasts(found, Level.WARNING),
         "The engines wait for the trainer",
         f"The trainer never waits for samples ({waits.typical(found):.1%} of a step); it updates for "
-        f"{trainer_seconds(run):.1f} s of {_typical(run, 'seconds/step'):.1f} s. "
-        "The engines stand idle with full queues; "
-        f"try up to {_ratio(engines / (2 * ranks))} engines to policy workers.",
+        f"{trainer_seconds(run):.1f} s of {_typical(run, 'seconds/step'):.1f} s{idle}.",
         found.start,
         found.until,
         ("utilisation/generate", "utilisation/update", "seconds/update"),
         tuple(remedies),
     )
-
-
-def _ratio(value: float) -> str:
-    """A ratio of workers in small numbers: `3 : 2`."""
-    near = Fraction(max(value, 0.125)).limit_denominator(4)
-    return f"{near.numerator} : {near.denominator}"
 
 
 def growing_memory(run: History) -> Iterator[Verdict]:

@@ -50,6 +50,8 @@ PPO = BATCH | {"algorithm": {"group_size": 1}}
 REWARDS = {"roles": {"reward": {"functions": [{"name": "exact_match"}]}}}
 STALE = {"schedule": {"prompts_per_step": 4, "max_staleness": 1}}
 BUSY: Json = {"utilisation__generate": 0.9, "seconds__generate": 9.0, "seconds__update": 1.0, "seconds__step": 10.0}
+HALF: Json = {"utilisation__rollout": 0.5}
+TWO_ENGINES = {"roles": {"rollout": {"workers": 2}}}
 MIXED = {"data": {"train": [{"name": "a", "weight": 1}, {"name": "b", "weight": 1, "max_tokens": 8}]}}
 CUT: Json = {"truncated": 0.6, "source__a__truncated": late(0.9, 0.9), "source__b__truncated": 0.0}
 BOTH_CUT: Json = CUT | {"source__b__truncated": 0.9}
@@ -226,8 +228,22 @@ CLAIMS: dict[str, tuple[tuple[str, History, History], ...]] = {
             record(**BUSY, seconds__reward=9.0, workers__reward=4.0),
         ),
     ),
-    "starved_trainer": (("Add engines", record(STALE, **BUSY), record(STALE, **BUSY, seconds__reward=9.0)),),
+    "starved_trainer": (
+        ("Add engines", record(STALE, **BUSY), record(STALE, **BUSY, seconds__reward=9.0)),
+        ("let samples be older", record(STALE, **BUSY, **HALF), record(STALE, **BUSY, utilisation__rollout=0.99)),
+        ("5 : 1 engines", record(STALE, **BUSY, **HALF), record(STALE, **BUSY)),
+    ),
     "starved_engines": (
+        (
+            "no group for 50%",
+            record(STALE, utilisation__generate=0.01, **HALF),
+            record(STALE, utilisation__generate=0.01, utilisation__rollout=0.99),
+        ),
+        (
+            "1 : 1 engines",
+            record(STALE | TWO_ENGINES, utilisation__generate=0.01, **HALF),
+            record(STALE | TWO_ENGINES, utilisation__generate=0.01, utilisation__rollout=0.2),
+        ),
         ("The engines wait", record(STALE, utilisation__generate=0.01), record(utilisation__generate=0.01)),
     ),
     "growing_memory": (

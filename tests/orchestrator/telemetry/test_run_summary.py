@@ -73,3 +73,9 @@ def test_the_bound_is_what_most_of_a_step_goes_to() -> None:
     offline = summary_of({"seconds/step": 10.0, "seconds/update": 9.0})
     assert (offline.bound(), offline.bottleneck()) == ("90% training", "")
     assert summary_of({}).bound() == ""
+
+
+def test_overlapping_steps_say_who_was_idle_and_how_old_samples_were() -> None:
+    steps = [{"staleness/mean": older, "utilisation/rollout": busy} for older, busy in ((0.0, 0.9), (1.0, 0.8))]
+    assert summary_of(*steps).balance() == "engines idle 15%, samples 0.5 versions old"
+    assert summary_of(steps[0]).balance() == summary_of({"staleness/mean": 1.0}).balance() == ""

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from tests.orchestrator.insight.bench.measured import TRAINED
-from troupe.orchestrator.commands.bench_table import render_trainers
+from tests.orchestrator.insight.bench.measured import TRAINED, result
+from troupe.orchestrator.commands.bench_table import balance, render_trainers
 from troupe.orchestrator.insight.bench.batches import GroupLengths, train_batch
 from troupe.orchestrator.insight.bench.trainers import TrainedStep, trainer_measures
 from troupe.workers.contract.messages import TRAIN, GroupSummary, Peak, SampleSummary
@@ -55,3 +55,12 @@ def test_the_tables_fit_any_terminal_and_leave_out_what_was_not_measured(width: 
     with_mfu = replace(TRAINED, trainers=(replace(TRAINED.trainers[0], mfu=0.314),))
     console.print(render_trainers(with_mfu, width))
     assert "31.4%" in console.export_text()
+
+
+def test_the_measured_rates_say_who_would_wait_and_with_which_ratio_nobody() -> None:
+    """32 sequences of 20 tokens in a second, of which a sixteenth is their drain; and an update."""
+    line = balance([result()], replace(TRAINED, step_s=0.625))
+    assert "1.6 s in turn and 0.9 s with max_staleness 1: engines wait 0% of it, trainers 33%" in line
+    assert "samples are 1.0 versions old; 3 : 2 engines to policy workers" in line
+    slow = balance([result()], replace(TRAINED, step_s=1.875))
+    assert "engines wait 50% of it, trainers 0%" in slow and "1 : 2 engines" in slow
