@@ -57,7 +57,7 @@ def show(results: Sequence[Result], cores: int | None, train: TrainResult | None
 
 
 def balance(results: Sequence[Result], train: TrainResult) -> str:
-    """A step of the fastest point if sampling and training overlap: its length, who waits, and the ratio that ends it."""
+    """A step of the fastest point if sampling and training overlap: its length, who waits, and when nobody would."""
     best = best_of(results)
     if best is None or best.measures is None or best.measures.tokens_per_s <= 0:
         return ""

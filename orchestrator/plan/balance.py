@@ -31,7 +31,7 @@ class Stages:
     drain: float = 1.0
     """How many times longer sampling takes if nothing follows: until the longest response ends."""
     others_s: float = 0.0
-    """Training of other roles at the same time, on GPUs of their own."""
+    """Training of other roles at the same time, on separate GPUs."""
 
     def step_s(self, staleness: int) -> float:
         """Seconds of a step with this limit of staleness."""

@@ -178,11 +178,11 @@ def _training(
     own = spec.schedule.epochs * tokens / ranks
     micro = min(trainer.worker_tokens, own)
     batch_s = micro * token_seconds(size, trainer, longest_sequence(spec), peaks, adapters=adapters)
-    batch_s = max(batch_s, size.layers * LAYER_START_S * _passes(trainer) / 3)
+    batch_s = max(batch_s, size.layers * LAYER_START_S * _passes(trainer, size) / 3)
     trained = adapter_numbers(size, config.lora) if adapters else size.parameters
     link = cluster.link(name)
     if ranks > 1 and stage == 3:
-        batch_s += EXPOSED_GATHERS * (_passes(trainer) - 1) * width * size.parameters / link
+        batch_s += EXPOSED_GATHERS * (_passes(trainer, size) - 1) * width * size.parameters / link
     if ranks > 1 and stage >= 2:
         batch_s += EXPOSED_SUMS * width * trained / link
     optimizer_s = _optimizer(trainer, role.cpus, trained, width, ranks, stage, link, peaks)
@@ -194,10 +194,10 @@ def _training(
     return updates_s + scored * tokens / ranks * 2 * size.multiplied() / (PRODUCTS * peaks.flops), mfu
 
 
-def _passes(trainer: TrainerConfig) -> int:
-    """Forward passes that an update's products cost as much as: a backward pass has two, and repeats a checkpointed
-    one."""
-    return 4 if trainer.gradient_checkpointing else 3
+def _passes(trainer: TrainerConfig, size: ModelSize) -> float:
+    """Forward passes that an update's products cost as much as: a backward pass has two, and repeats the layers that
+    are recomputed."""
+    return 3 + trainer.recomputed(size.layers) / size.layers
 
 
 def token_seconds(
@@ -208,7 +208,7 @@ def token_seconds(
     Traffic is of the operations between products, in bytes of bfloat16: norms, residuals, rotary positions and the
     gated feed-forward. The output head computes its logits twice and reads them in float32.
     """
-    passes = _passes(trainer)
+    passes = _passes(trainer, size)
     products, traffic = PRODUCTS * peaks.flops, TRAFFIC * peaks.bandwidth
     head = size.vocabulary * size.hidden
     body = 2 * (size.multiplied() - head) * (passes - adapters) / products

@@ -160,7 +160,7 @@ def training(worker: str, rank: Training) -> tuple[WorkerMemory, ...]:
         parts[device].append(Part("kept", 4 * size.vocabulary * math.ceil(rank.kept_states / shares)))
     tokens = trainer.worker_tokens
     masked = _mask_row(size, rank.longest, trainer.packing)
-    layers = activations(size, width, tokens, masked, trainer.gradient_checkpointing)
+    layers = activations(size, width, tokens, masked, trainer.recomputed(size.layers))
     if trainer.sequence_parallel_size > 1:
         # What a rank sends and receives of the queries; the ones that attention keeps are counted as activations.
         layers += 2 * width * tokens * size.heads * size.head_dim
@@ -332,10 +332,14 @@ def _pairs(size: ModelSize, masked: int) -> int:
     return 8 * size.heads * masked if size.eager else 0
 
 
-def activations(size: ModelSize, width: int, tokens: int, masked: int, checkpointing: bool) -> int:
-    """Bytes that the layers keep of `tokens` tokens, and that the backward pass through one layer adds."""
-    layer = layer_bytes(size, width, masked)
-    kept = size.layers * width * size.hidden + layer if checkpointing else size.layers * layer
+def activations(size: ModelSize, width: int, tokens: int, masked: int, recomputed: int) -> int:
+    """Bytes that the layers keep of `tokens` tokens, and that the backward pass through one layer adds.
+
+    Of `recomputed` layers the inputs are kept, and all of one at a time.
+    """
+    kept = recomputed * width * size.hidden + (size.layers - recomputed + (recomputed > 0)) * layer_bytes(
+        size, width, masked
+    )
     ends = size.hidden * (4 + 3 * width)
     at_work = width * (3 * size.intermediate + 4 * size.hidden) + _pairs(size, masked)
     return tokens * (kept + ends + at_work)

@@ -285,6 +285,8 @@ class TrainerConfig(OptimizerConfig):
     """Keep optimizer states in host memory (GPU only, requires ZeRO)."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory for about a third more compute."""
+    recompute_every: int = Field(default=1, ge=1)
+    """With `gradient_checkpointing`, recompute every n-th layer, and keep what the others computed. 1: all layers."""
     micro_batch_tokens: int = Field(default=4096, ge=8)
     """Maximum number of tokens, padding included, in one forward pass of one worker, or of the workers that share it
     (`sequence_parallel_size`)."""
@@ -308,6 +310,10 @@ class TrainerConfig(OptimizerConfig):
     def worker_tokens(self) -> int:
         """Maximum number of tokens of a micro-batch that one worker runs the model on."""
         return -(-self.micro_batch_tokens // self.sequence_parallel_size)
+
+    def recomputed(self, layers: int) -> int:
+        """Layers whose activations are recomputed, of so many."""
+        return -(-layers // self.recompute_every) if self.gradient_checkpointing else 0
 
     def stage_for(self, ranks: int, float32: bool) -> Literal[0, 1, 2, 3]:
         """The ZeRO stage to use for a group of `ranks` ranks.

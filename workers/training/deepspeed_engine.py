@@ -63,6 +63,15 @@ _BASE = "base"
 logger = logging.getLogger(__name__)
 
 
+def recompute(model: PreTrainedModel, every: int, stage: int) -> None:
+    """Make the backward pass compute every n-th layer again, under this ZeRO stage."""
+    # ZeRO-3 frees a parameter between forward and backward, which non-reentrant checkpointing rejects.
+    reentrant = stage == 3
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant}, every_n_layers=every)
+    if reentrant:
+        model.enable_input_require_grads()
+
+
 @contextlib.contextmanager
 def _default_generation(model: PreTrainedModel) -> Iterator[None]:
     """Gives a model the default settings of generation inside the block."""
@@ -127,11 +136,7 @@ class TrainEngine:
         self._loss_scale = LossScale() if dtype == torch.float16 else None
         self._stage = config.stage_for(dist.get_world_size(), dtype == torch.float32)
         if config.gradient_checkpointing:
-            # ZeRO-3 frees a parameter between forward and backward, which non-reentrant checkpointing rejects.
-            reentrant = self._stage == 3
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-            if reentrant:
-                model.enable_input_require_grads()
+            recompute(model, config.recompute_every, self._stage)
         module.train()
         check_deterministic(module, model, device)
         if device == "cpu":

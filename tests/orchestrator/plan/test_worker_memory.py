@@ -253,9 +253,7 @@ def test_eager_attention_keeps_the_weights_of_all_pairs_of_tokens() -> None:
     eager = replace(SMALL, eager=True)
     for width in (2, 4):
         assert layer_bytes(eager, width, 5) - layer_bytes(SMALL, width, 5) == 8 * SMALL.heads * 5
-        more = activations(eager, width, 10, 5, checkpointing=True) - activations(
-            SMALL, width, 10, 5, checkpointing=True
-        )
+        more = activations(eager, width, 10, 5, 2) - activations(SMALL, width, 10, 5, 2)
         assert more == 2 * 10 * 8 * SMALL.heads * 5, "of one layer, and of its backward pass"
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", PAIRS], capture_output=True, text=True, check=True)
     layers, tokens = 2, 2 * 40
@@ -269,8 +267,9 @@ def test_activations_by_hand() -> None:
     assert layer_bytes(SMALL, 2, masked=5) == 128 + 96 + 16 + 10 + 96
     at_work = 4 * (3 * 12 + 4 * 8)
     ends = 8 * 16
-    assert activations(SMALL, 4, 10, 5, checkpointing=False) == 10 * (2 * 612 + ends + at_work)
-    assert activations(SMALL, 4, 10, 5, checkpointing=True) == 10 * (2 * 4 * 8 + 612 + ends + at_work)
+    assert activations(SMALL, 4, 10, 5, 0) == 10 * (2 * 612 + ends + at_work)
+    assert activations(SMALL, 4, 10, 5, 2) == 10 * (2 * 4 * 8 + 612 + ends + at_work)
+    assert activations(replace(SMALL, layers=4), 4, 10, 5, 1) == 10 * (4 * 8 + 4 * 612 + ends + at_work)
 
 
 def test_logits_never_exceed_a_chunk() -> None:

@@ -73,6 +73,7 @@ def test_what_may_not_be_meant_is_a_warning(name: str, changes: tuple[str, ...],
 _TEACHER = "roles.reference={colocate_with: policy}"
 REFUSED: list[tuple[str, tuple[str, ...], str]] = [
     ("tiny-grpo", ("roles.policy.min_lr_ratio=0.1",), "roles.policy.min_lr_ratio: has no effect on a constant"),
+    ("tiny-grpo", ("roles.policy.recompute_every=2",), "roles.policy.recompute_every: has no effect without"),
     ("tiny-ppo", ("roles.critic.min_lr_ratio=0.1",), "roles.critic.min_lr_ratio: has no effect on a constant"),
     ("tiny-sft", ("roles.policy.min_lr_ratio=1",), "roles.policy.min_lr_ratio: has no effect on a constant"),
     (

@@ -28,8 +28,8 @@ reward_model/calibration_error reward_model/grad_norm reward_model/learning_rate
 reward_model/preference_loss reward_model/score reward_model/sequences reward_model/skipped_updates rollout/tokens_per_s
 seconds/checkpoint seconds/evaluate seconds/generate seconds/prepare seconds/reward seconds/step seconds/sync
 seconds/update staleness/max staleness/mean step time tokens tokens_per_s truncated updates
-utilisation/checkpoint utilisation/evaluate utilisation/generate utilisation/prepare utilisation/rollout utilisation/sync
-utilisation/update value_mean value_std workers/reference workers/reward workers/rollout
+utilisation/checkpoint utilisation/evaluate utilisation/generate utilisation/prepare utilisation/rollout
+utilisation/sync utilisation/update value_mean value_std workers/reference workers/reward workers/rollout
 """
 WRITTEN = _WRITTEN.split()
 """Names in `metrics.jsonl` of recorded runs: GRPO with evaluation, PPO with four models, SFT, a reward model."""

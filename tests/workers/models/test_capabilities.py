@@ -40,6 +40,7 @@ from troupe.workers.models.modeling import CausalLogprobs, ModelModule, TokenVal
 from troupe.workers.models.packed_attention import install
 from troupe.workers.models.proxy import randomize
 from troupe.workers.models.token_batch import TokenTable
+from troupe.workers.training.deepspeed_engine import recompute
 
 NO_HEAD_DIM = {name: value for name, value in SIZES.items() if name != "head_dim"}
 ALL_HEADS = {name: value for name, value in NO_HEAD_DIM.items() if name != "num_key_value_heads"}
@@ -122,6 +123,38 @@ def test_layers_with_gradient_checkpointing_still_recompute(tmp_path: Path) -> N
     module.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     logprobs(module.train()).sum().backward()
     assert len(passes) == 3
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_every_other_layer_is_recomputed_with_the_same_gradients_and_half_of_the_memory(
+    stage: int, tmp_path: Path
+) -> None:
+    config = LlamaConfig(**SIZES)
+    config.num_hidden_layers = 4
+    path = save_model(config, tmp_path)
+    kept: dict[int, int] = {}
+    gradients: dict[int, list[torch.Tensor]] = {}
+    for every in (0, 1, 2):
+        module = CausalLogprobs(load_causal(path), temperature=1.0)
+        if every:
+            recompute(module.model, every, stage)
+        own = {parameter.data_ptr() for parameter in module.parameters()}
+        saved: dict[int, int] = {}
+
+        def keep(tensor: torch.Tensor, own: set[int] = own, saved: dict[int, int] = saved) -> torch.Tensor:
+            if tensor.data_ptr() not in own:
+                saved[tensor.data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            value = logprobs(module.train()).sum()
+        value.backward()
+        kept[every] = sum(saved.values())
+        gradients[every] = [p.grad for p in module.parameters() if p.grad is not None]
+    assert len(gradients[0]) > 30
+    for every in (1, 2):
+        assert all(map(torch.equal, gradients[every], gradients[0])) and len(gradients[every]) == len(gradients[0])
+    assert kept[0] > 8 * kept[1] and kept[0] - kept[2] == pytest.approx(kept[2] - kept[1], rel=0.05), kept
 
 
 @pytest.mark.parametrize("family", ["phimoe-sampled-experts", "mixtral-jitter", "persimmon"])
