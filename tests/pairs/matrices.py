@@ -64,8 +64,11 @@ _TYPES: dict[str, Fields] = {
 }
 _COMPUTE: dict[str, Fields] = {
     "kept": {},
-    "recomputed": {"roles.policy.gradient_checkpointing": True, "roles.critic.gradient_checkpointing?": True},
-    "half recomputed": {"roles.policy.gradient_checkpointing": True, "roles.policy.recompute_every": 2},
+    "recomputed": {
+        "roles.policy.gradient_checkpointing": True,
+        "roles.policy.recompute_every": 2,
+        "roles.critic.gradient_checkpointing?": True,
+    },
 }
 _AVERAGE: dict[str, Fields] = {"none": {}, "average": {"roles.policy.ema_decay": 0.5}}
 _RATE: dict[str, Fields] = {
