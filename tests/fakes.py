@@ -53,6 +53,7 @@ from troupe.workers.contract.messages import (
     RewardSummary,
     SampleSummary,
     SaveStatus,
+    ScoreSummary,
     TextCut,
     TextSummary,
     TrainRow,
@@ -549,10 +550,10 @@ class FakeTrainer:
 class FakeCritic(FakeTrainer):
     """A critic that trains by counting."""
 
-    async def compute_values(self, plan: RankPlan, *rollouts: FakeTable) -> tuple[int, FakeTable]:
+    async def compute_values(self, plan: RankPlan, *rollouts: FakeTable) -> tuple[ScoreSummary, FakeTable]:
         """Lists the groups of the wave, with the number of updates that the critic has made."""
         uids = tuple(uid for table in rollouts for uid in table.uids)
-        return 0, FakeTable("values", uids, versions=(len(self.learned),))
+        return ScoreSummary(0), FakeTable("values", uids, versions=(len(self.learned),))
 
     async def update(self, plan: RankPlan, batch: FakeTable) -> UpdateMetrics:
         """Counts."""
@@ -607,13 +608,13 @@ class FakePolicy(FakeTrainer):
         table = FakeTable("train", tuple([uid for uid, _ in request.keep]))
         return TrainSummary(self._rows(request), {"advantages/std": 1.0}), table
 
-    async def compute_logprobs(self, plan: RankPlan, *rollouts: FakeTable) -> tuple[int, FakeTable]:
+    async def compute_logprobs(self, plan: RankPlan, *rollouts: FakeTable) -> tuple[ScoreSummary, FakeTable]:
         """Lists the groups of the wave."""
-        return 0, FakeTable("old_logprobs", tuple(uid for table in rollouts for uid in table.uids))
+        return ScoreSummary(0), FakeTable("old_logprobs", tuple(uid for table in rollouts for uid in table.uids))
 
-    async def reference_logprobs(self, plan: RankPlan, *rollouts: FakeTable) -> tuple[int, FakeTable]:
+    async def reference_logprobs(self, plan: RankPlan, *rollouts: FakeTable) -> tuple[ScoreSummary, FakeTable]:
         """Lists the groups of the wave."""
-        return 0, FakeTable("ref_logprobs", tuple(uid for table in rollouts for uid in table.uids))
+        return ScoreSummary(0), FakeTable("ref_logprobs", tuple(uid for table in rollouts for uid in table.uids))
 
     async def token_records(self) -> tuple[int, FakeTable]:
         """Keeps none."""

@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from troupe.workers.algorithms.policy_loss import LossOutput, token_weights, value_loss
 from troupe.workers.contract.config import CriticConfig
-from troupe.workers.contract.messages import RankPlan, UpdateMetrics, WorkerHealth
+from troupe.workers.contract.messages import RankPlan, ScoreSummary, UpdateMetrics, WorkerHealth
 from troupe.workers.models.modeling import TokenValues, load_value, score_plan, torch_dtype
 from troupe.workers.models.token_batch import TokenBatch, TokenTable
 from troupe.workers.telemetry.start_activity import Activity, announce
@@ -29,8 +29,8 @@ class CriticWorker(TrainingRank[CriticConfig]):
         self._train(TokenValues(model), model, torch_dtype(config.model.dtype))
         return self.health()
 
-    def compute_values(self, plan: RankPlan, *rollouts: pa.Table) -> tuple[int, pa.Table]:
-        """(rows, token_scores table): `values` of the plan's rows under the current critic. Collective."""
+    def compute_values(self, plan: RankPlan, *rollouts: pa.Table) -> tuple[ScoreSummary, pa.Table]:
+        """(summary, token_scores table): `values` of the plan's rows under the current critic. Collective."""
         return score_plan(self.engine.module, plan, rollouts, "values", self.engine.device)
 
     def update(self, plan: RankPlan, batch: pa.Table) -> UpdateMetrics:

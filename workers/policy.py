@@ -20,6 +20,7 @@ from troupe.workers.contract.messages import (
     TOKEN_RECORDS,
     PrepareRequest,
     RankPlan,
+    ScoreSummary,
     TextCut,
     TextSummary,
     TrainSummary,
@@ -78,8 +79,8 @@ class PolicyWorker(TrainingRank[PolicyConfig]):
             torch.cuda.empty_cache()  # an engine on the same GPU sizes its KV cache by what is free
         return self.health()
 
-    def compute_logprobs(self, plan: RankPlan, *rollouts: pa.Table) -> tuple[int, pa.Table]:
-        """(rows, token_scores table): `old_logprobs` of the plan's rows under the current policy."""
+    def compute_logprobs(self, plan: RankPlan, *rollouts: pa.Table) -> tuple[ScoreSummary, pa.Table]:
+        """(summary, token_scores table): `old_logprobs` of the plan's rows under the current policy."""
         return score_plan(self.engine.module, plan, rollouts, "old_logprobs", self.engine.device)
 
     def shares_prompts(self) -> bool:
@@ -282,7 +283,7 @@ class PolicyWorker(TrainingRank[PolicyConfig]):
             teacher = cast(CausalLogprobs, self._frozen)
             states = teacher.teacher_states(micro_batch)
             return WholeTeacher(states, teacher.logits_of, teacher.temperature, self._distill)
-        stored = table.teacher(micro_batch)
+        stored = table.teachers(micro_batch)
         if stored is None:
             raise ValueError("algorithm.distill needs the teacher's tokens, but the batch lacks the column teacher_ids")
         return TopTeacher(*stored, self._distill)

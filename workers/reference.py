@@ -56,7 +56,7 @@ class ReferenceWorker:
         return self._started.packs
 
     def score(self, plan: RankPlan, *rollouts: pa.Table) -> tuple[ScoreSummary, pa.Table]:
-        """(summary, token_scores table): `ref_logprobs` of the plan's rows. Raises RuntimeError before `start`."""
+        """(summary, token_scores table): log-probs of the plan's rows. Raises RuntimeError before `start`."""
         return self._started.score(plan, rollouts)
 
     def health(self) -> WorkerHealth:
@@ -101,10 +101,10 @@ class ReferenceModel:
         self._config = config
 
     def score(self, plan: RankPlan, rollouts: Sequence[pa.Table]) -> tuple[ScoreSummary, pa.Table]:
-        """`ref_logprobs` of the plan's rows, and this rank's peak. Collective if the model is divided."""
+        """The log-probs of the plan's rows, and this rank's peak. Collective if the model is divided."""
         how = (self._device, self._config.top_k)
-        rows, table = score_plan(self._placed.module, plan, rollouts, "ref_logprobs", *how)
-        return ScoreSummary(rows, peak=own_peak(self._config.device)), table
+        summary, table = score_plan(self._placed.module, plan, rollouts, self._config.column, *how)
+        return replace(summary, peak=own_peak(self._config.device)), table
 
 
 class ShardedReference:
@@ -131,7 +131,7 @@ class ShardedReference:
         """Whether the model packs rows, as in `ReferenceModel.packs`."""
 
     def score(self, plan: RankPlan, rollouts: Sequence[pa.Table]) -> tuple[ScoreSummary, pa.Table]:
-        """`ref_logprobs` of the plan's rows, whose micro-batches are shared by the ranks.
+        """The log-probs of the plan's rows, whose micro-batches are shared by the ranks.
 
         After an error the model cannot be used any more: the other ranks' answers would be taken for the next
         call's.
@@ -151,7 +151,8 @@ class ShardedReference:
             raise
         peaks = [one.peak for one in summaries if one.peak is not None]
         peak = Peak(sum(part.host for part in peaks), max(part.gpu for part in peaks))
-        return ScoreSummary(sum(one.rows for one in summaries), peak=peak), pa.concat_tables(tables)
+        failed = tuple(dict.fromkeys(key for one in summaries for key in one.failed))
+        return ScoreSummary(sum(one.rows for one in summaries), failed, peak=peak), pa.concat_tables(tables)
 
     def close(self) -> None:
         """End the other ranks and leave their group."""

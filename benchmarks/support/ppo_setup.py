@@ -21,7 +21,7 @@ from troupe.orchestrator.data.prompts import PromptSource
 from troupe.orchestrator.hub.resolve import LocalFiles
 from troupe.orchestrator.insight.bench.batches import Unscored
 from troupe.orchestrator.rollouts.scheduler import RolloutScheduler
-from troupe.orchestrator.rollouts.scoring import ScoredGroup, TokenScorer
+from troupe.orchestrator.rollouts.scoring import ScoredGroup, TokenScorer, TokenScores
 from troupe.orchestrator.rollouts.source import RolloutSource
 from troupe.orchestrator.rollouts.weight_sync import WeightSync
 from troupe.orchestrator.runs.checkpoints import folder_checkpoints
@@ -203,7 +203,7 @@ class PPOSetup:
             with parts.timed(name):
                 scored = await asyncio.gather(*(_score(scorer, group) for group in groups))
             for own, tables in zip(scores, scored, strict=True):
-                own += tables
+                own += tables.tables
         return [
             replace(group, rewards=summary, reward_table=table, token_scores=tuple(own))
             for group, (summary, table), own in zip(groups, rewards, scores, strict=True)
@@ -221,5 +221,5 @@ class PPOSetup:
             self.gaps += [update["policy/rollout_logprob_gap"] for update in updates if name == "policy update"]
 
 
-def _score(scorer: TokenScorer, group: ScoredGroup) -> Awaitable[tuple[Any, ...]]:
+def _score(scorer: TokenScorer, group: ScoredGroup) -> Awaitable[TokenScores]:
     return scorer.score([s.prompt_tokens + s.response_tokens for s in group.summary.samples], group.rollouts)

@@ -139,7 +139,7 @@ async def logprob_gap(scorer: TokenScorer, sampled: Iterable[tuple[GroupSummary,
     for summary, rollouts in sampled:
         lengths = [sample.prompt_tokens + sample.response_tokens for sample in summary.samples]
         scores = await scorer.score(lengths, rollouts)
-        own, other = _by_sample([rollouts], "rollout_logprobs"), _by_sample(scores, "old_logprobs")
+        own, other = _by_sample([rollouts], "rollout_logprobs"), _by_sample(scores.tables, "old_logprobs")
         for index, row in own.items():
             differences += [abs(one - same) for one, same in zip(row, other[index], strict=True)]
     return sum(differences) / len(differences), len(differences)

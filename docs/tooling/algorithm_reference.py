@@ -85,9 +85,9 @@ deviation of the group or of the batch. `tests/workers/algorithms/test_baseline_
 
 ## Distillation
 
-A teacher is the reference: a frozen model with the policy's tokenizer (`validate` names the first text that another
-one reads differently). `distill` learns from its log-prob of the
-sampled token, as a policy gradient. `gkd`, and `algorithm.distill.coef` above 0 in any other algorithm, add
+A teacher is a frozen model with the policy's tokenizer (`validate` names the first text that another one reads
+differently): the reference, or each model of `roles.teacher`. `distill` learns from its log-prob of the sampled token,
+as a policy gradient. `gkd`, and `algorithm.distill.coef` above 0 in any other algorithm, add
 `coef * weight_t * D_t` to the loss of every token, a divergence between the distributions `s` of the policy and `t` of
 the teacher at that token, both at `sampling.temperature` and before top-p, top-k and min-p:
 
@@ -117,6 +117,19 @@ place of the reference. The other supports need its logits: with `colocate_with:
 in the update, and its head runs beside the policy's, chunk by chunk, so that neither's logits exist for all tokens at
 once. `policy/teacher_divergence` is the mean of `D`, `kl_ref` an estimate of `KL(s || t)` over the whole vocabulary,
 from the sampled tokens.
+
+Several teachers have a name, workers and a `weight` each, and may teach the samples of some sources of `data.train` only
+(`sources`). The losses are mixed, not the teachers' probabilities: a token's loss is `coef * weight_t * sum_i w_i D_i`
+over the teachers of its sample, and `distill`'s advantage `sum_i w_i (log t_i - log pi_old)`. `kl_teacher.NAME` is
+`kl_ref` of one teacher. A sample for which a teacher, the reference or another model that scores tokens has no finite
+log-prob is dropped and counted, like one whose reward fails.
+
+```yaml
+roles:
+  teacher:
+    general: {model: {path: models/large}, weight: 0.5}
+    maths: {model: {path: models/large-math}, sources: [sums, proofs]}
+```
 
 ## What others call it
 

@@ -81,8 +81,8 @@ class TrustRegionConfig(Frozen):
 
 @overrides({DistillConfig: ""})
 class DistillSection(Frozen):
-    """Divergence from the reference, as a teacher, over more than the sampled token: a term of any algorithm's loss,
-    and the whole loss of gkd. (Over the sampled token alone it is the term `kl`.)"""
+    """Divergence from the teachers, or the reference as one, over more than the sampled token: a term of any algorithm's
+    loss, and the whole loss of gkd. (Over the sampled token alone it is the term `kl`.)"""
 
 
 @overrides(
@@ -109,7 +109,7 @@ class AlgorithmConfig(Frozen):
     trust_region: TrustRegionConfig | None = None
     """Limit on the divergence of a step (ppo_kl_limit)."""
     distill: DistillSection | None = None
-    """Divergence from the reference as a teacher, over its likeliest tokens or the whole vocabulary."""
+    """Divergence from the teachers, over their likeliest tokens or the whole vocabulary."""
     kl_stop: float | None = Field(default=None, ge=0.0)
     """Skip the rest of a step's updates once KL(old || new) per token is above this; 0 turns it off."""
     kl_states: int = Field(default=128, ge=0)

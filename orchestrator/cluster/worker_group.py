@@ -28,6 +28,7 @@ from troupe.workers.contract.messages import (
     PrepareRequest,
     RankPlan,
     SaveStatus,
+    ScoreSummary,
     TextCut,
     TextSummary,
     TrainSummary,
@@ -58,7 +59,7 @@ TrainerT = TypeVar("TrainerT", bound=Trainer)
 
 _PROBE_S = 5.0
 """Wait for an answer of a rank that may be dead. One that is alive may be busy for longer."""
-Scores = list[tuple[Any, TableRef]]
+Scores = list[tuple[ScoreSummary, TableRef]]
 """(summary, reference to a token-score table) for every share of the rows."""
 
 
@@ -218,7 +219,7 @@ class WorkerGroup(Generic[W]):
 
     async def _score(
         self,
-        method: Callable[Concatenate[W, RankPlan, P], Reply[tuple[Any, TableRef]]],
+        method: Callable[Concatenate[W, RankPlan, P], Reply[tuple[ScoreSummary, TableRef]]],
         timeout_s: float,
         plans: Sequence[RankPlan],
         *tables: P.args,

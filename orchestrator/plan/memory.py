@@ -34,8 +34,8 @@ from troupe.orchestrator.roles.settings import (
     judge_config,
     offline_config,
     policy_config,
-    reference_config,
     rollout_config,
+    scorer_configs,
 )
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.derived.sampling import reward_functions
@@ -157,9 +157,9 @@ MemoryOf = Callable[[Any, PlacedWorker, int, Sizes], Memory]
 sizes of models."""
 
 
-def of_reference(spec: RunSpec, placed: PlacedWorker, _gpu: int, sizes: Sizes) -> Memory:
-    """Memory of a reference worker."""
-    config = reference_config(spec)
+def of_scorer(spec: RunSpec, placed: PlacedWorker, _gpu: int, sizes: Sizes) -> Memory:
+    """Memory of a worker of the reference or a teacher."""
+    config = scorer_configs(spec).get(role_of(placed.worker))
     size = sizes.of(config.model) if config is not None else None
     if config is None or size is None:
         return (), None

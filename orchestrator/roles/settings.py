@@ -118,22 +118,27 @@ def reward_config(spec: RolloutSpec) -> ScoringConfig:
     return spec.roles.reward.worker_config(ScoringConfig, sets=sets)
 
 
-def reference_config(spec: RunSpec) -> ReferenceConfig | None:
-    """Configuration of each reference worker, or None without a reference or with one in the policy's workers.
+def scorer_configs(spec: RunSpec) -> dict[str, ReferenceConfig]:
+    """Configuration of each worker of a reference outside the policy's workers, and of each teacher, by role.
 
-    Its logits are divided by the temperature that responses are sampled at, or by 1 if there is no sampling.
+    Logits are divided by the temperature that responses are sampled at, or by 1 if there is no sampling.
     """
-    role = spec.roles.reference
-    if role is None or spec.reference_in_policy:
-        return None
-    return role.worker_config(
-        ReferenceConfig,
-        model=spec.reference_model,
-        temperature=1.0 if spec.rollouts is None else spec.rollouts.sampling.temperature,
-        top_k=0 if spec.rollouts is None else section.policy_loss(spec.rollouts.algorithm).distill.stored_k,
-        device=role.device,
-        threads=role.threads or max(1, int(role.cpus) // role.shards),
-    )
+    rollouts: RolloutSpec | None = spec.rollouts
+    teachers = {} if rollouts is None else rollouts.roles.teachers()
+    own = {} if spec.roles.reference is None or spec.reference_in_policy else {"reference": spec.roles.reference}
+    top_k = 0 if rollouts is None else section.policy_loss(rollouts.algorithm).distill.stored_k
+    return {
+        name: role.worker_config(
+            ReferenceConfig,
+            model=role.model or spec.model,
+            column="ref_logprobs" if name == "reference" else name,
+            temperature=1.0 if rollouts is None else rollouts.sampling.temperature,
+            top_k=0 if name == "reference" and teachers else top_k,
+            device=role.device,
+            threads=role.threads or max(1, int(role.cpus) // role.shards),
+        )
+        for name, role in (own | teachers).items()
+    }
 
 
 def policy_config(spec: RolloutSpec) -> PolicyConfig:
@@ -227,10 +232,12 @@ def of_reward(spec: RolloutSpec) -> WorkerSettings:
     return WorkerSettings(config, config.threads, device, extra=(device, spec.model))
 
 
-def of_reference(spec: RunSpec) -> WorkerSettings | None:
-    """Settings of reference workers, or None without any."""
-    config = reference_config(spec)
-    return None if config is None else WorkerSettings(config, config.threads, config.device, config.micro_batch_tokens)
+def of_scorers(spec: RunSpec) -> Mapping[str, WorkerSettings]:
+    """Settings of the workers of references and teachers, by role."""
+    return {
+        role: WorkerSettings(config, config.threads, config.device, config.micro_batch_tokens)
+        for role, config in scorer_configs(spec).items()
+    }
 
 
 def of_policy(spec: RolloutSpec) -> WorkerSettings:

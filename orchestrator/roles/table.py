@@ -7,7 +7,7 @@ named by their path (`module:Class`), so that the table imports none of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from troupe.orchestrator.roles import settings
@@ -81,6 +81,17 @@ class Role:
 
 _TRAINER_RESTARTS = Restarts("trainer", lambda failures: failures.trainer_restarts)
 
+_REFERENCE = Role(
+    kind="reference",
+    worker="troupe.workers.reference:ReferenceWorker",
+    protocol=roles.Reference,
+    settings=settings.of_scorers,
+    memory=f"{_MEMORY}:of_scorer",
+    restarts=Restarts("reference", lambda failures: failures.reference_restarts),
+    pool=f"{_POOLS}:replica_pool",
+    group=f"{_GROUPS}:ReferenceGroup",
+)
+
 ROLES: dict[str, Role] = {
     row.kind: row
     for row in (
@@ -135,16 +146,8 @@ ROLES: dict[str, Role] = {
             pool=f"{_POOLS}:reward_pool",
             evaluates=True,
         ),
-        Role(
-            kind="reference",
-            worker="troupe.workers.reference:ReferenceWorker",
-            protocol=roles.Reference,
-            settings=settings.of_reference,
-            memory=f"{_MEMORY}:of_reference",
-            restarts=Restarts("reference", lambda failures: failures.reference_restarts),
-            pool=f"{_POOLS}:replica_pool",
-            group=f"{_GROUPS}:ReferenceGroup",
-        ),
+        _REFERENCE,
+        replace(_REFERENCE, kind="teacher"),
         Role(
             kind="policy",
             worker="troupe.workers.policy:PolicyWorker",

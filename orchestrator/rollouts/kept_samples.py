@@ -29,7 +29,6 @@ from troupe.workers.contract.config import Frozen
 from troupe.workers.contract.messages import (
     REWARDS,
     ROLLOUTS,
-    SCORES,
     FinishedSamples,
     GroupSummary,
     KeepRequest,
@@ -181,7 +180,7 @@ async def _read(place: Path, group: KeptGroup, damaged: frozenset[str], rewards:
             group.rewards,
             tables["rollouts"],
             tables["rewards"],
-            tuple(tables[name] for name in SCORES if name in tables),
+            tuple(table for kind, table in tables.items() if kind not in ("rollouts", "rewards")),
             greedy_reward=group.greedy_reward,
             candidates=group.candidates,
         )

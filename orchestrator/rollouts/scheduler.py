@@ -35,7 +35,6 @@ from troupe.orchestrator.rollouts.step_counts import StepCounts
 from troupe.orchestrator.spec.derived.sampling import GroupSettings, group_settings
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.training.ledger import Ledger, OpenGroup
-from troupe.workers.contract.environments import OK
 from troupe.workers.contract.messages import FinishedSamples, GroupRequest, GroupSummary, RewardSummary, SampleSummary
 from troupe.workers.contract.roles import TableRef
 
@@ -332,10 +331,9 @@ class RolloutScheduler:
             self._replace(group, f"prompt refused: {summary.refused}", failed=False)
             return
         group.finished = Samples(FinishedSamples(summary.prompt_uid, summary.attempt, summary.samples), rollouts)
-        functions = group.settings.rewards
-        scored = await self._scorer.score(summary, rollouts, group.pick.row, functions)
+        scored = await self._scorer.score(summary, rollouts, group.pick.row, group.settings)
         if greedy:
-            rewards, _ = await self._scorer.rewards.score(greedy[0][1], functions)
+            rewards, _ = await self._scorer.rewards.score(greedy[0][1], group.settings.rewards)
             if rewards.rewards[0] is None:
                 self._replace(
                     group, f"reward of the greedy response: {rewards.statuses[0]}", failed=True, scored=scored
@@ -399,13 +397,11 @@ class RolloutScheduler:
         A group is replaced if too few of its samples have a reward, or if it has no signal and the budget for such
         replacements lasts (dynamic sampling).
         """
-        failures = [(i, s) for i, s in enumerate(scored.rewards.statuses) if s != "ok"]
+        failures = scored.failures
         if scored.least_rewarded < self._min_group:
-            self._replace(group, f"reward: {failures[0][1]}", failed=True, scored=scored)
+            self._replace(group, failures[0][1], failed=True, scored=scored)
             return
-        for sample_index, status in failures:
-            failed_before = scored.summary.samples[sample_index].status != OK
-            reason = status if failed_before else f"reward: {status}"
+        for sample_index, reason in failures:
             self._ledger.mark_dropped(group.pick.prompt_uid, sample_index, reason)
         if failures:
             group.failed += len(failures)

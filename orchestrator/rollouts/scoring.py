@@ -23,6 +23,7 @@ from troupe.orchestrator.pools.replicas import ReplicaPool, RestartBudget
 from troupe.orchestrator.spec.derived.sampling import GroupSettings
 from troupe.orchestrator.training.batch import plan_rows
 from troupe.orchestrator.training.ledger import kind_of
+from troupe.workers.contract.environments import OK
 from troupe.workers.contract.messages import Fault, GroupSummary, KeepRequest, KeptTable, RewardSummary
 from troupe.workers.contract.rewards import differ
 from troupe.workers.contract.roles import Reward, TableRef
@@ -51,6 +52,15 @@ class ScoredGroup:
     """Reward of the greedy response to the prompt, if the algorithm uses one."""
     candidates: RewardSummary | None = None
     """Rewards of the answers from other sources, if the prompt has some."""
+    unscored: frozenset[int] = frozenset()
+    """Indices of the samples that lost their reward because a token's score is not finite."""
+
+    @property
+    def failures(self) -> list[tuple[int, str]]:
+        """(index, reason) of the samples that have no reward."""
+        own = enumerate(zip(self.summary.samples, self.rewards.statuses, strict=True))
+        scored = [(i, status, i in self.unscored or sample.status != OK) for i, (sample, status) in own]
+        return [(i, status if before else f"reward: {status}") for i, status, before in scored if status != OK]
 
     @cached_property
     def truncated(self) -> frozenset[int]:
@@ -158,7 +168,7 @@ class RewardPool(ReplicaPool[WorkerHandle[Reward]]):
         super().__init__(workers, launch, budget)
         self._timeout_s = timeout_s
         self._judge_start_s = judge_start_s
-        self._faults = FaultLog()
+        self._faults = FaultLog("reward function")
         room = partial(asyncio.Semaphore, _GROUPS_AT_ONCE)
         self._room: defaultdict[WorkerHandle[Reward], asyncio.Semaphore] = defaultdict(room)
 
@@ -221,7 +231,17 @@ class RewardPool(ReplicaPool[WorkerHandle[Reward]]):
         return table
 
 
-_Waiting = tuple[list[int], TableRef, asyncio.Future[tuple[TableRef, ...]]]
+@dataclass(frozen=True)
+class TokenScores:
+    """The scores of a wave."""
+
+    tables: tuple[TableRef, ...]
+    """Token-score tables, one per rank."""
+    failed: frozenset[tuple[str, int]]
+    """(prompt_uid, sample_index) of the samples with a score that is not finite."""
+
+
+_Waiting = tuple[list[int], TableRef, asyncio.Future[TokenScores]]
 """Lengths of a group's samples (tokens), their table, and the future that receives the scores."""
 
 
@@ -238,6 +258,7 @@ class TokenScorer:
         score: ScoreTokens,
         timeout_s: float,
         pool: ReplicaPool[Any] | None = None,
+        sources: Sequence[str] | None = None,
     ) -> None:
         """Scores nothing yet.
 
@@ -248,7 +269,11 @@ class TokenScorer:
             pool: The workers of the group, if they are independent of each other: it replaces lost ones, and
                 workers join and leave the group between two waves. If None, the group does not change, and losing a
                 worker is an error.
+            sources: The sources whose samples it scores, or None for all.
         """
+        self.role = group.role
+        """The role of the ranks."""
+        self._sources = sources
         self._group = group
         self._pool = pool
         self._score_tokens = score
@@ -256,7 +281,11 @@ class TokenScorer:
         self._waiting: list[_Waiting] = []
         self._runner: asyncio.Task[None] | None = None
 
-    async def score(self, lengths: list[int], rollouts: TableRef) -> tuple[TableRef, ...]:
+    def scores(self, source: str) -> bool:
+        """Whether it scores the samples of a source."""
+        return self._sources is None or source in self._sources
+
+    async def score(self, lengths: list[int], rollouts: TableRef) -> TokenScores:
         """Scores one group.
 
         Args:
@@ -264,12 +293,12 @@ class TokenScorer:
             rollouts: The group's ROLLOUTS table.
 
         Returns:
-            The token-score tables of the group's wave, one per rank.
+            The scores of the group's wave.
 
         Raises:
             WorkerError: The wave failed.
         """
-        future: asyncio.Future[tuple[TableRef, ...]] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[TokenScores] = asyncio.get_running_loop().create_future()
         self._waiting.append((lengths, rollouts, future))
         if self._runner is None or self._runner.done():
             self._runner = asyncio.create_task(self._run())
@@ -284,7 +313,7 @@ class TokenScorer:
             await self._score(wave)
 
     async def _score(self, wave: Sequence[_Waiting]) -> None:
-        """Scores a wave; every group in it receives the same tables or the same error."""
+        """Scores a wave; every group in it receives the same scores or the same error."""
         lengths = [length for group, _, _ in wave for length in group]
         rollouts = [ref for _, ref, _ in wave]
         try:
@@ -297,10 +326,11 @@ class TokenScorer:
                 if not future.done():
                     future.set_exception(error)
             return
-        tables = tuple(table for _, table in results)
+        failed = frozenset(key for summary, _ in results for key in summary.failed)
+        scores = TokenScores(tuple(table for _, table in results), failed)
         for _, _, future in wave:
             if not future.done():
-                future.set_result(tables)
+                future.set_result(scores)
 
     async def _on_all_ranks(self, lengths: Sequence[int], rollouts: Sequence[TableRef]) -> Scores:
         """The scores of a wave. Raises WorkerError."""
@@ -335,25 +365,35 @@ class Scorer:
     def __init__(self, rewards: RewardPool, token_scorers: Sequence[TokenScorer]) -> None:
         self.rewards = rewards
         self.token_scorers = tuple(token_scorers)
+        self._faults = FaultLog("role")
 
-    async def score(self, summary: GroupSummary, rollouts: TableRef, row: int, functions: str = "") -> ScoredGroup:
-        """Scores one group with all of them concurrently.
+    async def score(self, summary: GroupSummary, rollouts: TableRef, row: int, settings: GroupSettings) -> ScoredGroup:
+        """Scores one group concurrently with all that score its source.
 
         Args:
             summary: The group's summary.
             rollouts: The group's ROLLOUTS table.
             row: Row of the prompt in the prompt pool.
-            functions: Name of the reward functions (`RewardPool.score`).
+            settings: Its source and its reward functions.
 
         Raises:
             WorkerError: The first call that failed; the others are cancelled.
         """
-        lengths = row_lengths(summary) if self.token_scorers else []
-        scorers = (scorer.score(lengths, rollouts) for scorer in self.token_scorers)
-        (rewards, reward_table), *tokens = await gather_all([self.rewards.score(rollouts, functions), *scorers])
-        group = ScoredGroup(
-            summary, rewards, rollouts, reward_table, tuple(ref for refs in tokens for ref in refs), row
-        )
+        scorers = [scorer for scorer in self.token_scorers if scorer.scores(settings.source)]
+        lengths = row_lengths(summary) if scorers else []
+        calls = (scorer.score(lengths, rollouts) for scorer in scorers)
+        results: list[Any] = await gather_all([self.rewards.score(rollouts, settings.rewards), *calls])
+        (rewards, reward_table), *tokens = results
+        failed = {
+            index: f"{scorer.role}: the score of a token is not finite"
+            for scorer, scores in zip(scorers, tokens, strict=True)
+            for uid, index in scores.failed
+            if uid == summary.prompt_uid and rewards.rewards[index] is not None
+        }
+        self._faults.note(Fault(why, f"{summary.prompt_uid}[{index}]", 1) for index, why in failed.items())
+        tables = tuple(ref for scores in tokens for ref in scores.tables)
+        rewards, unscored = rewards.without(failed), frozenset(failed)
+        group = ScoredGroup(summary, rewards, rollouts, reward_table, tables, row, unscored=unscored)
         if not summary.candidates:
             return group
         own = len(summary.samples)
@@ -368,7 +408,9 @@ def row_lengths(summary: GroupSummary) -> list[int]:
 class FaultLog:
     """Warns about each cause when it first occurs, and when its count of samples reaches 10, 100, 1000, ..."""
 
-    def __init__(self) -> None:
+    def __init__(self, what: str) -> None:
+        """`what`: the kind of the causes."""
+        self._what = what
         self._samples: Counter[str] = Counter()
 
     def note(self, faults: Iterable[Fault]) -> None:
@@ -378,6 +420,6 @@ class FaultLog:
             before, after = self._samples[cause], self._samples[cause] + fault.samples
             self._samples[cause] = after
             if not before:
-                logger.warning("reward function %s: a sample has no reward: %s", fault.cause, fault.example)
+                logger.warning("%s %s: a sample has no reward: %s", self._what, fault.cause, fault.example)
             elif len(str(after)) > len(str(before)):
-                logger.warning("reward function %s: %d samples so far", cause, after)
+                logger.warning("%s %s: %d samples so far", self._what, cause, after)

@@ -305,10 +305,12 @@ class RolloutSource(BatchSource):
         masked = [(group.summary.prompt_uid, i) for group in groups for i in self._masked(group)]
         candidates = [(group.summary.prompt_uid, i) for group in groups for i in group.rewarded_candidates]
         state = self._advantage_state.of_rows(rows.values())
-        sources = {uid: name for uid, row in rows.items() if (name := self._components.scheduler.settings[row].source)}
+        settings = {uid: self._components.scheduler.settings[row] for uid, row in rows.items()}
+        sources = {uid: own.source for uid, own in settings.items() if own.source}
         by_source = sources if self._spec.algorithm.by_source else {}
+        teachers = {uid: own.teachers for uid, own in settings.items() if own.teachers}
         kept, others = tuple(keep + candidates), tuple(candidates)
-        return PrepareRequest(kept, state, rows, greedy, tuple(masked), others, by_source)
+        return PrepareRequest(kept, state, rows, greedy, tuple(masked), others, by_source, teachers)
 
     def _masked(self, group: ScoredGroup) -> list[int]:
         """Indices of the samples that have a reward and carry no loss."""

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, cast
 
 from troupe.orchestrator.cluster.event_loop import gather_all
-from troupe.orchestrator.cluster.worker_group import WorkerHandle
+from troupe.orchestrator.cluster.worker_group import ReferenceGroup, WorkerHandle
 from troupe.orchestrator.errors import TroupeError, WorkerError
 from troupe.orchestrator.pools.engine import Engine
 from troupe.orchestrator.pools.engines import EnginePool, trainer_memory
@@ -97,11 +97,13 @@ class RunPools:
     def token_scorers(self) -> list[TokenScorer]:
         """The models that score tokens of every group during generation."""
         spec, workers = self.spec, self.session.workers
-        reference, policy, critic = workers.reference, workers.policy, workers.critic
+        policy, critic, teachers = workers.policy, workers.critic, spec.roles.teachers()
         timeout_s = spec.schedule.score_timeout_s
         scorers: list[TokenScorer] = []
-        if reference is not None:
-            scorers.append(TokenScorer(reference, reference.score, timeout_s, self.by_role["reference"]))
+        for role in ("reference", *teachers):
+            group, sources = workers.group(role, ReferenceGroup), teachers[role].sources if role in teachers else None
+            if group is not None:
+                scorers.append(TokenScorer(group, group.score, timeout_s, self.by_role[role], sources))
         if critic is not None and not values_at_batch(spec):
             scorers.append(TokenScorer(critic, critic.compute_values, timeout_s))
         if policy is not None and spec.reference_in_policy:

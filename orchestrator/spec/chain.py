@@ -19,7 +19,7 @@ from troupe.orchestrator.spec import yaml_reader
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.checks.adapters import trained_adapters
 from troupe.orchestrator.spec.checks.machine import missing
-from troupe.orchestrator.spec.checks.models import READ_TOKENS, REWARD_MODEL
+from troupe.orchestrator.spec.checks.models import REWARD_MODEL, reads_tokens
 from troupe.orchestrator.spec.errors import Path as FieldPath
 from troupe.orchestrator.spec.errors import Place, Problem, Source, SpecError, format_path
 from troupe.workers.contract.adapter_config import as_peft, difference
@@ -250,7 +250,7 @@ def _start_from(data: dict[str, Any], path: FieldPath, stage: PlannedRun) -> Non
     section |= {"path": below.path, "adapter": str(stage.model)}
     if below.revision is not None:
         section["revision"] = below.revision
-    if section.get("chat_template") is None and format_path(path[:-1]) not in READ_TOKENS:
+    if section.get("chat_template") is None and not reads_tokens(format_path(path[:-1])):
         section["chat_template"] = below.chat_template
 
 

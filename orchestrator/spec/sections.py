@@ -60,7 +60,7 @@ from troupe.workers.contract.weight_backends import TransferBackend, describe_ba
 
 ConfigT = TypeVar("ConfigT", bound=Frozen)
 
-RoleName = Literal["rollout", "policy", "critic", "reference", "reward", "environment", "judge"]
+RoleName = Literal["rollout", "policy", "critic", "reference", "teacher", "reward", "environment", "judge"]
 MOST_WORKERS = 16_384
 """Most workers of a role: a larger number is a mistake."""
 _LABEL = r"^[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?$"
@@ -217,6 +217,15 @@ class ScaledReferenceRole(ReferenceRole, ScaledRole):
     """The frozen model that the policy is kept close to."""
 
 
+class TeacherRole(ScaledReferenceRole):
+    """A frozen model that the policy learns from."""
+
+    weight: float = Field(default=1.0, gt=0.0)
+    """Weight of its loss. The losses of a sample's teachers are added, each with its weight."""
+    sources: tuple[str, ...] | None = Field(default=None, min_length=1)
+    """Names of the sources in `data.train` whose samples it teaches; null: all."""
+
+
 class RewardRole(RewardConfig, ScaledRole):
     """Workers that score responses with functions, a reward model or both."""
 
@@ -284,6 +293,11 @@ class RolesConfig(Roles):
     """Workers that train the critic; only if the algorithm has one."""
     reference: Annotated[ScaledReferenceRole | None, NONE, OTHER_REFERENCE, SAMPLED] = None
     """The frozen reference; needed if `algorithm.kl.coef` is above 0."""
+    teacher: Annotated[dict[Name, TeacherRole] | None, NONE, OTHER_REFERENCE, SAMPLED] = Field(
+        default=None, min_length=1
+    )
+    """Frozen models that the policy learns from, by name (`{math: {...}, code: {...}}`), if it learns from more than
+    the reference (`algorithm.distill`, `distill`, `gkd`); null: the reference is the teacher."""
     reward: Annotated[RewardRole, Consequences(resume=ALLOWED), SAMPLED]
     """Workers that score responses."""
     environment: Annotated[
@@ -308,6 +322,11 @@ class RolesConfig(Roles):
         """The environments by name: empty for one without a name."""
         role = self.environment
         return role if isinstance(role, dict) else {} if role is None else {"": role}
+
+    def teachers(self, source: str | None = None) -> dict[str, TeacherRole]:
+        """The teachers by the name of their role, of all samples or of those of a source (empty: the only one)."""
+        found = {f"teacher.{name}": role for name, role in (self.teacher or {}).items()}
+        return {n: t for n, t in found.items() if source is None or t.sources is None or source in t.sources}
 
     @property
     def judge_plays(self) -> bool:

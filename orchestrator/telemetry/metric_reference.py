@@ -17,11 +17,11 @@ PHASES = ("generate", "prepare", "update", "sync", "evaluate", "checkpoint")
 
 _PLACEHOLDERS = {
     "TRAINER": "|".join(table.TRAINED),
-    "ROLE": "|".join((*table.NAMES, r"environment\.[a-z0-9-]+")),
+    "ROLE": "|".join((*table.NAMES, r"(?:environment|teacher)\.[a-z0-9-]+")),
     "PHASE": "|".join(PHASES),
 }
 _PLACEHOLDERS |= {"COMPONENT": ".+", "LEVEL": ".+", "K": "[0-9]+", "SET": "[a-z0-9-]+", "SOURCE": "[a-z0-9-]+"}
-_PLACEHOLDERS |= {"ENVIRONMENT": "[a-z0-9-]+", "PLAYER": "[A-Za-z0-9._-]+"}
+_PLACEHOLDERS |= {"ENVIRONMENT": "[a-z0-9-]+", "TEACHER": "[a-z0-9-]+", "PLAYER": "[A-Za-z0-9._-]+"}
 _OF_SETS = ("prompts", "refused", "failed_samples", "reward", "reward_low", "reward_high", "solved_at")
 _OF_SETS += ("response_tokens", "truncated", "accuracy", "avg", "pass@[0-9]+", "maj@[0-9]+")
 _OF_SETS += tuple(f"{name}{bound}" for name in COMPARISONS for bound in ("", "_low", "_high"))

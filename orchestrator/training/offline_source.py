@@ -11,6 +11,7 @@ from typing import Any
 from troupe.orchestrator.cluster.worker_group import ExampleGroup, ScoreTokens, WorkerGroup
 from troupe.orchestrator.data.mixture import epochs
 from troupe.orchestrator.data.prompts import PromptOrder, PromptPick
+from troupe.orchestrator.errors import TroupeError
 from troupe.orchestrator.spec.sections import BaseSchedule
 from troupe.orchestrator.telemetry.console import Console
 from troupe.orchestrator.telemetry.metrics import PhaseTimers
@@ -70,6 +71,8 @@ class BatchMaker:
         group, lengths = reference.group, [row.tokens for row in summary.rows]
         plans = plan_rows(lengths, group)
         scored = await reference.score(plans, table, timeout_s=self._schedule.score_timeout_s)
+        if failed := [uid for summary, _ in scored for uid, _ in summary.failed]:
+            raise TroupeError(f"{group.role}: the score of a token of {failed[0]} is not finite")
         scores = (part for _, part in scored)
         return await self._trainer.attach(table, *scores, timeout_s=self._schedule.train_timeout_s)
 

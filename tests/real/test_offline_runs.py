@@ -42,7 +42,7 @@ from troupe.orchestrator.data.summary import load_data
 from troupe.orchestrator.launcher import WorkerLauncher
 from troupe.orchestrator.plan.placement import Placement, WorkerPlacement
 from troupe.orchestrator.pools.workers import Workers
-from troupe.orchestrator.roles.settings import offline_config, reference_config
+from troupe.orchestrator.roles.settings import offline_config, scorer_configs
 from troupe.orchestrator.runs.checkpoints import folder_checkpoints
 from troupe.orchestrator.runs.offline import OfflineRun
 from troupe.orchestrator.runs.session import RunRequest, Session
@@ -173,7 +173,7 @@ class SharedWorkers:
         trainer = ExampleGroup(spec.trains, ranks, policy.micro_batch_tokens)
         packs = await asyncio.gather(*(rank.call(ExamplePolicyWorker.packs, TIMEOUT_S) for rank in ranks))
         trainer.packs = all(packs)
-        role = reference_config(spec)
+        role = scorer_configs(spec)["reference"]
         reference = None if role is None else ReferenceGroup("reference", [self.reference], role.micro_batch_tokens)
         workers = Workers({"policy": trainer} | ({} if reference is None else {"reference": reference}))
         launcher = WorkerLauncher(spec, self.cluster)
@@ -200,7 +200,7 @@ async def shared(folder: Path) -> AsyncIterator[SharedWorkers]:
         actors = {
             "policy": ActorSpec(ReusablePolicy, (offline_config(dpo), "policy"), ENVIRONMENT),
             "reward": ActorSpec(ReusableRewardModel, (offline_config(reward_model), "reward_model"), ENVIRONMENT),
-            "reference": ActorSpec(ReferenceWorker, (reference_config(kto), "reference-0"), ENVIRONMENT),
+            "reference": ActorSpec(ReferenceWorker, (scorer_configs(kto)["reference"], "reference-0"), ENVIRONMENT),
         }
         workers: defaultdict[str, list[ActorWorker[Any]]] = defaultdict(list)
         for placed in PLACEMENT.workers:

@@ -256,9 +256,9 @@ class Scenario:
         name = f"{stage}-{dtype}"
         checkpoint = str(self.out / f"checkpoint-{name}")
         plan, table = rank_plan(self.layout, self.rank), batch()
-        rows, scores = worker.compute_logprobs(plan, table.slice(0, 2), table.slice(2, 4))
+        summary, scores = worker.compute_logprobs(plan, table.slice(0, 2), table.slice(2, 4))
         self.record(f"logprobs-{name}", by_uid(scores, "old_logprobs"))
-        self.record(f"rows-{name}", rows)
+        self.record(f"rows-{name}", summary.rows)
         metrics = [worker.update(plan, table, 0.0, texts())]
         self.record(f"padding-{name}", metrics[0].values["padding"])
         before, digest_before = weights_of(worker), worker.digest()

@@ -31,6 +31,8 @@ class SampledTokens:
     old_logprobs: torch.Tensor | None
     ref_logprobs: torch.Tensor | None
     values: torch.Tensor | None
+    taught: tuple[torch.Tensor, torch.Tensor] | None = None
+    """`teachers.targets` of the tokens, or None if the samples have no teacher."""
     prompt_rows: tuple[int, ...] = ()
     """Row of the prompt pool of each group (smooth_group)."""
     greedy_rewards: torch.Tensor | None = None

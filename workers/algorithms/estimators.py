@@ -158,11 +158,15 @@ def _best_of_group(config: AdvantageConfig, batch: SampledTokens, state: Advanta
 
 
 def _distill(config: AdvantageConfig, batch: SampledTokens, state: AdvantageState) -> Estimate:
-    """log teacher - log policy: its mean over the policy's own tokens is minus the reverse KL divergence."""
-    if batch.ref_logprobs is None:
-        raise ValueError("distillation needs the teacher's log-probs (role reference), and they were not given")
+    """log teacher - log policy: its mean over the policy's own tokens is minus the reverse KL divergence.
+
+    Of several teachers the sum, each with its weight.
+    """
+    if batch.taught is None:
+        raise ValueError("distillation needs a teacher's log-probs (role reference or teacher), and none were given")
     policy = batch.rollout_logprobs if batch.old_logprobs is None else batch.old_logprobs
-    return Estimate(batch.ref_logprobs.double() - policy.double(), state)
+    logprobs, weights = batch.taught
+    return Estimate(logprobs - weights * policy.double(), state)
 
 
 def _none(config: AdvantageConfig, batch: SampledTokens, state: AdvantageState) -> Estimate:

@@ -13,7 +13,7 @@ import torch
 
 from troupe.workers.algorithms.advantages import SampledTokens
 from troupe.workers.algorithms.estimators import estimate
-from troupe.workers.algorithms.policy_loss import kl_penalty
+from troupe.workers.algorithms.teachers import Teacher, kl_metrics, targets, train_columns
 from troupe.workers.contract.advantage_state import AdvantageState
 from troupe.workers.contract.config import AdvantageConfig
 from troupe.workers.contract.messages import (
@@ -66,8 +66,15 @@ def prepare(
     rewards_table = parts.samples("rewards")
     _require_ok(keep, rewards_table)
     scores = {name: parts.segments(name) for name in SCORES if parts.has(name)}
+<<<<<<< HEAD
     batch = _Batch(request, rollouts, rewards_table, scores)
     estimated = estimate(config, batch.sampled(by_turn=config.estimator == "turn_group"), request.state)
+=======
+    names = dict.fromkeys(name for uid, _ in keep for name in request.teachers.get(uid, ()))
+    teachers = {n: parts.segments(n, [key for key in keep if n in request.teachers.get(key[0], ())]) for n in names}
+    batch = _Batch(request, rollouts, rewards_table, scores, teachers)
+    estimated = estimate(config, batch.sampled(), request.state)
+>>>>>>> cd4106ef (Several teachers, by source of the data and by weight; a sample without a finite score fails alone)
     advantages = batch.spread(estimated.advantages)
     given = {"returns": estimated.returns, "penalties": estimated.penalties}
     added = {name: batch.spread(values) for name, values in given.items() if values is not None}
@@ -106,9 +113,9 @@ class _Join:
                 raise ValueError(f"sample {uid}[{index}] appears twice in {kind}")
         return table.take(pa.array([rows[0] for rows in found.values()], pa.int64()))
 
-    def segments(self, kind: str) -> pa.Table:
-        """One table of the kind with the segments of each kept sample, in order."""
-        table, found = self._found(kind)
+    def segments(self, kind: str, keep: Keep = ()) -> pa.Table:
+        """One table of the kind with the segments of each sample of `keep`, or of all kept ones, in order."""
+        table, found = self._found(kind, keep)
         numbers = table.column("segment").to_pylist()
         taken: list[int] = []
         for (uid, index), rows in found.items():
@@ -121,12 +128,12 @@ class _Join:
             taken += [by_segment[number] for number in range(expected)]
         return table.take(pa.array(taken, pa.int64()))
 
-    def _found(self, kind: str) -> tuple[pa.Table, dict[tuple[str, int], list[int]]]:
-        """All rows of the kind, and the numbers of each kept sample's rows, in order of the samples."""
+    def _found(self, kind: str, keep: Keep = ()) -> tuple[pa.Table, dict[tuple[str, int], list[int]]]:
+        """All rows of the kind, and the numbers of each sample's rows, in order of the samples."""
         if kind not in self._kinds:
             raise ValueError(f"no table of {kind} was given")
         table = pa.concat_tables(self._kinds[kind])
-        found: dict[tuple[str, int], list[int]] = {key: [] for key in self._keep}
+        found: dict[tuple[str, int], list[int]] = {key: [] for key in keep or self._keep}
         for row, (uid, index, attempt) in enumerate(identities(table)):
             if (uid, index) in found:
                 found[uid, index].append(row)
@@ -147,7 +154,12 @@ class _Batch:
     """
 
     def __init__(
-        self, request: PrepareRequest, rollouts: pa.Table, rewards: pa.Table, scores: dict[str, pa.Table]
+        self,
+        request: PrepareRequest,
+        rollouts: pa.Table,
+        rewards: pa.Table,
+        scores: dict[str, pa.Table],
+        teachers: dict[str, pa.Table],
     ) -> None:
         keep = request.keep
         masked = set(request.masked)
@@ -171,7 +183,8 @@ class _Batch:
         self.loss_mask = self._column("loss_mask", rollouts).values
         self.rollout_logprobs = self._column("rollout_logprobs", rollouts).values
         self.scores = {name: self._column(name, table).values for name, table in scores.items()}
-        self.teacher = self._teacher_columns(scores.get("ref_logprobs"))
+        given = teachers or {name: table for name, table in scores.items() if name == "ref_logprobs"}
+        self.teachers = [self._teacher(name, table) for name, table in given.items()]
         self.reward = torch.tensor(rewards.column("reward").to_pylist(), dtype=torch.double)
         _require_finite(keep, "reward", self.reward, torch.ones(len(keep), dtype=torch.int64))
         self.components: list[list[dict[str, Any]]] = rewards.column("components").to_pylist()
@@ -196,6 +209,7 @@ class _Batch:
             old_logprobs=own.get("old_logprobs"),
             ref_logprobs=own.get("ref_logprobs"),
             values=own.get("values"),
+            taught=self._taught(),
             prompt_rows=tuple(rows[uid] for uid in dict.fromkeys(self.uids)) if rows else (),
             greedy_rewards=torch.tensor([greedy[uid] for uid in self.uids]).double() if greedy else None,
             steps=self._steps(),
@@ -288,34 +302,52 @@ class _Batch:
         """Loss tokens of each row."""
         return torch.zeros_like(self.lengths).index_add(0, self.sequence, self.loss_mask.long())
 
-    def _teacher_columns(self, table: pa.Table | None) -> dict[str, pa.ChunkedArray]:
-        """`TEACHER_TOKENS` that came with the reference's log-probs, if any."""
-        if table is None or TEACHER_TOKENS[0].name not in table.column_names:
-            return {}
-        columns = {field.name: table.column(field.name) for field in TEACHER_TOKENS}
-        logprobs = ragged(columns[TEACHER_TOKENS[1].name])
-        _require_finite(self.rows, TEACHER_TOKENS[1].name, logprobs.values, logprobs.lengths)
-        return columns
+    def _teacher(self, name: str, table: pa.Table) -> Teacher:
+        """What a teacher, or the reference as one, says of the rows that it scores."""
+        teachers = self.request.teachers
+        weights = torch.tensor([teachers.get(uid, {}).get(name, 0.0) for uid, _ in self.rows] if teachers else 1.0)
+        weights = weights.double().expand(len(self.rows))
+        names = [field.name for field in TEACHER_TOKENS if field.name in table.column_names]
+        tokens = tuple(ragged(table.column(one)) for one in names)
+        rows = [key for key, weight in zip(self.rows, weights.tolist(), strict=True) if weight]
+        for one, column in zip(names[1:], tokens[1:], strict=True):
+            _require_finite(rows, one, column.values, column.lengths)
+        return Teacher(name, weights, self._column(name, table, weights > 0).values, tokens)
 
-    def _column(self, name: str, table: pa.Table) -> Ragged:
+    def _taught(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """What the teachers say of the tokens that the policy sampled."""
+        if not self.teachers:
+            return None
+        logprobs, weights = targets(self.teachers, self.sequence)
+        return logprobs[self.loss_mask], weights[self.loss_mask]
+
+    def _column(self, name: str, table: pa.Table, chosen: torch.Tensor | None = None) -> Ragged:
+        """A column with a number for each response token of the rows, or of the `chosen` ones (bool [rows])."""
         column = ragged(table.column(name))
-        for key, have, need in zip(self.rows, column.lengths.tolist(), self.lengths.tolist(), strict=True):
+        rows, lengths = (
+            (self.rows, self.lengths)
+            if chosen is None
+            else (list(compress(self.rows, chosen.tolist())), self.lengths[chosen])
+        )
+        for key, have, need in zip(rows, column.lengths.tolist(), lengths.tolist(), strict=True):
             if have != need:
                 raise ValueError(f"sample {key[0]}[{key[1]}]: {name} has {have} entries for {need} response tokens")
         if column.values.is_floating_point():
-            # No engine sampled a candidate, so its rollout_logprobs are NaN.
-            unknown = self.candidates[self.sequence] & torch.tensor(name == "rollout_logprobs")
-            _require_finite(self.rows, name, column.values.masked_fill(unknown, 0.0), self.lengths)
+            values = column.values
+            if name == "rollout_logprobs":  # no engine sampled a candidate, so they are NaN
+                values = values.masked_fill(self.candidates[self.sequence], 0.0)
+            _require_finite(rows, name, values, lengths)
         return column
 
 
 def _kl_metrics(batch: _Batch) -> dict[str, float]:
-    """Mean KL(policy || reference) per loss token, by k3 on the trainer's log-probs, else on the sampler's."""
-    if "ref_logprobs" not in batch.scores:
-        return {}
+    """Mean KL(policy || model) per loss token of the reference and each teacher, by k3 on the trainer's log-probs, else
+    on the sampler's."""
     logprobs = batch.scores.get("old_logprobs", batch.rollout_logprobs)
-    kl = kl_penalty(logprobs.double(), batch.scores["ref_logprobs"].double(), "k3")[batch.by_policy]
-    return {"kl_ref": float(kl.mean()) if len(kl) else 0.0}
+    reference = batch.scores.get("ref_logprobs")
+    frozen = [] if reference is None else [Teacher("", torch.ones(len(batch.rows)), reference)]
+    frozen += [one for one in batch.teachers if batch.request.teachers]
+    return kl_metrics(frozen, logprobs, batch.sequence, batch.by_policy)
 
 
 def _text_metrics(batch: _Batch) -> dict[str, float]:
@@ -361,7 +393,7 @@ def _summary(batch: _Batch, advantages: torch.Tensor, metrics: dict[str, float],
 
 
 def _train_table(batch: _Batch, rollouts: pa.Table, estimated: dict[str, torch.Tensor]) -> pa.Table:
-    floats = batch.scores | estimated
+    floats, taught = batch.scores | estimated, train_columns(batch.teachers, batch.lengths)
     columns = []
     for field in TRAIN:
         if field.name == "reward":
@@ -370,8 +402,8 @@ def _train_table(batch: _Batch, rollouts: pa.Table, estimated: dict[str, torch.T
             columns.append(list_column(floats[field.name].float(), batch.lengths, pa.float32()))
         elif field.name in rollouts.column_names:
             columns.append(rollouts.column(field.name).combine_chunks())
-        elif field.name in batch.teacher:
-            columns.append(batch.teacher[field.name].combine_chunks())
+        elif field.name in taught:
+            columns.append(taught[field.name])
         else:
             columns.append(pa.nulls(rollouts.num_rows, field.type))
     return pa.Table.from_arrays(columns, schema=TRAIN)

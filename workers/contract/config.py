@@ -589,7 +589,7 @@ class ImportanceConfig(Frozen):
 
 
 class DistillConfig(Frozen):
-    """Divergence from the reference, as a teacher, over more than the sampled token: a term of the policy's loss."""
+    """Divergence from the teachers, over more than the sampled token: a term of the policy's loss."""
 
     coef: float = Field(default=0.0, ge=0.0)
     """Weight of the divergence in the loss; 0: none."""
@@ -600,7 +600,7 @@ class DistillConfig(Frozen):
     alpha) s) (DistiLLM, arXiv 2402.03898, sec. 3.1)."""
     support: Literal["teacher_top_k", "student_top_k", "full"] = "teacher_top_k"
     """Tokens that are compared: the `k` likeliest of the teacher or of the student, and all others together as one, or
-    the whole vocabulary. All but `teacher_top_k` need a reference with `colocate_with: policy`."""
+    the whole vocabulary. All but `teacher_top_k` need the reference as teacher, with `colocate_with: policy`."""
     k: int = Field(default=64, ge=1)
     """Number of the likeliest tokens."""
     beta: float = Field(default=0.5, gt=0.0, lt=1.0)
@@ -610,7 +610,7 @@ class DistillConfig(Frozen):
 
     @property
     def stored_k(self) -> int:
-        """Tokens that the reference stores for each response token; 0: none."""
+        """Tokens that a teacher stores for each response token; 0: none."""
         return self.k if self.coef and self.support == "teacher_top_k" else 0
 
     @property
@@ -873,9 +873,11 @@ class CriticConfig(RankConfig):
 
 
 class ReferenceConfig(Frozen):
-    """Configuration of one reference worker."""
+    """Configuration of one worker of the reference or a teacher."""
 
     model: ModelConfig
+    column: str = "ref_logprobs"
+    """Column of its log-probs."""
     temperature: float
     micro_batch_tokens: int
     top_k: int = 0

@@ -39,7 +39,12 @@ TEACHER_TOKENS = (
     pa.field("teacher_ids", pa.list_(pa.int32())),  # the k likeliest tokens at each response token, one after another
     pa.field("teacher_logprobs", pa.list_(pa.float32())),  # k + 1: of these, and of all other tokens together
 )
-"""A teacher's distribution, beside the reference's log-probs; null unless the loss compares with it."""
+"""A teacher's distribution, beside its log-probs; null unless the loss compares with it. In TRAIN, those of the `n`
+teachers of a token follow each other."""
+TEACHER_WEIGHTS = pa.field("teacher_weights", pa.list_(pa.float32()))
+"""The weights of the loss of each of these teachers, for the row."""
+TEACHER = "teacher."
+"""Start of the name of a teacher: of its role, and of the column of its log-probs."""
 
 IDENTITY_NAMES = tuple(field.name for field in IDENTITY)
 
@@ -107,11 +112,10 @@ REWARDS = pa.schema(
 """Rewards of one group, from a reward worker."""
 
 
-def token_scores(column: str) -> pa.Schema:
-    """Schema of a table with one float per response token, under the name `column`."""
-    return pa.schema(
-        [*IDENTITY, SEGMENT, pa.field(column, pa.list_(pa.float32()), nullable=False)], metadata=SCHEMA_METADATA
-    )
+def token_scores(column: str, *added: pa.Field) -> pa.Schema:
+    """Schema of a table with one float per response token, under the name `column`, and the columns `added`."""
+    scores = pa.field(column, pa.list_(pa.float32()), nullable=False)
+    return pa.schema([*IDENTITY, SEGMENT, scores, *added], metadata=SCHEMA_METADATA)
 
 
 TRAIN = pa.schema(
@@ -126,6 +130,7 @@ TRAIN = pa.schema(
         pa.field("old_logprobs", pa.list_(pa.float32())),  # null: equal to the current policy's
         pa.field("ref_logprobs", pa.list_(pa.float32())),
         *TEACHER_TOKENS,
+        TEACHER_WEIGHTS,
         pa.field("values", pa.list_(pa.float32())),
         pa.field("advantages", pa.list_(pa.float32()), nullable=False),
         pa.field("returns", pa.list_(pa.float32())),
@@ -161,7 +166,7 @@ TEXTS = pa.schema(
 
 
 SCORES = ("old_logprobs", "ref_logprobs", "values")
-"""Columns of the token-score tables."""
+"""Columns of the token-score tables, besides those of teachers."""
 
 
 def kind_of(table: pa.Table) -> str:
@@ -171,7 +176,7 @@ def kind_of(table: pa.Table) -> str:
         return "rollouts"
     if {"status", "reward"} <= names:
         return "rewards"
-    scores = [name for name in SCORES if name in names]
+    scores = [name for name in names if name in SCORES or name.startswith(TEACHER)]
     if len(scores) != 1:
         raise ValueError(
             f"a table with columns {sorted(names)} is neither a rollouts, a rewards nor a token_scores table"
@@ -396,6 +401,12 @@ class RewardSummary(Answer):
     seconds: float = 0.0
     """Time that the worker spent on the group."""
 
+    def without(self, failed: Mapping[int, str]) -> RewardSummary:
+        """The summary without the rewards of the samples with these indices, which have these statuses instead."""
+        statuses = tuple(failed.get(i, status) for i, status in enumerate(self.statuses))
+        rewards = tuple(None if i in failed else reward for i, reward in enumerate(self.rewards))
+        return replace(self, statuses=statuses, rewards=rewards)
+
     def part(self, start: int, end: int | None = None) -> RewardSummary:
         """The entries of the samples `start` to `end`, exclusive (to the last if None)."""
         chosen = slice(start, end)
@@ -405,9 +416,11 @@ class RewardSummary(Answer):
 
 @dataclass(frozen=True)
 class ScoreSummary(Answer):
-    """Scalars of what a reference worker scored."""
+    """Scalars of the rows whose tokens a worker scored."""
 
     rows: int
+    failed: tuple[tuple[str, int], ...] = ()
+    """(prompt_uid, sample_index) of the samples with a score that is not finite."""
 
 
 @dataclass(frozen=True)
@@ -430,6 +443,8 @@ class PrepareRequest:
     sources: Mapping[str, str] = field(default_factory=dict)
     """Source of the data of each prompt_uid, within which batch-wide statistics are computed; if empty, they are
     computed over the whole batch."""
+    teachers: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Weights of the teachers of each prompt_uid by name; if empty, the reference is the teacher."""
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from troupe.workers.contract.messages import (
     RankPlan,
     RewardSummary,
     SaveStatus,
+    ScoreSummary,
     TextCut,
     TextSummary,
     TrainSummary,
@@ -259,7 +260,7 @@ class Reference(Replica, Protocol):
         """Whether the model takes the rows of a micro-batch concatenated, without padding."""
         ...
 
-    def score(self, plan: RankPlan, *rollouts: TableRef) -> Reply[tuple[Any, TableRef]]:
+    def score(self, plan: RankPlan, *rollouts: TableRef) -> Reply[tuple[ScoreSummary, TableRef]]:
         """Returns `ref_logprobs` of the plan's rows as a token-score table."""
         ...
 
@@ -334,11 +335,11 @@ class Policy(Trainer, Protocol):
         """Whether the model can train the samples of a group behind one copy of their prompt exactly."""
         ...
 
-    def compute_logprobs(self, plan: RankPlan, *rollouts: TableRef) -> Reply[tuple[Any, TableRef]]:
+    def compute_logprobs(self, plan: RankPlan, *rollouts: TableRef) -> Reply[tuple[ScoreSummary, TableRef]]:
         """Returns `old_logprobs` of the plan's rows as a token-score table."""
         ...
 
-    def reference_logprobs(self, plan: RankPlan, *rollouts: TableRef) -> Reply[tuple[Any, TableRef]]:
+    def reference_logprobs(self, plan: RankPlan, *rollouts: TableRef) -> Reply[tuple[ScoreSummary, TableRef]]:
         """Returns `ref_logprobs` under the colocated reference as a token-score table."""
         ...
 
@@ -405,7 +406,7 @@ class Policy(Trainer, Protocol):
 class Critic(Trainer, Protocol):
     """One rank of the critic."""
 
-    def compute_values(self, plan: RankPlan, *rollouts: TableRef) -> Reply[tuple[Any, TableRef]]:
+    def compute_values(self, plan: RankPlan, *rollouts: TableRef) -> Reply[tuple[ScoreSummary, TableRef]]:
         """Returns `values` of the plan's rows as a token-score table."""
         ...
 
@@ -431,7 +432,7 @@ class ExampleTrainer(Trainer, Protocol):
         """Returns the batch with the reference's log-probs. Not collective."""
         ...
 
-    def reference_logprobs(self, plan: RankPlan, *tables: TableRef) -> Reply[tuple[Any, TableRef]]:
+    def reference_logprobs(self, plan: RankPlan, *tables: TableRef) -> Reply[tuple[ScoreSummary, TableRef]]:
         """Returns `ref_logprobs` under the colocated reference as a token-score table."""
         ...
 

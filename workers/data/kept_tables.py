@@ -22,6 +22,7 @@ from troupe.workers.contract.messages import (
     REWARDS,
     ROLLOUTS,
     SEGMENT,
+    TEACHER_TOKENS,
     KeepRequest,
     KeptFile,
     KeptTable,
@@ -94,8 +95,10 @@ def read_group(folder: str | Path, kept: KeptTable) -> pa.Table:
     """
     schemas = {"rollouts": ROLLOUTS, "rewards": REWARDS}
     with pq.ParquetFile(Path(folder) / kept.file) as file:
+        table = file.read_row_group(kept.row_group)
+        teachers = [field for field in TEACHER_TOKENS if field.name in table.column_names]
         # Without the numbers of the fields, which Parquet adds to the schema.
-        return file.read_row_group(kept.row_group).cast(schemas.get(kept.kind) or token_scores(kept.kind))
+        return table.cast(schemas.get(kept.kind) or token_scores(kept.kind, *teachers))
 
 
 def _rows_by_group(request: KeepRequest, tables: Sequence[pa.Table]) -> Mapping[tuple[str, int], dict[str, pa.Table]]:

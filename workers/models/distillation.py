@@ -106,26 +106,34 @@ class TopTokens:
 
 @dataclass(frozen=True)
 class TopTeacher:
-    """Reads the divergence from a teacher over the teacher's likeliest tokens."""
+    """Reads the divergences from n teachers over each teacher's likeliest tokens: their sum, each with its weight.
+
+    The losses are mixed, and not the teachers' probabilities: `forward` and `reverse` then have the same gradient as
+    the divergence from the teachers' arithmetic or geometric mean, but over the support of each.
+    """
 
     ids: torch.Tensor
-    """int64 [T, k]."""
+    """int64 [T, n, k]."""
     logprobs: torch.Tensor
-    """float32 [T, k + 1]: the last is of all other tokens together."""
+    """float32 [T, n, k + 1]: the last is of all other tokens together."""
+    weights: torch.Tensor
+    """float32 [T, n]."""
     config: DistillConfig
 
     def of(self, chosen: torch.Tensor | slice) -> TopTeacher:
         """The teacher at these tokens."""
-        return TopTeacher(self.ids[chosen], self.logprobs[chosen], self.config)
+        return TopTeacher(self.ids[chosen], self.logprobs[chosen], self.weights[chosen], self.config)
 
     def split(self, parts: int) -> Sequence[TopTeacher]:
         """The teacher at the tokens of each part."""
-        both = zip(self.ids.tensor_split(parts), self.logprobs.tensor_split(parts), strict=True)
-        return [TopTeacher(ids, logprobs, self.config) for ids, logprobs in both]
+        each = (one.tensor_split(parts) for one in (self.ids, self.logprobs, self.weights))
+        return [TopTeacher(ids, own, weights, self.config) for ids, own, weights in zip(*each, strict=True)]
 
     def read(self, logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The divergences [T] of the student's float32 logits [T, V]."""
-        return (divergence(bucketed(logits, self.ids), self.logprobs, self.config),)
+        each = zip(self.ids.unbind(1), self.logprobs.unbind(1), self.weights.unbind(1), strict=True)
+        parts = [weights * divergence(bucketed(logits, ids), own, self.config) for ids, own, weights in each]
+        return (torch.stack(parts).sum(0),)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import pyarrow as pa
 import torch
@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from troupe.workers.contract.config import CHUNK_LOGITS, Device, Dtype, ModelConfig
 from troupe.workers.contract.kept_tokens import BITMAP, bitmap_words
-from troupe.workers.contract.messages import RankPlan
+from troupe.workers.contract.messages import RankPlan, ScoreSummary, identities
 from troupe.workers.contract.model_files import check_model_files
 from troupe.workers.models.adapter_files import add_adapter, read_adapter
 from troupe.workers.models.attention import choose_attention
@@ -29,7 +29,7 @@ from troupe.workers.models.exact import disable_dropout
 from troupe.workers.models.heads import Float32Head, Float32Logits
 from troupe.workers.models.partitioned import Partitioner
 from troupe.workers.models.proxy import proxy_for
-from troupe.workers.models.ragged import Ragged
+from troupe.workers.models.ragged import Ragged, ragged
 from troupe.workers.models.sequence_parallel import OwnTokens, SequenceGroup, divide
 from troupe.workers.models.token_batch import TokenBatch, TokenTable, is_table, score_table
 
@@ -518,11 +518,11 @@ def score_plan(
     module: nn.Module,
     plan: RankPlan,
     tables: Sequence[pa.Table],
-    column: Literal["old_logprobs", "ref_logprobs", "values"],
+    column: str,
     device: torch.device | str,
     top_k: int = 0,
-) -> tuple[int, pa.Table]:
-    """(rows, table): `score` of the plan's rows as a token_scores table, in the order of the plan.
+) -> tuple[ScoreSummary, pa.Table]:
+    """`score` of the plan's rows as a token_scores table, in the order of the plan.
 
     Row numbers count through `tables` in order. An empty micro-batch runs on a filler token, because under ZeRO-3 all
     ranks must run equally often. `top_k`: the table also has `TEACHER_TOKENS`, with this many tokens.
@@ -534,4 +534,16 @@ def score_plan(
     columns = [torch.cat(parts).cpu() for parts in zip(*scores, strict=True)]
     values, *teacher = columns or [torch.zeros(0)]
     chosen = tokens.table.take(pa.array(rows, pa.int64()))
-    return len(rows), score_table(column, chosen, values, tokens.responses.lengths[rows], teacher)
+    table = score_table(column, chosen, values, tokens.responses.lengths[rows], teacher)
+    return ScoreSummary(len(rows), _not_finite(table)), table
+
+
+def _not_finite(table: pa.Table) -> tuple[tuple[str, int], ...]:
+    """(prompt_uid, sample_index) of the samples in a token_scores table with a number that is not finite."""
+    rows: set[int] = set()
+    floats = [f.name for f in table.schema if pa.types.is_list(f.type) and pa.types.is_floating(f.type.value_type)]
+    for name in floats:
+        numbers = ragged(table.column(name))
+        rows |= set(numbers.sequence()[~numbers.values.isfinite()].tolist())
+    keys = identities(table)
+    return tuple(dict.fromkeys(keys[row][:2] for row in sorted(rows)))

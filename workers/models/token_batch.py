@@ -21,6 +21,7 @@ from troupe.workers.contract.messages import (
     SCHEMA_METADATA,
     SEGMENT,
     TEACHER_TOKENS,
+    TEACHER_WEIGHTS,
     TRAIN,
     RankPlan,
     identities,
@@ -142,7 +143,7 @@ class TokenTable:
             if name in table.column_names and table.column(name).null_count < max(1, table.num_rows):
                 self._floats[name] = ragged_view(table.column(name))
                 _same_lengths(table, name, self._floats[name], self.responses)
-        names = [field.name for field in TEACHER_TOKENS if field.name in table.column_names]
+        names = [field.name for field in (*TEACHER_TOKENS, TEACHER_WEIGHTS) if field.name in table.column_names]
         given = names and table.column(names[0]).null_count < max(1, table.num_rows)
         self._teacher = [ragged_view(table.column(name)) for name in names] if given else []
 
@@ -274,14 +275,23 @@ class TokenTable:
         number, tokens = (to_device(values, batch.targets.device) for values in per_token)
         return number, tokens
 
-    def teacher(self, batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """(ids int64 [T, k], log-probs float32 [T, k + 1]) of the teacher's likeliest tokens and of all others together
-        at the response tokens of `batch`, on its device, or None if the table has none."""
+    def teachers(self, batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        """(ids int64 [T, n, k], log-probs float32 [T, n, k + 1], weights float32 [T, n]) of the likeliest tokens of n
+        teachers and of all others together, and of the teachers' losses, at the response tokens of `batch`, on its
+        device, or None if the table has none."""
         if not self._teacher:
             return None
-        tokens = len(batch.targets)
-        ids, logprobs = (column.take(batch.rows).values.view(tokens, -1 if tokens else 1) for column in self._teacher)
-        return to_device(ids.long(), batch.targets.device), to_device(logprobs, batch.targets.device)
+        tokens, rows = len(batch.targets), len(batch.rows)
+        ids, logprobs, weights = (column.take(batch.rows).values for column in self._teacher)
+        of_rows = weights.view(rows, -1 if rows else 1)
+        each = of_rows.repeat_interleave(self.responses.lengths[batch.rows], 0)
+        shape = (*each.shape, -1 if tokens else 1)
+        device = batch.targets.device
+        return (
+            to_device(ids.long().view(shape), device),
+            to_device(logprobs.view(shape), device),
+            to_device(each, device),
+        )
 
     def floats(self, name: str, batch: TokenBatch) -> torch.Tensor | None:
         """float32 [T] of column `name` for the response tokens of `batch`, on its device; None if it is absent."""

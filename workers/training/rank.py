@@ -31,6 +31,7 @@ from troupe.workers.contract.messages import (
     Peak,
     RankPlan,
     SaveStatus,
+    ScoreSummary,
     UpdateMetrics,
     WorkerHealth,
 )
@@ -215,8 +216,8 @@ class TrainingRank(ABC, Generic[ConfigT]):
         tokens = self._config.trainer.worker_tokens * (DISTILL_CHUNKS if self._distill.coef else 1)
         return head_chunks(model.config.get_text_config().vocab_size, tokens, self._device)
 
-    def reference_logprobs(self, plan: RankPlan, *tables: pa.Table) -> tuple[int, pa.Table]:
-        """(rows, token_scores table): `ref_logprobs` of the plan's rows under the colocated reference.
+    def reference_logprobs(self, plan: RankPlan, *tables: pa.Table) -> tuple[ScoreSummary, pa.Table]:
+        """(summary, token_scores table): `ref_logprobs` of the plan's rows under the colocated reference.
 
         With adapters, the reference may be the trained model without them, or with the initial adapters.
 

@@ -12,7 +12,7 @@ from troupe.orchestrator.algorithms.offline import Trains
 from troupe.orchestrator.errors import Finding
 from troupe.orchestrator.model_facts.model_size import METADATA, SizeUnknown, read_header
 from troupe.orchestrator.spec.base import RunSpec
-from troupe.orchestrator.spec.checks.models import READ_TOKENS, REWARD_MODEL
+from troupe.orchestrator.spec.checks.models import REWARD_MODEL, reads_tokens
 from troupe.orchestrator.spec.derived.training import resolved_backend
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.workers.contract.adapter_config import (
@@ -150,7 +150,7 @@ def adapter_template(adapter: Path, model: Path) -> str | None:
 def forgotten_templates(models: Mapping[str, ModelConfig]) -> Iterator[str]:
     """One line for each model that renders with a different chat template from its adapter's in training."""
     for section, model in models.items():
-        if model.adapter is None or model.chat_template is not None or section in READ_TOKENS:
+        if model.adapter is None or model.chat_template is not None or reads_tokens(section):
             continue
         if not Path(model.path).is_dir():  # a name on the hub, whose template is not known here
             continue

@@ -29,8 +29,6 @@ from troupe.workers.contract.model_files import check_model_files
 
 REWARD_MODEL = "roles.reward.model"
 """A model that reads the conversation through its own tokenizer, and fails samples that are too long for it."""
-READ_TOKENS = ("roles.critic.model", "roles.reference.model")
-"""Sections of models that render no conversation."""
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head sizes of vLLM's CPU attention (`CPUAttentionBackend.get_supported_head_sizes`)."""
@@ -43,6 +41,11 @@ _EITHER_KIND = "roles.critic.model"
 """A critic takes the backbone of a language model, or a reward model with its head."""
 _DEFAULT_LABELS = 2
 """transformers leaves a classifier's labels out of its config.json if there are two."""
+
+
+def reads_tokens(section: str) -> bool:
+    """Whether a model reads the trained model's tokens and renders no conversation."""
+    return section in (_EITHER_KIND, "roles.reference.model") or section.startswith("roles.teacher.")
 
 
 def missing_models(models: Mapping[str, ModelConfig]) -> Iterator[Finding]:
@@ -244,8 +247,8 @@ def smaller_vocabularies(models: Mapping[str, ModelConfig]) -> Iterator[Finding]
     if "model" not in models:
         return
     own = _text_config(Path(models["model"].path)).get("vocab_size")
-    for section in (_EITHER_KIND, "roles.reference.model"):
-        found = _text_config(Path(models[section].path)).get("vocab_size") if section in models else None
+    for section in filter(reads_tokens, models):
+        found = _text_config(Path(models[section].path)).get("vocab_size")
         if isinstance(own, int) and isinstance(found, int) and found < own:
             yield (
                 f"{section}.path",
@@ -259,8 +262,8 @@ def smaller_vocabularies(models: Mapping[str, ModelConfig]) -> Iterator[Finding]
 def other_tokenizers(models: Mapping[str, ModelConfig]) -> Iterator[Finding]:
     """Models that read the trained model's tokens and whose tokenizer is another, by the path of their field."""
     own = Path(models["model"].path) / TOKENIZERS[0] if "model" in models else Path()
-    for section in READ_TOKENS if own.is_file() else ():
-        other = Path(models[section].path) / TOKENIZERS[0] if section in models else own
+    for section in filter(reads_tokens, models) if own.is_file() else ():
+        other = Path(models[section].path) / TOKENIZERS[0]
         if not other.is_file() or filecmp.cmp(own, other, shallow=False):
             continue
         if (found := _tokenized_differently(own, other)) is not None:

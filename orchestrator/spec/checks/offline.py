@@ -91,7 +91,7 @@ def check_devices(spec: OfflineSpec) -> Iterator[Finding]:
     for name, role in spec.roles.present().items():
         if name != "reference" and role.gpus > 1:
             yield f"roles.{name}.gpus", f"a {name} worker uses one GPU; raise workers instead"
-    yield from shard_problems(spec.roles.reference)
+    yield from shard_problems(spec)
     yield from trainer_problems(spec)
     yield from adapter_problems(spec)
 

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from troupe.orchestrator.algorithms import custom
 from troupe.orchestrator.algorithms import section as algorithms
-from troupe.orchestrator.errors import Finding
+from troupe.orchestrator.errors import Finding, nearest
+from troupe.orchestrator.roles.names import section_of
 from troupe.orchestrator.spec.checks.data import (
     component_problems,
 )
@@ -33,7 +34,7 @@ def check_roles(spec: RolloutSpec) -> Iterator[Finding]:
     row = algorithms.row_of(spec.algorithm)
     present = spec.roles.present()
     for role in ("critic", "reference"):
-        if role in row.required and role not in present:
+        if role in row.required and role not in present and not (role == "reference" and spec.roles.teacher):
             yield f"roles.{role}", f"is required: {row.name} has a {role}"
         if role in row.forbidden and role in present:
             others = sorted(a.name for a in algorithms.ALGORITHMS.values() if role not in a.forbidden)
@@ -42,12 +43,33 @@ def check_roles(spec: RolloutSpec) -> Iterator[Finding]:
         given = "" if spec.algorithm.kl.coef is not None else f", the default of {row.name}"
         why = f"is required: algorithm.kl.coef is {spec.kl_coef}{given} (0 needs no reference)"
         yield "roles.reference", why
-    if algorithms.policy_loss(spec.algorithm).distill.coef > 0:
+    if spec.roles.teacher:
+        yield from _teachers(spec)
+    elif algorithms.policy_loss(spec.algorithm).distill.coef > 0:
         yield from _teacher(spec)
 
 
+def _teachers(spec: RolloutSpec) -> Iterator[Finding]:
+    """Teachers that nothing learns from, and sources without a teacher or teachers without a source."""
+    distill = algorithms.policy_loss(spec.algorithm).distill
+    if not distill.coef and algorithms.advantage(spec.algorithm).estimator != "distill":
+        yield "roles.teacher", "has no effect: algorithm.distill.coef is 0; set it, or remove the role"
+    if distill.in_process:
+        why = "needs the teacher's logits in the policy's workers"
+        yield "algorithm.distill.support", f"{distill.support} {why}: set it to teacher_top_k, or use roles.reference"
+    sources = [source.name for source in spec.data.mixture]
+    for name, teacher in spec.roles.teachers().items():
+        for number, source in enumerate(teacher.sources or ()):
+            if source not in sources:
+                hint = nearest(source, sources) or f"sources: {', '.join(sources) or 'data.train has no names'}"
+                yield f"roles.{name}.sources.{number}", f"no source '{source[:60]}' in data.train ({hint})"
+    for number, source in enumerate(sources):
+        if not spec.roles.teachers(source):
+            yield f"data.train.{number}.name", f"{source} has no teacher: name it in a teacher's sources"
+
+
 def _teacher(spec: RolloutSpec) -> Iterator[Finding]:
-    """What a divergence from a teacher needs of the roles."""
+    """What a divergence from the reference as teacher needs of the roles."""
     distill, reference = algorithms.policy_loss(spec.algorithm).distill, spec.roles.reference
     if reference is None and "reference" not in algorithms.row_of(spec.algorithm).required:
         yield "roles.reference", f"is required: algorithm.distill.coef is {distill.coef:g}"
@@ -221,6 +243,7 @@ def check_lengths(spec: RolloutSpec) -> Iterator[Finding]:
     budgets: dict[str, int] = {name: role.micro_batch_tokens for name, role in spec.roles.trainers().items()}
     if spec.roles.reference is not None and not spec.reference_in_policy:
         budgets["reference"] = spec.roles.reference.micro_batch_tokens
+    budgets |= {name: teacher.micro_batch_tokens for name, teacher in spec.roles.teachers().items()}
     if spec.roles.reward.model is not None:
         budgets["reward"] = spec.roles.reward.micro_batch_tokens
     for name, tokens in budgets.items():
@@ -302,9 +325,9 @@ def check_devices(spec: RolloutSpec) -> Iterator[Finding]:
     for name, role in spec.roles.present().items():
         if name in ("rollout", "critic") and (role.gpus > 0) != on_gpu:
             yield f"roles.{name}.gpus", f"{name} and policy must both run on GPUs or both on the CPU"
-        if name not in ("rollout", "judge", "reference") and role.gpus > 1:
+        if section_of(name) not in ("rollout", "judge", "reference", "teacher") and role.gpus > 1:
             yield f"roles.{name}.gpus", f"a {name} worker uses one GPU; raise workers instead"
-    yield from shard_problems(spec.roles.reference)
+    yield from shard_problems(spec)
     if spec.roles.reward.gpus > 0 and spec.roles.reward.model is None:
         yield "roles.reward.gpus", "reward functions run on the CPU; only a reward model uses a GPU"
     yield from _engine_devices("rollout", spec.roles.rollout)

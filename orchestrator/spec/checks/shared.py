@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from troupe.orchestrator.algorithms import section as algorithms
 from troupe.orchestrator.errors import Finding, nearest
+from troupe.orchestrator.roles.names import section_of
 from troupe.orchestrator.spec.base import RunSpec
-from troupe.orchestrator.spec.checks.models import READ_TOKENS
+from troupe.orchestrator.spec.checks.models import reads_tokens
 from troupe.orchestrator.spec.derived.sampling import (
     NO_ENVIRONMENT,
     evaluation_metrics,
@@ -74,17 +75,21 @@ def trainer_problems(spec: RunSpec) -> Iterator[Finding]:
                 yield f"roles.{name}.adam_betas.{index}", f"must be at least 0 and less than 1, got {beta}"
 
 
-def shard_problems(reference: ReferenceRole | None) -> Iterator[Finding]:
-    """A reference that is divided over other devices than it has."""
-    if reference is None or reference.colocate_with is not None:
-        return
-    shards = reference.shards
-    if reference.gpus == 0 and shards > 1 and reference.cpus < shards:
-        yield "roles.reference.cpus", f"shards {shards} on the CPU needs at least {shards} cores"
-    if reference.gpus > 0 and shards > 1 and reference.gpus != shards:
-        yield "roles.reference.gpus", f"must equal shards, {shards}, got {reference.gpus:g}"
-    if reference.gpus > 1 and shards == 1:
-        yield "roles.reference.gpus", "a reference worker with shards 1 uses one GPU; raise workers or shards"
+def shard_problems(spec: RunSpec) -> Iterator[Finding]:
+    """References and teachers that are divided over other devices than they have."""
+    for name, role in spec.roles.present().items():
+        if not isinstance(role, ReferenceRole) or role.colocate_with is not None:
+            continue
+        shards = role.shards
+        if role.gpus == 0 and shards > 1 and role.cpus < shards:
+            yield f"roles.{name}.cpus", f"shards {shards} on the CPU needs at least {shards} cores"
+        if role.gpus > 0 and shards > 1 and role.gpus != shards:
+            yield f"roles.{name}.gpus", f"must equal shards, {shards}, got {role.gpus:g}"
+        if role.gpus > 1 and shards == 1:
+            yield (
+                f"roles.{name}.gpus",
+                f"a {section_of(name)} worker with shards 1 uses one GPU; raise workers or shards",
+            )
 
 
 def shares_of(name: str, role: TrainerRole) -> str:
@@ -155,8 +160,8 @@ def template_problems(
         prompts: The sections with prompts, by their path.
         plain: Whether the trained model has no chat template.
     """
-    for section in READ_TOKENS:
-        if section in models and models[section].chat_template is not None:
+    for section in filter(reads_tokens, models):
+        if models[section].chat_template is not None:
             yield f"{section}.chat_template", "has no effect: this model reads the policy's tokens; remove it"
     for section, source in prompts.items():
         if plain and source.system:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.rollout import RolloutSpec
@@ -39,6 +39,8 @@ class GroupSettings:
     """Whether responses that were cut carry no loss."""
     signal_in: str | None = None
     """Reward component that must differ within a group (dynamic sampling), or None for the reward."""
+    teachers: Mapping[str, float] = field(default_factory=dict)
+    """Weights of the source's teachers, by the name of their role; empty if the reference is the teacher."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +135,7 @@ def group_settings(spec: RolloutSpec) -> tuple[GroupSettings, ...]:
             solved_at=_solved_in_training(spec, None),
             mask_truncated=spec.algorithm.mask_truncated,
             signal_in=spec.algorithm.dynamic_sampling_on,
+            teachers=_teachers_of(spec, ""),
         ),
     )
 
@@ -215,7 +218,12 @@ def _of_source(spec: RolloutSpec, number: int, source: MixedSource) -> GroupSett
         environment=_environment_of(spec, source.environment),
         mask_truncated=algorithm.mask_truncated if source.mask_truncated is None else source.mask_truncated,
         signal_in=source.dynamic_sampling_on or algorithm.dynamic_sampling_on,
+        teachers=_teachers_of(spec, source.name),
     )
+
+
+def _teachers_of(spec: RolloutSpec, source: str) -> dict[str, float]:
+    return {name: teacher.weight for name, teacher in spec.roles.teachers(source).items()}
 
 
 def _solved_in_training(spec: RolloutSpec, rewards: Sequence[RewardFunctionConfig] | None) -> float | None:

@@ -11,7 +11,7 @@ from troupe.orchestrator.spec.derived.sampling import group_settings
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.workers.contract.rewards import RIGHT_OR_WRONG
 
-_SCORERS = ("reference", "reward", "environment")
+_SCORERS = ("reference", "teacher", "reward", "environment")
 """Roles whose workers have one sample at a time."""
 
 _LENGTHS = frozenset({"overlong", "length"})

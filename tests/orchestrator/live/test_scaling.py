@@ -308,7 +308,7 @@ def test_scorers_are_added_and_removed_between_two_waves() -> None:
         await scaled.join("reference-1")
         await wave
         names.append(scaled.names)
-        assert len(await scorer.score([8, 8], FakeTable("rollouts", ("b",)))) == 2
+        assert len((await scorer.score([8, 8], FakeTable("rollouts", ("b",)))).tables) == 2
         await scaled.retire("reference-0", 1.0)
         names.append(scaled.names)
         return names

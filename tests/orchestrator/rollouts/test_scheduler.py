@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import random
 from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -37,7 +38,14 @@ from troupe.orchestrator.rollouts.step_counts import replaced_counts, sample_cou
 from troupe.orchestrator.rollouts.weight_sync import FileSync
 from troupe.orchestrator.training.ledger import Ledger
 from troupe.workers.algorithms.custom import CustomAlgorithm, GroupRewards
-from troupe.workers.contract.messages import EpisodeSummary, GroupSummary, RankPlan, RewardSummary, SampleSummary
+from troupe.workers.contract.messages import (
+    EpisodeSummary,
+    GroupSummary,
+    RankPlan,
+    RewardSummary,
+    SampleSummary,
+    ScoreSummary,
+)
 
 
 class FakeRollouts:
@@ -429,9 +437,9 @@ def test_a_candidate_gives_a_group_of_equal_rewards_a_signal() -> None:
         engine.candidates = 1
     scored: list[int] = []
 
-    async def compute_logprobs(plan: RankPlan, *tables: FakeTable) -> tuple[int, FakeTable]:
+    async def compute_logprobs(plan: RankPlan, *tables: FakeTable) -> tuple[ScoreSummary, FakeTable]:
         scored.append(sum(map(len, plan.micro_batches)) - 5 * len(tables))
-        return 0, FakeTable("old_logprobs", ())
+        return ScoreSummary(0), FakeTable("old_logprobs", ())
 
     rollouts.policy.compute_logprobs = compute_logprobs
     (batch,) = on_virtual_time(rollouts.train(1))
@@ -441,6 +449,35 @@ def test_a_candidate_gives_a_group_of_equal_rewards_a_signal() -> None:
         assert group.rewards.rewards == (0.0,) * 4 and group.rewards.components == {"all": (0.0,) * 4}
         assert group.candidates is not None and group.candidates.components == {"all": (1.0,)}
         assert (group.rewarded, group.rewarded_candidates) == ([0, 1, 2, 3], [4])
+
+
+def broken_scores(rollouts: FakeRollouts, failed: Callable[[str], Iterable[int]]) -> None:
+    """Scores of tokens that are not finite for these samples of a prompt."""
+
+    async def compute_logprobs(plan: RankPlan, *tables: FakeTable) -> tuple[ScoreSummary, FakeTable]:
+        uids = [uid for table in tables for uid in table.uids]
+        return ScoreSummary(0, tuple((uid, i) for uid in uids for i in failed(uid))), FakeTable("old_logprobs", ())
+
+    rollouts.policy.compute_logprobs = compute_logprobs
+
+
+def test_a_sample_without_a_finite_score_fails_alone(caplog: pytest.LogCaptureFixture) -> None:
+    """It is dropped, counted and named, as one whose reward failed; whose reward failed already is counted once."""
+    rollouts = FakeRollouts(steps=1, reward=FaultyReward({("e0-r1", 2): "timeout after 5 s"}))
+    broken_scores(rollouts, lambda uid: {"e0-r0": (1,), "e0-r1": (2,), "e0-r2": (0, 1, 3)}.get(uid, ()))
+    (batch,) = on_virtual_time(rollouts.train(1))
+    assert {g.summary.prompt_uid: g.rewarded for g in batch}["e0-r0"] == [0, 2, 3]
+    assert "e0-r2" not in {g.summary.prompt_uid for g in batch}, "one sample is left, and no baseline"
+    why = "policy: the score of a token is not finite"
+    assert rollouts.ledger.drop_reasons() == {why: 5, "reward: timeout after 5 s": 1}
+    assert f"role {why}: a sample has no reward: e0-r0[1]" in caplog.messages
+
+
+def test_a_model_without_finite_scores_ends_the_run() -> None:
+    rollouts = FakeRollouts(steps=1)
+    broken_scores(rollouts, lambda _: range(4))
+    with pytest.raises(BatchFailed, match="policy: the score of a token is not finite"):
+        on_virtual_time(rollouts.train(1))
 
 
 def test_too_many_failed_rewards_stop_the_run_with_their_error() -> None:

@@ -181,7 +181,7 @@ def test_a_lost_rank_is_replaced_and_its_wave_is_scored_again(frozen: bool) -> N
         else:
             ranks[1].kill()
         tables = await asyncio.gather(*(scorer.score([8, 8], TABLE) for _ in range(3)))
-        assert [len(found) for found in tables] == [2, 2, 2], "one table for each rank"
+        assert [len(found.tables) for found in tables] == [2, 2, 2], "one table for each rank"
         assert [worker.name for worker in group.workers] == ["reference-0", "reference-1"]
         assert group.workers[0] is ranks[0] and group.workers[1] is started.workers[2]
         ranks[0].kill()

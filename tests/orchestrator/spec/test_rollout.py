@@ -17,9 +17,9 @@ from tests.conftest import NO_WEIGHTS
 from troupe.orchestrator.roles.settings import (
     critic_config,
     policy_config,
-    reference_config,
     reward_config,
     rollout_config,
+    scorer_configs,
 )
 from troupe.orchestrator.spec import yaml_reader
 from troupe.orchestrator.spec.derived import sampling
@@ -76,7 +76,7 @@ def test_defaults_and_what_follows_from_them(tmp_path: Path) -> None:
     spec = load(tmp_path, GRPO)
     assert (spec.group_size, spec.samples_per_step, spec.kl_coef) == (8, 64, 0.0)
     assert (spec.device, resolved_backend(spec), spec.updates_of("policy")) == ("cpu", "shm", 30)
-    assert (critic_config(spec), reference_config(spec), spec.reference_in_policy) == (None, None, False)
+    assert (critic_config(spec), scorer_configs(spec), spec.reference_in_policy) == (None, {}, False)
     assert spec.run_folder == Path("runs/base")
     assert list(spec.roles.present()) == ["rollout", "policy", "reward"]
 
@@ -106,7 +106,7 @@ def test_turns_can_have_a_form_where_the_loss_accounts_for_the_sampler(tmp_path:
 
 def test_ppo_has_a_critic_and_a_reference_of_their_own(tmp_path: Path) -> None:
     spec = load(tmp_path, PPO)
-    critic, reference = critic_config(spec), reference_config(spec)
+    critic, reference = critic_config(spec), scorer_configs(spec)["reference"]
     assert critic is not None and reference is not None
     assert (critic.model.path, critic.trainer.learning_rate) == ("models/m", 2e-5)
     assert critic.loss == CriticLossConfig(value_clip=None)
@@ -129,7 +129,7 @@ def test_the_advice_on_a_clip_of_rewards_turns_it_off(tmp_path: Path) -> None:
 def test_a_reference_can_run_inside_the_policy(tmp_path: Path) -> None:
     spec = load(tmp_path, PPO, "roles.reference={colocate_with: policy, model: {path: models/ref}}")
     reference = policy_config(spec).reference_model
-    assert spec.reference_in_policy and reference_config(spec) is None
+    assert spec.reference_in_policy and not scorer_configs(spec)
     assert reference is not None and reference.path == "models/ref"
     spec = load(tmp_path, PPO, "roles.reference={colocate_with: policy}")
     assert policy_config(spec).reference_model == spec.model

@@ -43,6 +43,9 @@ critic/empty_updates
 players/first/draws
 players/first/reward
 players/first/wins
+kl_teacher.math
+memory/teacher.math
+workers/teacher.math
 policy/distill_loss
 policy/loss_scale
 policy/observation_loss

@@ -68,6 +68,7 @@ def sampled_tokens(samples: Sequence[Sample]) -> SampledTokens:
         old_logprobs=flat("old"),
         ref_logprobs=flat("ref"),
         values=flat("values"),
+        taught=(flat("ref"), torch.ones(len(flat("ref")), dtype=torch.double)),
         prompt_rows=(0, 1),
         greedy_rewards=torch.tensor([s.greedy for s in samples], dtype=torch.double),
         turns=_turns(samples),

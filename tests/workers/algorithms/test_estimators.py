@@ -159,6 +159,7 @@ def run(
             old_logprobs=flat("old"),
             ref_logprobs=flat("ref"),
             values=flat("values"),
+            taught=(flat("ref"), torch.ones(sum(lengths), dtype=torch.double)),
             prompt_rows=tuple(rows[uid] for uid in uids) if rows else (),
             greedy_rewards=torch.tensor([greedy[sample.uid] for sample in samples]).double() if greedy else None,
             components={"only": torch.tensor([(sample.reward, 2.0) for sample in samples], dtype=torch.double).T},

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import pyarrow as pa
 import pytest
+import torch
 
 from troupe.workers.algorithms.train_batch import prepare
 from troupe.workers.contract.config import AdvantageConfig
@@ -144,6 +145,62 @@ def test_a_teachers_tokens_are_part_of_the_batch_and_a_failed_one_is_named() -> 
     uid, index = KEYS[3][:2]
     with pytest.raises(ValueError, match=re.escape(f"sample {uid}[{index}]: teacher_logprobs has nan")):
         prepared(math.nan)
+
+
+def teacher_table(name: str, keys: list[Key], seed: int, k: int = 2) -> pa.Table:
+    """Scores of a teacher: its log-probs, `k` tokens and their log-probs, at random."""
+    lengths, chance = [LENGTHS[KEYS.index(key)] for key in keys], random.Random(seed)
+    table = scores(name, keys, [[-chance.random() for _ in range(n)] for n in lengths])
+    ids = [[chance.randrange(50) for _ in range(k * n)] for n in lengths]
+    logprobs = [[-chance.random() for _ in range((k + 1) * n)] for n in lengths]
+    for field, values in zip(TEACHER_TOKENS, (ids, logprobs), strict=True):
+        table = table.append_column(field, pa.array(values, field.type))
+    return table
+
+
+def test_each_sample_has_the_teachers_of_its_prompt_each_with_its_weight() -> None:
+    """In any order: prompt a has both teachers, b the second; log-probs, tokens and KL by hand."""
+    weights = {"a": {"teacher.one": 0.25, "teacher.two": 2.0}, "b": {"teacher.two": 3.0}}
+    order: list[Key] = [("b", 1), ("a", 1), ("b", 0), ("a", 0)]
+    given = {
+        "teacher.two": teacher_table("teacher.two", KEYS[::-1], 2),
+        "teacher.one": teacher_table("teacher.one", KEYS[:2], 1),
+    }
+    request = PrepareRequest(tuple(order), teachers=weights)
+    summary, train = prepare(AdvantageConfig(estimator="distill"), request, [*group_tables(), *given.values()])
+    rows = {
+        name: {(row["prompt_uid"], row["sample_index"]): row for row in table.to_pylist()}
+        for name, table in given.items()
+    }
+    for key, row in zip(order, train.to_pylist(), strict=True):
+        own = weights[key[0]]
+        gaps = [
+            sum(own[name] * (rows[name][key][name][t] + 1.0) for name in own) for t in range(LENGTHS[KEYS.index(key)])
+        ]
+        assert row["advantages"] == pytest.approx(gaps, rel=1e-6)
+        assert row["teacher_weights"] == [*own.values(), *[0.0] * (2 - len(own))]
+        for column, width in (("teacher_ids", 2), ("teacher_logprobs", 3)):
+            tokens = torch.tensor(row[column]).view(-1, 2, width)
+            for place, name in enumerate(own):
+                assert tokens[:, place].flatten().tolist() == pytest.approx(rows[name][key][column])
+            assert tokens.isfinite().all()
+        assert row["ref_logprobs"] is None
+    for name, table in given.items():
+        gap = [x + 1.0 for own in table[name].to_pylist() for x in own]
+        assert summary.metrics[f"kl_{name}"] == pytest.approx(
+            sum(math.exp(x) - 1 - x for x in gap) / len(gap), rel=1e-5
+        )
+    assert "kl_ref" not in summary.metrics
+    for left_out in given:
+        with pytest.raises(ValueError, match=re.escape(f"no table of {left_out} was given")):
+            prepare(
+                AdvantageConfig(estimator="distill"),
+                request,
+                [*group_tables(), *(given[n] for n in given if n != left_out)],
+            )
+    short = {**given, "teacher.two": teacher_table("teacher.two", KEYS[1:], 2)}
+    with pytest.raises(ValueError, match=re.escape("sample a[0] is missing from teacher.two")):
+        prepare(AdvantageConfig(estimator="distill"), request, [*group_tables(), *short.values()])
 
 
 def test_loss_mask_leaves_tokens_out() -> None:

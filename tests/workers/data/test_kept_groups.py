@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from troupe.workers.contract.messages import REWARDS, ROLLOUTS, KeepRequest, token_scores
+from troupe.workers.contract.messages import REWARDS, ROLLOUTS, TEACHER_TOKENS, KeepRequest, token_scores
 from troupe.workers.data.kept_tables import keep_groups, read_group
 
 
@@ -93,6 +93,14 @@ def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
         (1, "rollouts", rollouts("b")),
     ):
         assert equal(read_group(tmp_path / "samples", kept[group][kind]), table)
+
+
+def test_a_teachers_tokens_are_kept_beside_its_log_probs(tmp_path: Path) -> None:
+    rows = wave(("a", 0)).rename_columns([*wave().column_names[:-1], "teacher.math"])
+    for field in TEACHER_TOKENS:
+        rows = rows.append_column(field, pa.array([[1, 2, 3]] * len(rows), field.type))
+    (kept,) = keep_groups(tmp_path, KeepRequest(0, (("a", 0),), 1 << 20), [rows, rollouts("a")])
+    assert read_group(tmp_path, kept["teacher.math"]).to_pylist() == rows.to_pylist()
 
 
 def test_rows_of_two_tables_are_kept_once(tmp_path: Path) -> None:

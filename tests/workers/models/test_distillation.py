@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import product
 from types import SimpleNamespace
 from typing import Any, cast, get_args
@@ -13,6 +14,7 @@ from transformers import LlamaConfig
 
 from tests.workers.models.test_modeling import FAMILIES, SAMPLES, SIZES, save_model
 from tests.workers.models.test_token_batch import train_table
+from troupe.workers.algorithms.teachers import Teacher, train_columns
 from troupe.workers.contract.config import (
     AdvantageConfig,
     DistillConfig,
@@ -25,6 +27,7 @@ from troupe.workers.contract.config import (
 from troupe.workers.contract.messages import TEACHER_TOKENS, RankPlan
 from troupe.workers.models.distillation import LogitsReader, TopTeacher, TopTokens, WholeTeacher, bucketed
 from troupe.workers.models.modeling import CausalLogprobs, load_causal, score_plan
+from troupe.workers.models.ragged import ragged
 from troupe.workers.models.token_batch import TokenTable
 from troupe.workers.policy import PolicyWorker
 from troupe.workers.training.deepspeed_engine import TrainEngine
@@ -43,11 +46,33 @@ def config_of(**fields: Any) -> DistillConfig:
     return DistillConfig(**({"coef": 1.0, "k": K, "beta": 0.3, "alpha": 0.2} | fields))
 
 
+def one_teacher(ids: torch.Tensor, logprobs: torch.Tensor, config: DistillConfig) -> TopTeacher:
+    return TopTeacher(ids[:, None], logprobs[:, None], torch.ones(len(ids), 1), config)
+
+
 def teacher_of(config: DistillConfig, teacher: torch.Tensor) -> LogitsReader:
     """The teacher as the updates get it: its likeliest tokens, or states and a head."""
     if config.support == "teacher_top_k":
-        return TopTeacher(*TopTokens(config.k).read(teacher), config)
+        return one_teacher(*TopTokens(config.k).read(teacher), config)
     return WholeTeacher(teacher * 0.7, lambda states: states, 0.7, config)
+
+
+def taught(samples: pa.Table, *scored: pa.Table, weights: Sequence[float] = (1.0,)) -> pa.Table:
+    """The samples of TRAIN with the tokens of teachers that score all of them."""
+    teachers = [
+        Teacher(
+            "",
+            torch.full((len(SAMPLES),), weight),
+            torch.empty(0),
+            tuple(ragged(table.column(field.name)) for field in TEACHER_TOKENS),
+        )
+        for table, weight in zip(scored, weights, strict=True)
+    ]
+    lengths = torch.tensor([len(response) for _, response in SAMPLES])
+    for name, column in train_columns(teachers, lengths).items():
+        index = samples.schema.get_field_index(name)
+        samples = samples.set_column(index, samples.schema.field(index), column)
+    return samples
 
 
 def plainly(student: torch.Tensor, teacher: torch.Tensor, config: DistillConfig) -> torch.Tensor:
@@ -83,6 +108,24 @@ def test_value_and_gradient_are_those_of_plain_probabilities(support: str, diver
     torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_losses_of_several_teachers_are_added_each_with_its_weight(divergence: str) -> None:
+    """A token may have fewer teachers than another: the others have weight 0, and no gradient."""
+    config, shares = config_of(divergence=divergence), torch.rand(TOKENS, 3, dtype=torch.double)
+    shares[::2, 1] = 0.0
+    ours, theirs = (logits_of(1).requires_grad_() for _ in range(2))
+    ids, logprobs = zip(*(TopTokens(K).read(logits_of(seed)) for seed in (2, 3, 4)), strict=True)
+    logprobs[1][::2] = 0.0
+    teachers = TopTeacher(torch.stack(ids, 1), torch.stack(logprobs, 1), shares, config)
+    found = torch.cat(
+        [part.read(logits)[0] for part, logits in zip(teachers.split(4), ours.tensor_split(4), strict=True)]
+    )
+    expected = sum(shares[:, n] * plainly(theirs, logits_of(seed), config) for n, seed in enumerate((2, 3, 4)))
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    (slope,), (own,) = (torch.autograd.grad(one.sum(), at) for one, at in ((found, ours), (expected, theirs)))
+    torch.testing.assert_close(slope, own, rtol=1e-8, atol=1e-10)
+
+
 @pytest.mark.parametrize(("support", "divergence"), product(SUPPORTS, DIVERGENCES))
 def test_a_student_equal_to_its_teacher_has_neither_loss_nor_gradient(support: str, divergence: str) -> None:
     student = logits_of(1).requires_grad_()
@@ -115,7 +158,7 @@ def test_float32_keeps_a_gradient_where_almost_nothing_is_left_to_other_tokens()
     for logits in (exact, exact.float()):
         student = logits.clone().requires_grad_()
         teacher = bucketed(logits.flip(-1), torch.arange(K)[None])
-        (found,) = TopTeacher(torch.arange(K)[None], teacher, config_of(divergence="forward")).read(student)
+        (found,) = one_teacher(torch.arange(K)[None], teacher, config_of(divergence="forward")).read(student)
         slopes.append(torch.autograd.grad(found.sum(), student)[0].double())
     torch.testing.assert_close(slopes[1], slopes[0], rtol=1e-4, atol=1e-6)
 
@@ -152,8 +195,7 @@ def test_a_model_compares_its_own_logits_however_they_are_cut(
     scorer = CausalLogprobs(teacher, 0.7, chunks=2)
     plan = RankPlan(micro_batches=((0, 1), (), (2, 3)), total_loss_tokens=8, total_sequences=4)
     _, scored = score_plan(scorer, plan, [samples], "ref_logprobs", "cpu", K)
-    for field in TEACHER_TOKENS:
-        samples = samples.set_column(samples.schema.get_field_index(field.name), field, scored.column(field.name))
+    samples = taught(samples, scored)
     table, weights = TokenTable(samples), list(student.parameters())
     rows = [3, 0, 2, 1]  # in another order than the table
     batch = table.batch(rows)
@@ -161,7 +203,7 @@ def test_a_model_compares_its_own_logits_however_they_are_cut(
     expected = plainly(own, its, config)
     slopes = []
     for chunks in (1, 3, 20):
-        stored = table.teacher(batch)
+        stored = table.teachers(batch)
         assert stored is not None and len(stored[0]) == len(batch.targets)
         whole = WholeTeacher(scorer.teacher_states(batch), scorer.logits_of, 0.7, config)
         reader = whole if config.in_process else TopTeacher(*stored, config)
@@ -172,7 +214,7 @@ def test_a_model_compares_its_own_logits_however_they_are_cut(
     assert float(slopes[0].abs().max()) > 1e-3
     torch.testing.assert_close(slopes[1], slopes[0], rtol=1e-3, atol=1e-5)
     torch.testing.assert_close(slopes[2], slopes[0], rtol=1e-3, atol=1e-5)
-    assert table.teacher(table.batch([])) is not None and TokenTable(train_table(SAMPLES)).teacher(batch) is None
+    assert table.teachers(table.batch([])) is not None and TokenTable(train_table(SAMPLES)).teachers(batch) is None
 
 
 def test_the_table_of_a_teacher_has_lists_of_k_tokens_and_one_more_log_prob(
@@ -215,8 +257,7 @@ def test_the_policys_loss_has_the_divergence_from_its_teacher(
     samples = train_table(SAMPLES)
     _, scored = worker.reference_logprobs(plan, samples)
     assert ("teacher_ids" in scored.column_names) == (support == "teacher_top_k")
-    for field in TEACHER_TOKENS if support == "teacher_top_k" else ():
-        samples = samples.set_column(samples.schema.get_field_index(field.name), field, scored.column(field.name))
+    samples = taught(samples, scored) if support == "teacher_top_k" else samples
     batch, output = worker._of_rollouts(TokenTable(samples), plan, 0.0, [0, 1, 2, 3], student)
     own, its = (module.distributions(batch).double() for module in (student, teacher))
     expected = plainly(own, its, distill)

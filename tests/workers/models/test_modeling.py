@@ -24,7 +24,7 @@ from transformers import (
 from tests.token_batches import batch_of
 from tests.workers.models.test_token_batch import train_table
 from troupe.workers.contract.config import CHUNK_LOGITS, ModelConfig
-from troupe.workers.contract.messages import KEPT_TOKENS, RankPlan, token_scores
+from troupe.workers.contract.messages import KEPT_TOKENS, RankPlan, ScoreSummary, identities, token_scores
 from troupe.workers.models.capabilities import adapt
 from troupe.workers.models.modeling import (
     CausalLogprobs,
@@ -288,15 +288,32 @@ def test_score_plan(llama: ModelConfig) -> None:
     module = CausalLogprobs(load_causal(llama), 1.0)
     tables = [train_table(SAMPLES[:1]), train_table(SAMPLES[1:])]
     plan = RankPlan(micro_batches=((3, 0), (), (1,)), total_loss_tokens=8, total_sequences=4)
-    rows, table = score_plan(module, plan, tables, "ref_logprobs", "cpu")
-    assert rows == 3 and table.schema.equals(token_scores("ref_logprobs"), check_metadata=True)
+    summary, table = score_plan(module, plan, tables, "ref_logprobs", "cpu")
+    assert summary == ScoreSummary(3) and table.schema.equals(token_scores("ref_logprobs"), check_metadata=True)
     assert table.column("prompt_uid").to_pylist() == ["p2", "p0", "p0"]
     flat = ragged(table.column("ref_logprobs")).values
     expected, _ = one_by_one(module.model.eval(), 1.0)
     torch.testing.assert_close(flat, expected[[7, 0, 1, 2, 3, 4, 5, 6]].detach(), rtol=1e-4, atol=1e-5)
     nothing = score_plan(module, RankPlan(((),), 0, 0), tables, "ref_logprobs", "cpu")
-    assert nothing[0] == 0 and nothing[1].num_rows == 0
+    assert nothing[0] == ScoreSummary(0) and nothing[1].num_rows == 0
     assert isinstance(nothing[1], pa.Table)
+
+
+@pytest.mark.parametrize("top_k", [0, 3])
+def test_a_sample_whose_score_is_not_finite_is_named(llama: ModelConfig, top_k: int) -> None:
+    module = CausalLogprobs(load_causal(llama), 1.0)
+    tables = [train_table(SAMPLES)]
+    plan = RankPlan(micro_batches=((3, 0), (1, 2)), total_loss_tokens=8, total_sequences=4)
+    token = SAMPLES[1][0][0]
+    rows = [row for row, (prompt, response) in enumerate(SAMPLES) if token in [*prompt, *response[:-1]] and response]
+    assert 0 < len(rows) < len(SAMPLES)
+    head, embedding = module.model.get_output_embeddings(), module.model.get_input_embeddings()
+    head.weight = torch.nn.Parameter(head.weight.detach().clone())
+    with torch.no_grad():
+        embedding.get_parameter("weight")[token] = torch.nan
+    summary, _ = score_plan(module, plan, tables, "ref_logprobs", "cpu", top_k)
+    keys = identities(tables[0])
+    assert sorted(summary.failed) == sorted(keys[row][:2] for row in rows)
 
 
 def test_only_local_safetensors_are_loaded(llama: ModelConfig, tmp_path: Path) -> None:
