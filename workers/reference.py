@@ -20,6 +20,7 @@ import torch
 from troupe.workers.contract.arrow import pickle_tables
 from troupe.workers.contract.config import ReferenceConfig, Rendezvous, TrainerConfig
 from troupe.workers.contract.messages import Peak, RankPlan, ScoreSummary, WorkerHealth
+from troupe.workers.data.teacher_prompts import TeacherPrompts, within
 from troupe.workers.isolation.lifetime import exit_with
 from troupe.workers.models.capabilities import adapt
 from troupe.workers.models.modeling import (
@@ -29,6 +30,7 @@ from troupe.workers.models.modeling import (
     score_plan,
     torch_dtype,
 )
+from troupe.workers.models.ragged import ragged
 from troupe.workers.telemetry.start_activity import Activity, announce
 from troupe.workers.training.group import LOOPBACK, join_group, leave_group, open_store
 from troupe.workers.training.rank import own_peak, prepare_torch, worker_health
@@ -43,12 +45,16 @@ class ReferenceWorker:
         self._config = config
         self._name = name
         self._model: ReferenceModel | ShardedReference | None = None
+        self._prompts: TeacherPrompts | None = None
 
     def start(self) -> WorkerHealth:
         """Load the model, divided over several processes if `shards` says so. Raises OSError if it is missing."""
         prepare_torch(self._config.threads)
         announce(Activity.MODEL)
-        self._model = ReferenceModel(self._config) if self._config.shards == 1 else ShardedReference(self._config)
+        config = self._config
+        self._model = ReferenceModel(config) if config.shards == 1 else ShardedReference(config)
+        if config.prompt is not None:
+            self._prompts = TeacherPrompts(config.prompt, config.tokenizer or config.model, self._model.longest)
         return self.health()
 
     def packs(self) -> bool:
@@ -57,7 +63,14 @@ class ReferenceWorker:
 
     def score(self, plan: RankPlan, *rollouts: pa.Table) -> tuple[ScoreSummary, pa.Table]:
         """(summary, token_scores table): log-probs of the plan's rows. Raises RuntimeError before `start`."""
-        return self._started.score(plan, rollouts)
+        if self._prompts is None:
+            return self._started.score(plan, rollouts)
+        rows = [row for micro_batch in plan.micro_batches for row in micro_batch]
+        table, failed = self._prompts.apply(pa.concat_tables(rollouts), rows)
+        lengths = sum(ragged(table.column(name)).lengths for name in ("prompt_ids", "response_ids"))
+        plan = within(plan, torch.as_tensor(lengths).tolist(), self._config.micro_batch_tokens)
+        summary, scores = self._started.score(plan, [table])
+        return replace(summary, failed={**summary.failed, **failed}), scores
 
     def health(self) -> WorkerHealth:
         """Health of the worker."""
@@ -97,6 +110,9 @@ class ReferenceModel:
         module = CausalLogprobs(model, config.temperature, chunks)
         self.packs = adapt(module, model, config.device, packing=True)
         """Whether the model takes the rows of a micro-batch concatenated, without padding."""
+        positions: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        self.longest = min(config.micro_batch_tokens, positions or config.micro_batch_tokens)
+        """Most tokens of a row."""
         self._placed: FrozenModule = place_frozen(module, _trainer(config), self._device)
         self._config = config
 
@@ -129,6 +145,8 @@ class ShardedReference:
         self._model = ReferenceModel(config)
         self.packs = self._model.packs
         """Whether the model packs rows, as in `ReferenceModel.packs`."""
+        self.longest = self._model.longest
+        """Most tokens of a row."""
 
     def score(self, plan: RankPlan, rollouts: Sequence[pa.Table]) -> tuple[ScoreSummary, pa.Table]:
         """The log-probs of the plan's rows, whose micro-batches are shared by the ranks.
@@ -151,7 +169,7 @@ class ShardedReference:
             raise
         peaks = [one.peak for one in summaries if one.peak is not None]
         peak = Peak(sum(part.host for part in peaks), max(part.gpu for part in peaks))
-        failed = tuple(dict.fromkeys(key for one in summaries for key in one.failed))
+        failed = {key: why for one in summaries for key, why in one.failed.items()}
         return ScoreSummary(sum(one.rows for one in summaries), failed, peak=peak), pa.concat_tables(tables)
 
     def close(self) -> None:

@@ -129,7 +129,14 @@ roles:
   teacher:
     general: {model: {path: models/large}, weight: 0.5}
     maths: {model: {path: models/large-math}, sources: [sums, proofs]}
+    informed: {prompt: "{prompt}\n\nThe answer is {answer}."}
 ```
+
+With `prompt` a teacher scores the policy's response behind another prompt, which has the answer or columns of the data's
+`metadata` in place of the last message of the user. Without a model of its own it is then the policy before training that
+knows more (self-distillation: SDFT, arXiv 2601.19897; OPSD, arXiv 2601.18734). A response token has the position that it
+has behind this prompt. A sample is dropped if its row lacks a column, or if prompt and response exceed the teacher's
+positions or `micro_batch_tokens`.
 
 ## What others call it
 

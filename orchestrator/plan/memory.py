@@ -167,7 +167,7 @@ def of_scorer(spec: RunSpec, placed: PlacedWorker, _gpu: int, sizes: Sizes) -> M
         size=size,
         dtype=config.model.dtype,
         tokens=config.micro_batch_tokens,
-        longest=longest_sequence(spec),
+        longest=longest_sequence(spec) if config.prompt is None else config.micro_batch_tokens,
         gpu=config.device == "cuda",
         process=SCORER_PROCESS,
         ranks=config.shards,

@@ -132,6 +132,7 @@ def scorer_configs(spec: RunSpec) -> dict[str, ReferenceConfig]:
             ReferenceConfig,
             model=role.model or spec.model,
             column="ref_logprobs" if name == "reference" else name,
+            tokenizer=spec.model,
             temperature=1.0 if rollouts is None else rollouts.sampling.temperature,
             top_k=0 if name == "reference" and teachers else top_k,
             device=role.device,

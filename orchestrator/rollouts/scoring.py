@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -53,7 +53,7 @@ class ScoredGroup:
     candidates: RewardSummary | None = None
     """Rewards of the answers from other sources, if the prompt has some."""
     unscored: frozenset[int] = frozenset()
-    """Indices of the samples that lost their reward because a token's score is not finite."""
+    """Indices of the samples that lost their reward because a model has no finite score of a token."""
 
     @property
     def failures(self) -> list[tuple[int, str]]:
@@ -237,8 +237,8 @@ class TokenScores:
 
     tables: tuple[TableRef, ...]
     """Token-score tables, one per rank."""
-    failed: frozenset[tuple[str, int]]
-    """(prompt_uid, sample_index) of the samples with a score that is not finite."""
+    failed: Mapping[tuple[str, int], str]
+    """Why samples have no finite score, by (prompt_uid, sample_index)."""
 
 
 _Waiting = tuple[list[int], TableRef, asyncio.Future[TokenScores]]
@@ -326,7 +326,7 @@ class TokenScorer:
                 if not future.done():
                     future.set_exception(error)
             return
-        failed = frozenset(key for summary, _ in results for key in summary.failed)
+        failed = {key: why for summary, _ in results for key, why in summary.failed.items()}
         scores = TokenScores(tuple(table for _, table in results), failed)
         for _, _, future in wave:
             if not future.done():
@@ -385,9 +385,9 @@ class Scorer:
         results: list[Any] = await gather_all([self.rewards.score(rollouts, settings.rewards), *calls])
         (rewards, reward_table), *tokens = results
         failed = {
-            index: f"{scorer.role}: the score of a token is not finite"
+            index: f"{scorer.role}: {why}"
             for scorer, scores in zip(scorers, tokens, strict=True)
-            for uid, index in scores.failed
+            for (uid, index), why in scores.failed.items()
             if uid == summary.prompt_uid and rewards.rewards[index] is not None
         }
         self._faults.note(Fault(why, f"{summary.prompt_uid}[{index}]", 1) for index, why in failed.items())

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag, field_validator
 
 from troupe.orchestrator.spec.sources import (
     COUNTED_BEFORE,
@@ -56,6 +56,7 @@ from troupe.workers.contract.consequences import (
     noted,
     refused,
 )
+from troupe.workers.contract.judges import TEACHER_FIELDS, checked_fields
 from troupe.workers.contract.weight_backends import TransferBackend, describe_backends
 
 ConfigT = TypeVar("ConfigT", bound=Frozen)
@@ -224,6 +225,17 @@ class TeacherRole(ScaledReferenceRole):
     """Weight of its loss. The losses of a sample's teachers are added, each with its weight."""
     sources: tuple[str, ...] | None = Field(default=None, min_length=1)
     """Names of the sources in `data.train` whose samples it teaches; null: all."""
+    prompt: str | None = None
+    """What it reads in place of the last message of the user, with `{prompt}` for that, `{answer}` and the columns of
+    the data's `metadata`: a hint or the answer, which the policy does not see. The response behind it is the same. With
+    the model that training starts from it is the policy that knows more (self-distillation); null: what the policy
+    reads."""
+
+    @field_validator("prompt")
+    @classmethod
+    def _names_fields(cls, prompt: str | None) -> str | None:
+        checked_fields(prompt or "", TEACHER_FIELDS)
+        return prompt
 
 
 class RewardRole(RewardConfig, ScaledRole):

@@ -71,8 +71,8 @@ class BatchMaker:
         group, lengths = reference.group, [row.tokens for row in summary.rows]
         plans = plan_rows(lengths, group)
         scored = await reference.score(plans, table, timeout_s=self._schedule.score_timeout_s)
-        if failed := [uid for summary, _ in scored for uid, _ in summary.failed]:
-            raise TroupeError(f"{group.role}: the score of a token of {failed[0]} is not finite")
+        for (uid, _), why in (one for summary, _ in scored for one in summary.failed.items()):
+            raise TroupeError(f"{group.role}: {uid}: {why}")
         scores = (part for _, part in scored)
         return await self._trainer.attach(table, *scores, timeout_s=self._schedule.train_timeout_s)
 

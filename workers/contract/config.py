@@ -878,6 +878,10 @@ class ReferenceConfig(Frozen):
     model: ModelConfig
     column: str = "ref_logprobs"
     """Column of its log-probs."""
+    prompt: str | None = None
+    """Template of the prompts that it reads, or None for the policy's."""
+    tokenizer: ModelConfig | None = None
+    """The model that has the tokenizer and chat template of these prompts, or None for its own."""
     temperature: float
     micro_batch_tokens: int
     top_k: int = 0

@@ -419,8 +419,8 @@ class ScoreSummary(Answer):
     """Scalars of the rows whose tokens a worker scored."""
 
     rows: int
-    failed: tuple[tuple[str, int], ...] = ()
-    """(prompt_uid, sample_index) of the samples with a score that is not finite."""
+    failed: Mapping[tuple[str, int], str] = field(default_factory=dict)
+    """Why samples have no finite score, by (prompt_uid, sample_index)."""
 
 
 @dataclass(frozen=True)

@@ -538,12 +538,12 @@ def score_plan(
     return ScoreSummary(len(rows), _not_finite(table)), table
 
 
-def _not_finite(table: pa.Table) -> tuple[tuple[str, int], ...]:
-    """(prompt_uid, sample_index) of the samples in a token_scores table with a number that is not finite."""
+def _not_finite(table: pa.Table) -> dict[tuple[str, int], str]:
+    """`ScoreSummary.failed` of a token_scores table."""
     rows: set[int] = set()
     floats = [f.name for f in table.schema if pa.types.is_list(f.type) and pa.types.is_floating(f.type.value_type)]
     for name in floats:
         numbers = ragged(table.column(name))
         rows |= set(numbers.sequence()[~numbers.values.isfinite()].tolist())
     keys = identities(table)
-    return tuple(dict.fromkeys(keys[row][:2] for row in sorted(rows)))
+    return {keys[row][:2]: "the score of a token is not finite" for row in sorted(rows)}

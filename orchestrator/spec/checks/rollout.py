@@ -20,10 +20,13 @@ from troupe.orchestrator.spec.checks.shared import (
 )
 from troupe.orchestrator.spec.derived.training import resolved_backend
 from troupe.orchestrator.spec.engine_options import refused_options
+from troupe.orchestrator.spec.errors import show
 from troupe.orchestrator.spec.locations import url_problem
 from troupe.orchestrator.spec.rollout import RolloutSpec
-from troupe.orchestrator.spec.sections import EngineRole
+from troupe.orchestrator.spec.sections import EngineRole, TeacherRole
+from troupe.orchestrator.spec.sources import Mixed, ReasoningGymSource
 from troupe.workers.contract.config import DistillConfig
+from troupe.workers.contract.judges import TEACHER_FIELDS, template_fields
 from troupe.workers.contract.weight_backends import BACKENDS, backend_problem
 
 COLOCATIONS = {"reference": "policy", "rollout": "policy"}
@@ -63,9 +66,27 @@ def _teachers(spec: RolloutSpec) -> Iterator[Finding]:
             if source not in sources:
                 hint = nearest(source, sources) or f"sources: {', '.join(sources) or 'data.train has no names'}"
                 yield f"roles.{name}.sources.{number}", f"no source '{source[:60]}' in data.train ({hint})"
+        yield from _teacher_prompt(spec, f"roles.{name}.prompt", teacher)
     for number, source in enumerate(sources):
         if not spec.roles.teachers(source):
             yield f"data.train.{number}.name", f"{source} has no teacher: name it in a teacher's sources"
+
+
+def _teacher_prompt(spec: RolloutSpec, path: str, teacher: TeacherRole) -> Iterator[Finding]:
+    """Episodes, whose prompts no template writes, and columns that a teacher reads and the data has not."""
+    if teacher.prompt is None:
+        return
+    if spec.roles.environments():
+        yield path, "is for single responses: remove it, or roles.environment"
+    names = set(template_fields(teacher.prompt))
+    for section, source in spec.data.train_sources().items():
+        if isinstance(source, Mixed) and teacher.sources is not None and source.name not in teacher.sources:
+            continue
+        generated = isinstance(source, ReasoningGymSource)
+        if "answer" in names and not generated and source.answer is None:
+            yield path, f"reads the answer, but data.{section}.answer is null; set it to its column"
+        for name in sorted(names - {*TEACHER_FIELDS, *(() if generated else source.metadata)}):
+            yield path, f"{show(name)} is not in data.{section}.metadata; add it there"
 
 
 def _teacher(spec: RolloutSpec) -> Iterator[Finding]:

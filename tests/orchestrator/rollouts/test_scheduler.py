@@ -456,7 +456,8 @@ def broken_scores(rollouts: FakeRollouts, failed: Callable[[str], Iterable[int]]
 
     async def compute_logprobs(plan: RankPlan, *tables: FakeTable) -> tuple[ScoreSummary, FakeTable]:
         uids = [uid for table in tables for uid in table.uids]
-        return ScoreSummary(0, tuple((uid, i) for uid in uids for i in failed(uid))), FakeTable("old_logprobs", ())
+        why = {(uid, i): "the score of a token is not finite" for uid in uids for i in failed(uid)}
+        return ScoreSummary(0, why), FakeTable("old_logprobs", ())
 
     rollouts.policy.compute_logprobs = compute_logprobs
 

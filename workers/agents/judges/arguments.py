@@ -16,7 +16,14 @@ from troupe.workers.agents.judges.transcript import Baseline, played, said
 from troupe.workers.contract.config import Frozen, first_problem
 from troupe.workers.contract.environments import Message
 from troupe.workers.contract.imports import PackageMissing, require_package
-from troupe.workers.contract.judges import TEMPLATE_FIELDS, JudgeAnswer, Question, is_file, template_fields
+from troupe.workers.contract.judges import (
+    TEMPLATE_FIELDS,
+    JudgeAnswer,
+    Question,
+    checked_fields,
+    is_file,
+    template_fields,
+)
 from troupe.workers.rewards.runner import Sample
 
 _TASK = "<task>\n{prompt}\n</task>\n\n"
@@ -105,16 +112,8 @@ class JudgeArgs(Frozen):
     @field_validator("template")
     @classmethod
     def _names_fields(cls, template: str) -> str:
-        names = template_fields(template)
-        if wrong := [name for name in names if not name or {".", "["} & set(name)]:
-            can = f"{', '.join(TEMPLATE_FIELDS)} and columns of metadata"
-            raise ValueError(f"has no field {{{wrong[0]}}}; it can have {can}; write {{{{ for a brace")
-        if template and "response" not in names:
+        if "response" not in checked_fields(template, TEMPLATE_FIELDS) and template:
             raise ValueError("needs {response}")
-        try:
-            template.format_map(dict.fromkeys(names, ""))
-        except (ValueError, KeyError) as error:
-            raise ValueError(f"cannot be filled in: {error}") from error
         return template
 
     @model_validator(mode="after")

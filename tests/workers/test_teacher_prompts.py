@@ -1,0 +1,113 @@
+"""A teacher scores the policy's response behind another prompt: positions, micro-batches and samples without one."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
+
+from tests.workers.algorithms.test_train_batch import rollout_table
+from troupe.workers.contract.config import ModelConfig, ReferenceConfig
+from troupe.workers.contract.messages import RankPlan
+from troupe.workers.data.chat import encode_prompt
+from troupe.workers.data.teacher_prompts import within
+from troupe.workers.data.tokenizer import load_chat_tokenizer
+from troupe.workers.reference import ReferenceWorker
+
+KEYS = [("a", 0), ("a", 1), ("b", 0), ("c", 0)]
+RESPONSES = [[11, 12, 13], [14], [15, 16], [17, 18, 19, 20]]
+QUESTIONS = {"a": "2 + 3?", "b": "What is the capital of France, {x}?", "c": "1 + 1?"}
+ANSWERS = {"a": "5", "b": "Paris", "c": "2"}
+TEMPLATE = "{prompt}\nThe answer is {answer}, because {why}."
+
+
+def conversation(uid: str, text: str) -> str:
+    return json.dumps([{"role": "system", "content": "Be brief."}, {"role": "user", "content": text}])
+
+
+def samples(tokenizer: Any, **why: str) -> pa.Table:
+    """Samples of three prompts as the policy reads them, with a column `why` of those that are given."""
+    messages = {uid: conversation(uid, text) for uid, text in QUESTIONS.items()}
+    return rollout_table(
+        KEYS,
+        [len(response) for response in RESPONSES],
+        prompt_ids=[encode_prompt(tokenizer, messages[uid], 512) for uid, _ in KEYS],
+        response_ids=list(RESPONSES),
+        messages=[messages[uid] for uid, _ in KEYS],
+        answer=[ANSWERS[uid] for uid, _ in KEYS],
+        metadata=[json.dumps({"why": why[uid]} if uid in why else {}) for uid, _ in KEYS],
+    )
+
+
+def scored(model: ModelConfig, table: pa.Table, budget: int = 256, **config: Any) -> Any:
+    """(log-probs, failed) of samples, in one micro-batch as the policy's prompts fit one."""
+    settings = {"temperature": 0.7, "threads": 1, "device": "cpu", "column": "teacher.math", "top_k": 3} | config
+    worker = ReferenceWorker(ReferenceConfig(model=model, micro_batch_tokens=budget, **settings), "teacher.math-0")
+    worker.start()
+    plan = RankPlan(((2, 0, 1, 3),), total_loss_tokens=10, total_sequences=4, packed=worker.packs())
+    summary, scores = worker.score(plan, table.slice(0, 1), table.slice(1))
+    rows = {(row["prompt_uid"], row["sample_index"]): row for row in scores.to_pylist()}
+    worker.close()
+    return rows, summary.failed
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model: str) -> ModelConfig:
+    return ModelConfig(path=str(tiny_model), dtype="float32")
+
+
+def test_the_responses_scores_are_those_behind_the_teachers_prompt(model: ModelConfig) -> None:
+    """Against the plain model on prompt and response alone, in float64; and `{prompt}` is the policy's own prompt."""
+    tokenizer, why = load_chat_tokenizer(model), {"a": "it is", "b": "of {braces}", "c": "one and one make it"}
+    table = samples(tokenizer, **why)
+    plain = AutoModelForCausalLM.from_pretrained(model.path, dtype=torch.float64).eval()
+    rows, failed = scored(model, table, prompt=TEMPLATE)
+    assert failed == {}
+    for (uid, index), response in zip(KEYS, RESPONSES, strict=True):
+        text = f"{QUESTIONS[uid]}\nThe answer is {ANSWERS[uid]}, because {why[uid]}."
+        prompt = encode_prompt(tokenizer, conversation(uid, text), 512)
+        with torch.no_grad():
+            logits = plain(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1].double() / 0.7
+        expected = logits.log_softmax(-1)
+        own = expected.gather(1, torch.tensor(response)[:, None])[:, 0]
+        found = torch.tensor(rows[uid, index]["teacher.math"], dtype=torch.double)
+        torch.testing.assert_close(found, own, rtol=1e-4, atol=1e-4)
+        ids = torch.tensor(rows[uid, index]["teacher_ids"]).view(-1, 3)
+        likeliest = torch.tensor(rows[uid, index]["teacher_logprobs"], dtype=torch.double).view(-1, 4)[:, :3]
+        torch.testing.assert_close(likeliest, expected.gather(1, ids), rtol=1e-4, atol=1e-4)
+    same, others = scored(model, table, prompt="{prompt}")[0], scored(model, table)[0]
+    assert all(same[key]["teacher.math"] == pytest.approx(others[key]["teacher.math"], abs=1e-5) for key in KEYS)
+    assert any(rows[key]["teacher.math"] != pytest.approx(others[key]["teacher.math"], abs=1e-2) for key in KEYS)
+
+
+def test_a_sample_without_a_teachers_prompt_fails_with_the_reason(model: ModelConfig) -> None:
+    table = samples(load_chat_tokenizer(model), a="it is", c="it is so " * 60)
+    rows, failed = scored(model, table, budget=128, prompt=TEMPLATE)
+    assert len(rows) == 4
+    assert failed["b", 0] == "its prompt: the row has no column why"
+    assert "tokens" in failed["c", 0] and set(failed) == {("b", 0), ("c", 0)}
+
+
+@given(st.lists(st.lists(st.integers(1, 9), max_size=6), max_size=4), st.integers(1, 20), st.booleans())
+def test_longer_prompts_divide_micro_batches(parts: list[list[int]], most: int, packed: bool) -> None:
+    """Every row once and in order; none of the micro-batches could take the first row of the next one."""
+    tokens, micro_batches, start = [n for part in parts for n in part], [], 0
+    for part in parts:
+        micro_batches.append(tuple(range(start, start := start + len(part))))
+    plan = within(RankPlan(tuple(micro_batches), 1, 1, packed=packed), tokens, most)
+
+    def size(rows: tuple[int, ...]) -> int:
+        own = [tokens[row] for row in rows]
+        return sum(own) if packed else max(own) * len(own)
+
+    assert [row for part in plan.micro_batches for row in part] == list(range(len(tokens)))
+    assert all(len(part) <= 1 or size(part) <= most for part in plan.micro_batches)
+    ends = {part[-1] for part in micro_batches if part}
+    for part, following in zip(plan.micro_batches, plan.micro_batches[1:], strict=False):
+        assert not part or not following or part[-1] in ends or size((*part, following[0])) > most

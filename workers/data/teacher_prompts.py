@@ -1,0 +1,83 @@
+"""Prompts that a teacher reads in place of the policy's, with a hint or the answer (SDFT, OPSD)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import pyarrow as pa
+
+from troupe.workers.contract.config import ModelConfig
+from troupe.workers.contract.judges import template_fields
+from troupe.workers.contract.messages import RankPlan, identities
+from troupe.workers.data.chat import PromptRefused, encode_prompt
+from troupe.workers.data.tokenizer import load_chat_tokenizer
+from troupe.workers.models.ragged import ragged
+
+_COLUMNS = ("messages", "answer", "metadata")
+
+
+class TeacherPrompts:
+    """Writes prompts by a template and tokenizes them as the engines tokenize the policy's."""
+
+    def __init__(self, template: str, model: ModelConfig, longest: int) -> None:
+        """`model`: has the policy's tokenizer and chat template. `longest`: most tokens of prompt and response."""
+        self._template = template
+        self._tokenizer = load_chat_tokenizer(model)
+        self._longest = longest
+
+    def apply(self, rollouts: pa.Table, rows: Iterable[int]) -> tuple[pa.Table, dict[tuple[str, int], str]]:
+        """The rollouts with the teacher's prompts in these rows, and why samples have none, which keep the policy's."""
+        prompts, keys = rollouts.column("prompt_ids").to_pylist(), identities(rollouts)
+        responses = ragged(rollouts.column("response_ids")).lengths.tolist()
+        parts = list(zip(*(rollouts.column(name).to_pylist() for name in _COLUMNS), strict=True))
+        encoded: dict[tuple[str, str, str], list[int] | PromptRefused] = {}
+        failed: dict[tuple[str, int], str] = {}
+        for row in rows:
+            if parts[row] not in encoded:
+                encoded[parts[row]] = self._encode(*parts[row])
+            found = encoded[parts[row]]
+            if isinstance(found, PromptRefused):
+                failed[keys[row][:2]] = f"its prompt: {found}"
+            elif len(found) + responses[row] > self._longest:
+                failed[keys[row][:2]] = f"its prompt and the response have more than {self._longest} tokens"
+            else:
+                prompts[row] = found
+        index = rollouts.schema.get_field_index("prompt_ids")
+        column = rollouts.schema.field(index)
+        return rollouts.set_column(index, column, pa.array(prompts, column.type)), failed
+
+    def _encode(self, messages: str, answer: str, metadata: str) -> list[int] | PromptRefused:
+        turns = json.loads(messages)
+        last = max(number for number, turn in enumerate(turns) if turn["role"] == "user")
+        columns = {name: v if isinstance(v, str) else json.dumps(v) for name, v in json.loads(metadata).items()}
+        fields = columns | {"prompt": turns[last]["content"], "answer": answer}
+        if missing := [name for name in template_fields(self._template) if name not in fields]:
+            return PromptRefused(f"the row has no column {missing[0]}")
+        turns[last] |= {"content": self._template.format_map(fields)}
+        try:
+            return encode_prompt(self._tokenizer, json.dumps(turns), self._longest)
+        except PromptRefused as error:
+            return error
+
+
+def within(plan: RankPlan, tokens: Sequence[int], most: int) -> RankPlan:
+    """The plan with micro-batches of at most `most` tokens, padding included; one longer row is alone.
+
+    Args:
+        plan: Micro-batches of rows.
+        tokens: Tokens of every row.
+        most: Tokens of a micro-batch.
+    """
+    parts: list[tuple[int, ...]] = []
+    for rows in plan.micro_batches:
+        part: tuple[int, ...] = ()
+        for row in rows:
+            own = [tokens[one] for one in (*part, row)]
+            if part and (sum(own) if plan.packed else max(own) * len(own)) > most:
+                parts.append(part)
+                part = ()
+            part += (row,)
+        parts.append(part)
+    return replace(plan, micro_batches=tuple(parts))
