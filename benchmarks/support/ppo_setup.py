@@ -21,7 +21,7 @@ from troupe.orchestrator.data.prompts import PromptSource
 from troupe.orchestrator.hub.resolve import LocalFiles
 from troupe.orchestrator.insight.bench.batches import Unscored
 from troupe.orchestrator.rollouts.scheduler import RolloutScheduler
-from troupe.orchestrator.rollouts.scoring import ScoredGroup, TokenScorer, TokenScores
+from troupe.orchestrator.rollouts.scoring import ScoredGroup, TokenScorer, WaveScores
 from troupe.orchestrator.rollouts.source import RolloutSource
 from troupe.orchestrator.rollouts.weight_sync import WeightSync
 from troupe.orchestrator.runs.checkpoints import folder_checkpoints
@@ -221,5 +221,5 @@ class PPOSetup:
             self.gaps += [update["policy/rollout_logprob_gap"] for update in updates if name == "policy update"]
 
 
-def _score(scorer: TokenScorer, group: ScoredGroup) -> Awaitable[TokenScores]:
+def _score(scorer: TokenScorer, group: ScoredGroup) -> Awaitable[WaveScores]:
     return scorer.score([s.prompt_tokens + s.response_tokens for s in group.summary.samples], group.rollouts)

@@ -81,8 +81,8 @@ class TrustRegionConfig(Frozen):
 
 @overrides({DistillConfig: ""})
 class DistillSection(Frozen):
-    """Divergence from the teachers, or the reference as one, over more than the sampled token: a term of any algorithm's
-    loss, and the whole loss of gkd. (Over the sampled token alone it is the term `kl`.)"""
+    """Divergence from the teachers, or the reference as one, over more than the sampled token: a term of any
+    algorithm's loss, and the whole loss of gkd. (Over the sampled token alone it is the term `kl`.)"""
 
 
 @overrides(

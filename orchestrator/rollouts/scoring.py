@@ -232,7 +232,7 @@ class RewardPool(ReplicaPool[WorkerHandle[Reward]]):
 
 
 @dataclass(frozen=True)
-class TokenScores:
+class WaveScores:
     """The scores of a wave."""
 
     tables: tuple[TableRef, ...]
@@ -241,7 +241,7 @@ class TokenScores:
     """Why samples have no finite score, by (prompt_uid, sample_index)."""
 
 
-_Waiting = tuple[list[int], TableRef, asyncio.Future[TokenScores]]
+_Waiting = tuple[list[int], TableRef, asyncio.Future[WaveScores]]
 """Lengths of a group's samples (tokens), their table, and the future that receives the scores."""
 
 
@@ -285,7 +285,7 @@ class TokenScorer:
         """Whether it scores the samples of a source."""
         return self._sources is None or source in self._sources
 
-    async def score(self, lengths: list[int], rollouts: TableRef) -> TokenScores:
+    async def score(self, lengths: list[int], rollouts: TableRef) -> WaveScores:
         """Scores one group.
 
         Args:
@@ -298,7 +298,7 @@ class TokenScorer:
         Raises:
             WorkerError: The wave failed.
         """
-        future: asyncio.Future[TokenScores] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[WaveScores] = asyncio.get_running_loop().create_future()
         self._waiting.append((lengths, rollouts, future))
         if self._runner is None or self._runner.done():
             self._runner = asyncio.create_task(self._run())
@@ -327,7 +327,7 @@ class TokenScorer:
                     future.set_exception(error)
             return
         failed = {key: why for summary, _ in results for key, why in summary.failed.items()}
-        scores = TokenScores(tuple(table for _, table in results), failed)
+        scores = WaveScores(tuple(table for _, table in results), failed)
         for _, _, future in wave:
             if not future.done():
                 future.set_result(scores)

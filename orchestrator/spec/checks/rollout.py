@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from troupe.orchestrator.algorithms import custom
 from troupe.orchestrator.algorithms import section as algorithms
 from troupe.orchestrator.errors import Finding, nearest
-from troupe.orchestrator.roles.names import section_of
 from troupe.orchestrator.spec.checks.data import (
     component_problems,
 )
@@ -23,7 +22,7 @@ from troupe.orchestrator.spec.engine_options import refused_options
 from troupe.orchestrator.spec.errors import show
 from troupe.orchestrator.spec.locations import url_problem
 from troupe.orchestrator.spec.rollout import RolloutSpec
-from troupe.orchestrator.spec.sections import EngineRole, TeacherRole
+from troupe.orchestrator.spec.sections import EngineRole, ReferenceRole, TeacherRole
 from troupe.orchestrator.spec.sources import Mixed, ReasoningGymSource
 from troupe.workers.contract.config import DistillConfig
 from troupe.workers.contract.judges import TEACHER_FIELDS, template_fields
@@ -346,7 +345,7 @@ def check_devices(spec: RolloutSpec) -> Iterator[Finding]:
     for name, role in spec.roles.present().items():
         if name in ("rollout", "critic") and (role.gpus > 0) != on_gpu:
             yield f"roles.{name}.gpus", f"{name} and policy must both run on GPUs or both on the CPU"
-        if section_of(name) not in ("rollout", "judge", "reference", "teacher") and role.gpus > 1:
+        if not isinstance(role, EngineRole | ReferenceRole) and role.gpus > 1:
             yield f"roles.{name}.gpus", f"a {name} worker uses one GPU; raise workers instead"
     yield from shard_problems(spec)
     if spec.roles.reward.gpus > 0 and spec.roles.reward.model is None:

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from troupe.orchestrator.algorithms import section as algorithms
 from troupe.orchestrator.errors import Finding, nearest
-from troupe.orchestrator.roles.names import section_of
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.checks.models import reads_tokens
 from troupe.orchestrator.spec.derived.sampling import (
@@ -88,7 +87,7 @@ def shard_problems(spec: RunSpec) -> Iterator[Finding]:
         if role.gpus > 1 and shards == 1:
             yield (
                 f"roles.{name}.gpus",
-                f"a {section_of(name)} worker with shards 1 uses one GPU; raise workers or shards",
+                f"a {name} worker with shards 1 uses one GPU; raise workers or shards",
             )
 
 

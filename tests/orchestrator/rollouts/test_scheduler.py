@@ -471,7 +471,8 @@ def test_a_sample_without_a_finite_score_fails_alone(caplog: pytest.LogCaptureFi
     assert "e0-r2" not in {g.summary.prompt_uid for g in batch}, "one sample is left, and no baseline"
     why = "policy: the score of a token is not finite"
     assert rollouts.ledger.drop_reasons() == {why: 5, "reward: timeout after 5 s": 1}
-    assert f"role {why}: a sample has no reward: e0-r0[1]" in caplog.messages
+    named = [line for line in caplog.messages if line.startswith(f"role {why}: a sample has no reward: e0-r")]
+    assert len(named) == 1, "the first of its kind"
 
 
 def test_a_model_without_finite_scores_ends_the_run() -> None:

@@ -43,6 +43,8 @@ NEITHER = {
         "system",
         "template",
         "prompt",
+        "teacher",
+        "sources",
         "answer",
         "metadata",
         "candidates",

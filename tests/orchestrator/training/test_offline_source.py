@@ -14,6 +14,7 @@ from troupe.orchestrator.cluster.worker_group import ExampleGroup
 from troupe.orchestrator.controller import Controller, RunComponents
 from troupe.orchestrator.data.mixture import PromptMixture
 from troupe.orchestrator.data.prompts import PromptOrder, PromptSource, evaluation_picks
+from troupe.orchestrator.errors import TroupeError
 from troupe.orchestrator.runs.checkpoints import RunCheckpoints
 from troupe.orchestrator.runs.parts import run_parts
 from troupe.orchestrator.spec.offline import OfflineSpec
@@ -30,7 +31,7 @@ from troupe.orchestrator.training.offline_source import (
 )
 from troupe.orchestrator.training.step_recorder import StepRecorder
 from troupe.orchestrator.training.updates import OfflineUpdates
-from troupe.workers.contract.messages import RankPlan, TrainRow, UpdateMetrics
+from troupe.workers.contract.messages import RankPlan, ScoreSummary, TrainRow, UpdateMetrics
 from troupe.workers.contract.offline_messages import EvaluationPart, ExampleBatchSummary, ExampleSummary
 
 EXAMPLES = 10
@@ -59,6 +60,7 @@ class FakePairTrainer(FakeTrainer):
         self.trained: list[Sequence[tuple[str, int]]] = []
         self.plans: list[RankPlan] = []
         self.referenced: list[str] = []
+        self.failed: dict[tuple[str, int], str] = {}
 
     async def tokenize(self, texts: object) -> tuple[ExampleSummary, object]:
         return ExampleSummary(EXAMPLES, 0, 0, ()), texts
@@ -67,8 +69,8 @@ class FakePairTrainer(FakeTrainer):
         rows = tuple(TrainRow(10 + place, 4, True) for _, place in picks for _ in range(2))
         return ExampleBatchSummary(rows, members=(2,) * len(picks)), picks
 
-    async def reference_logprobs(self, plan: RankPlan, *tables: Picks) -> tuple[int, str]:
-        return 0, f"{len(tables[0])} scored"
+    async def reference_logprobs(self, plan: RankPlan, *tables: Picks) -> tuple[ScoreSummary, str]:
+        return ScoreSummary(0, self.failed), f"{len(tables[0])} scored"
 
     async def attach(self, batch: Picks, *scores: str) -> tuple[int, Picks]:
         self.referenced += scores
@@ -146,6 +148,13 @@ def test_evaluation_runs_at_the_start_at_intervals_and_at_the_end(tmp_path: Path
     assert stopped.summary(tmp_path)["held-out loss"] == "0.500 before training"
     assert [line["step"] for line in run.lines() if "eval/loss" in line] == [0, 2, 4, 5]
     assert len(run.trainers[0].referenced) == 5 + 1  # the held-out batch is scored once
+
+
+def test_a_reference_without_a_finite_log_prob_ends_the_run_with_the_example(tmp_path: Path) -> None:
+    run = OfflineRun(tmp_path)
+    run.trainers[0].failed = {("e0-r3", 0): "the score of a token is not finite"}
+    with pytest.raises(TroupeError, match="policy: e0-r3: the score of a token is not finite"):
+        run.run()
 
 
 def test_a_stopped_run_resumes_with_the_next_example(tmp_path: Path) -> None:

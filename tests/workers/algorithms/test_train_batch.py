@@ -173,7 +173,7 @@ def test_each_sample_has_the_teachers_of_its_prompt_each_with_its_weight() -> No
         for name, table in given.items()
     }
     for key, row in zip(order, train.to_pylist(), strict=True):
-        own = weights[key[0]]
+        own = dict(sorted(weights[key[0]].items(), reverse=True))  # in the order of the samples, as the tokens are
         gaps = [
             sum(own[name] * (rows[name][key][name][t] + 1.0) for name in own) for t in range(LENGTHS[KEYS.index(key)])
         ]
