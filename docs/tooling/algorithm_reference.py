@@ -119,10 +119,10 @@ once. `policy/teacher_divergence` is the mean of `D`, `kl_ref` an estimate of `K
 from the sampled tokens.
 
 Several teachers have a name, workers and a `weight` each, and may teach the samples of some sources of `data.train`
-alone (`sources`). The losses are mixed, not the teachers' probabilities: a token's loss is `coef * weight_t * sum_i w_i D_i`
-over the teachers of its sample, and `distill`'s advantage `sum_i w_i (log t_i - log pi_old)`. `kl_teacher.NAME` is
-`kl_ref` of one teacher. A sample for which a teacher, the reference or another model that scores tokens has no finite
-log-prob is dropped and counted, like one whose reward fails.
+alone (`sources`). The losses are mixed, not the teachers' probabilities: a token's loss is `coef * weight_t * sum_i
+w_i D_i` over the teachers of its sample, and `distill`'s advantage `sum_i w_i (log t_i - log pi_old)`.
+`kl_teacher.NAME` is `kl_ref` of one teacher. A sample for which a teacher, the reference or another model that scores
+tokens has no finite log-prob is dropped and counted, like one whose reward fails.
 
 ```yaml
 roles:
@@ -135,8 +135,8 @@ roles:
 With `prompt` a teacher scores the policy's response behind another prompt, which has the answer or columns of the
 data's `metadata` in place of the last message of the user. Without a separate model it is then the policy before
 training that knows more (self-distillation: SDFT, arXiv 2601.19897; OPSD, arXiv 2601.18734). A response token has the
-position that it has behind this prompt. A sample is dropped if its row lacks a column, or if prompt and response exceed the teacher's
-positions or `micro_batch_tokens`.
+position that it has behind this prompt. A sample is dropped if its row lacks a column, or if prompt and response
+exceed the teacher's positions or `micro_batch_tokens`.
 
 ## What others call it
 
