@@ -96,6 +96,7 @@ LEFT_OUT = {
     ),
     **dict.fromkeys(("*.preferred", "*.preferred.*"), "what is read before a run"),
     "roles.*.model*": "another model of a kind that is tried",
+    "roles.teacher": "workers as the reference has",
     "roles.judge.enable_prefix_caching": "as in a rollout engine",
     "roles.critic.schedule": "as the policy's",
     **dict.fromkeys(("output.sinks", "output.prometheus", "output.profile"), "another place for what is written"),
