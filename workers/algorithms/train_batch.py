@@ -66,15 +66,10 @@ def prepare(
     rewards_table = parts.samples("rewards")
     _require_ok(keep, rewards_table)
     scores = {name: parts.segments(name) for name in SCORES if parts.has(name)}
-<<<<<<< HEAD
-    batch = _Batch(request, rollouts, rewards_table, scores)
-    estimated = estimate(config, batch.sampled(by_turn=config.estimator == "turn_group"), request.state)
-=======
     names = dict.fromkeys(name for uid, _ in keep for name in request.teachers.get(uid, ()))
     teachers = {n: parts.segments(n, [key for key in keep if n in request.teachers.get(key[0], ())]) for n in names}
     batch = _Batch(request, rollouts, rewards_table, scores, teachers)
-    estimated = estimate(config, batch.sampled(), request.state)
->>>>>>> cd4106ef (Several teachers, by source of the data and by weight; a sample without a finite score fails alone)
+    estimated = estimate(config, batch.sampled(by_turn=config.estimator == "turn_group"), request.state)
     advantages = batch.spread(estimated.advantages)
     given = {"returns": estimated.returns, "penalties": estimated.penalties}
     added = {name: batch.spread(values) for name, values in given.items() if values is not None}
