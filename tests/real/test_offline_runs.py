@@ -24,7 +24,7 @@ import pytest_asyncio
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from tests.conftest import ROOT
+from tests.conftest import MODELS, ROOT
 from tests.real.commands import (
     Command,
     checkpoint_weights,
@@ -34,6 +34,8 @@ from tests.real.commands import (
     running,
     troupe_command,
 )
+from tests.real.warm import forked_import_servers
+from tests.small_model import small, small_model
 from troupe.orchestrator.cluster.ray_cluster import ActorSpec, ActorWorker, Cluster
 from troupe.orchestrator.cluster.worker_group import ExampleGroup, ReferenceGroup
 from troupe.orchestrator.cluster.worker_server import WorkerServer
@@ -192,7 +194,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shared(folder: Path) -> AsyncIterator[SharedWorkers]:
     """A cluster with a policy, a reward model and a reference worker that all specs share."""
-    forks = WorkerServer(EngineProcess(device="cpu", threads=1, enforce_eager=True))  # as there are seven workers
+    with forked_import_servers():
+        forks = WorkerServer(EngineProcess(device="cpu", threads=1, enforce_eager=True))  # as there are seven workers
     cluster = Cluster.connect({"CPU": 1.0, "GPU": 0.0}, server=forks)
     try:
         await cluster.reserve([PLACEMENT], TIMEOUT_S)
@@ -219,10 +222,10 @@ async def shared(folder: Path) -> AsyncIterator[SharedWorkers]:
 
 
 @pytest.fixture(scope="module")
-def untied(folder: Path, tiny_model: Path) -> Path:
-    """The tiny model with an untied output head."""
-    shutil.copytree(tiny_model, path := folder / "untied")
-    config = AutoConfig.from_pretrained(tiny_model, tie_word_embeddings=False)
+def untied(folder: Path) -> Path:
+    """A model with an untied output head."""
+    shutil.copytree(small_model(), path := folder / "untied")
+    config = AutoConfig.from_pretrained(path, tie_word_embeddings=False)
     torch.manual_seed(5)
     AutoModelForCausalLM.from_config(config).save_pretrained(path)
     return path
@@ -246,8 +249,9 @@ async def dpo(shared: SharedWorkers) -> FinishedRun:
 
 
 def shipped(name: str, *overrides: str) -> OfflineSpec:
-    """Load a spec of deploy/."""
-    (planned,) = plan_runs(read_document(ROOT / "deploy" / "specs" / f"{name}.yaml", overrides))
+    """Load a spec of deploy/, with a model of a small vocabulary."""
+    document = read_document(ROOT / "deploy" / "specs" / f"{name}.yaml", (small(), *overrides))
+    (planned,) = plan_runs(document)
     assert isinstance(planned.spec, OfflineSpec)
     return planned.spec
 
@@ -272,7 +276,7 @@ def assert_learns(run: FinishedRun, name: str) -> None:
     ("name", "overrides"),
     [
         *((f"tiny-{name}", HALF) for name in ("sft", "orpo", "kto", "rrhf", "dpo-ranked", "reward-model-token")),
-        ("tiny-reward-model-ranked", ()),
+        ("tiny-reward-model-ranked", (f"model.path={MODELS / 'tiny-llama'}",)),
         ("tiny-process-reward-model", ()),
     ],
 )
@@ -324,7 +328,9 @@ async def test_a_reward_model_exports_both_heads_as_trained(shared: SharedWorker
 
 def test_troupe_eval_of_a_checkpoint_gives_the_metrics_of_its_run(dpo: FinishedRun, folder: Path) -> None:
     trained = dpo.out / "checkpoints" / "step-000005" / "model"
-    with running(Command(folder, troupe_command("eval", str(DPO), "--model", str(trained), "--json"))) as command:
+    with running(
+        Command(folder, troupe_command("eval", str(DPO), "--set", small(), "--model", str(trained), "--json"))
+    ) as command:
         assert command.wait() == 0, command.output
     expected = {name: value for name, value in dpo.metrics[5].items() if name.startswith("eval/")}
     assert json.loads(command.stdout) == pytest.approx(expected, rel=1e-5)
@@ -353,7 +359,7 @@ async def test_smaller_micro_batches_on_two_ranks_give_the_same_updates(
     name: str, options: list[str], shared: SharedWorkers, tied: Path
 ) -> None:
     """All examples in one micro-batch of one rank, and in many of each of two ranks."""
-    overrides, two = two_steps(name, tied, *options), ("roles.policy.workers=2", "roles.policy.micro_batch_tokens=256")
+    overrides, two = two_steps(name, tied, *options), ("roles.policy.workers=2", "roles.policy.micro_batch_tokens=384")
     whole = await shared.train(name, *overrides, "roles.policy.micro_batch_tokens=4096", folder=f"{name}-whole")
     assert_same_updates(await shared.train(name, *overrides, *two, folder=f"{name}-two"), whole, name)
 
