@@ -175,7 +175,6 @@ def trainer(stage: int) -> TrainerConfig:
         schedule="linear",
         zero_stage=stage,  # pyright: ignore[reportArgumentType]
         gradient_checkpointing=stage in (1, 3),
-        recompute_every=2 if stage == 3 else 1,
         micro_batch_tokens=3 * CHUNK_LOGITS["cpu"] // 4096,
         threads=1,
         ema_decay=EMA_DECAY,
