@@ -44,6 +44,7 @@ NEITHER = {
         "template",
         "prompt",
         "teacher",
+        "summary",
         "sources",
         "answer",
         "metadata",
