@@ -288,7 +288,7 @@ async def _launch(
     """Starts the workers, unless the checks fail first."""
     started = [size for size in role_sizes(spec) if roles is None or size.role in roles]
     console.message("starting " + ", ".join(f"{size.workers} {size.role}" for size in started))
-    opened = launcher.open(roles, partial(console.phase, "start workers", unit="started"))
+    opened = launcher.open(roles, partial(console.phase, "start workers"))
     return await (opened if checks is None else unless_failed(checks, opened))
 
 
