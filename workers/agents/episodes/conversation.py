@@ -110,12 +110,12 @@ class Conversation:
         Raises:
             ConversationError: as `add_messages`.
         """
+        short, _ = self.asked(new)  # its last turn has the form that the template reads
         places = [place for place, message in enumerate(self._shown) if message["role"] == "assistant"]
         *before, last = self._begun
         (noted,) = as_text(self._tokenizer, [{**last, "content": f"\n\n{note}"}])
         below = {**last, "content": last["content"] + noted["content"]}
-        short = copy(self)
-        short._shown = [*before, below, *self._shown[places[-keep] :], *as_text(self._tokenizer, list(new))]
+        short._shown = [*before, below, *short._shown[places[-keep] :]]
         short._text, short._response = short._render(short._shown), []
         short.prompt_ids = short._known(token_ids(self._tokenizer, short._text))
         return short

@@ -210,6 +210,10 @@ def test_the_calls_of_earlier_turns_stay_in_the_prompt_once(name: str) -> None:
             conversation.add_response(ids, {**spoken(tokenizer, ids), "tool_calls": [CALL]})
             added = conversation.add_messages([{"role": "tool", "content": "2", "tool_call_id": "123456789"}])
             assert (added.forked, tokenizer.decode(conversation.prompt_ids).count(marker)) == (False, turn)
+        ids = ids_of(tokenizer, text)
+        conversation.add_response(ids, {**spoken(tokenizer, ids), "tool_calls": [CALL]})
+        short = conversation.compacted(2, "left out", [{"role": "tool", "content": "2", "tool_call_id": "123456789"}])
+        assert tokenizer.decode(short.prompt_ids).count(marker) == 2
     finally:
         tokenizer.chat_template = template
 
