@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from troupe.workers.agents.episodes.episode import cut_observation
+from troupe.workers.agents.episodes.observations import cut_observation
 
 LONGEST = 200
 MARK = re.compile(r"\n\[\.\.\. [0-9,]+ characters cut\]")
