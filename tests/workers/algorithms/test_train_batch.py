@@ -20,7 +20,7 @@ GROUP = AdvantageConfig(estimator="group", normalize_by_std=False)
 Key = tuple[str, int]
 
 
-def rollout_table(keys: list[Key], lengths: list[int], attempt: int = 0, **columns: list[list[object]]) -> pa.Table:
+def rollout_table(keys: list[Key], lengths: list[int], attempt: int = 0, **columns: Sequence[object]) -> pa.Table:
     data = {
         "prompt_uid": [uid for uid, _ in keys],
         "sample_index": [index for _, index in keys],

@@ -120,7 +120,8 @@ def test_losses_of_several_teachers_are_added_each_with_its_weight(divergence: s
     found = torch.cat(
         [part.read(logits)[0] for part, logits in zip(teachers.split(4), ours.tensor_split(4), strict=True)]
     )
-    expected = sum(shares[:, n] * plainly(theirs, logits_of(seed), config) for n, seed in enumerate((2, 3, 4)))
+    each = [shares[:, n] * plainly(theirs, logits_of(seed), config) for n, seed in enumerate((2, 3, 4))]
+    expected = torch.stack(each).sum(0)
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
     (slope,), (own,) = (torch.autograd.grad(one.sum(), at) for one, at in ((found, ours), (expected, theirs)))
     torch.testing.assert_close(slope, own, rtol=1e-8, atol=1e-10)

@@ -308,7 +308,8 @@ def test_a_sample_whose_score_is_not_finite_is_named(llama: ModelConfig, top_k: 
     rows = [row for row, (prompt, response) in enumerate(SAMPLES) if token in [*prompt, *response[:-1]] and response]
     assert 0 < len(rows) < len(SAMPLES)
     head, embedding = module.model.get_output_embeddings(), module.model.get_input_embeddings()
-    head.weight = torch.nn.Parameter(head.weight.detach().clone())
+    assert head is not None and embedding is not None
+    head.weight = torch.nn.Parameter(head.get_parameter("weight").detach().clone())
     with torch.no_grad():
         embedding.get_parameter("weight")[token] = torch.nan
     summary, _ = score_plan(module, plan, tables, "ref_logprobs", "cpu", top_k)
