@@ -48,6 +48,8 @@ RUN_METRICS = (
     *("ledger/dispatched", "ledger/trained", "ledger/dropped", "ledger/in_flight", "ledger/retries"),
 )
 """Metrics of every step of every run."""
+READ_AFTER_IMPORTS = {"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"}
+"""Environment variables with which a command may be a fork."""
 POLICY_METRICS = ("policy/loss", "policy/grad_norm", "policy/learning_rate", "policy/entropy", "policy/skipped_updates")
 
 
@@ -89,7 +91,8 @@ class Command:
         environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
         environment |= (env or {}) | {MARKER_VARIABLE: self.mark}
         with open(os.devnull, "rb") as nothing, self._stdout.open("wb") as out, self._stderr.open("wb") as err:
-            if arguments[:3] == troupe_command() and cwd == ROOT and not env:  # another one may change the imports
+            late = set(env or ()) <= READ_AFTER_IMPORTS  # others may change the imports
+            if arguments[:3] == troupe_command() and cwd == ROOT and late:
                 self.process: Started = warm.start(arguments[3:], environment, (nothing, out, err))
             else:
                 self.process = subprocess.Popen(

@@ -11,6 +11,7 @@ import pytest
 from tests.conftest import ROOT
 from tests.processes import descendants
 from tests.real.commands import Run, ledger_balances, run_troupe, running, trajectories
+from tests.small_model import small, small_model
 from tests.workers.agents.judges.judge_endpoint import endpoint
 
 TINY = ROOT / "deploy" / "specs" / "tiny-judge.yaml"
@@ -23,10 +24,10 @@ def test_a_judge_scores_every_sample_and_is_replaced_as_the_engine_is_until_no_r
     Then SIGKILL of the rollout worker's engine, which is replaced once; its second loss ends the run. That a worker
     dies instead of its engine is in test_environment_run.py, for other roles.
     """
-    small = ("roles.judge.model.path=.cache/models/tiny-llama", "sampling.max_tokens=64")
+    models = (small(), f"roles.judge.{small()}", "sampling.max_tokens=64", "roles.judge.max_tokens=32")
     endless = ("schedule.steps=1000", "failures.health_interval_s=2", "failures.engine_restarts=1")
     endless += ("roles.rollout.max_num_seqs=2",)  # generating a step takes seconds
-    with running(Run(tmp_path, TINY, *small, *endless, "schedule.prompts_per_step=8", name="killed")) as run:
+    with running(Run(tmp_path, TINY, *models, *endless, "schedule.prompts_per_step=8", name="killed")) as run:
         run.wait_for_step(1)
         engine_of(run, "JudgeWorker").kill()
         run.wait_until(lambda: run.output.count("judge-0 is lost") == 1, "the loss to be noticed")
@@ -67,7 +68,6 @@ def engine_of(run: Run, worker: str) -> psutil.Process:
 
 LINES = r"\n".join(f"Score {number}: (10|[0-9])" for number in range(1, 5))
 COMPARING = (
-    "roles.judge.model.path=.cache/models/tiny-llama",
     "roles.judge.max_tokens=96",
     rf"roles.judge.structured.regex='{LINES}\nBetter: (A|B|tie)'",
     "roles.reward.functions.0.args.compare=group",
@@ -85,7 +85,8 @@ def test_a_group_is_compared_and_a_model_wins_half_of_the_comparisons_with_itsel
     Then the model of its start is compared with the answers that the run stored of it: whatever a random judge says of
     two equal responses, one wins what the other loses.
     """
-    with running(Run(tmp_path, TINY, *COMPARING, name="compared")) as run:
+    models = (small(), f"roles.judge.{small()}", *COMPARING)
+    with running(Run(tmp_path, TINY, *models, name="compared")) as run:
         assert run.wait() == 0, run.output
     for line in run.metrics[1:]:  # the first one is the evaluation before training
         assert ledger_balances(line) and line["ledger/trained"] == 16 * line["step"]
@@ -95,11 +96,11 @@ def test_a_group_is_compared_and_a_model_wins_half_of_the_comparisons_with_itsel
     assert 0.0 <= last["eval/held/win_rate_low"] <= last["eval/held/win_rate"] <= last["eval/held/win_rate_high"] <= 1.0
     assert 0.0 <= last["eval/held/position_consistency"] <= 1.0
     stored = run.out / "evaluation" / "step-000000.parquet"
-    sets = [*COMPARING, f"data.eval.held.rewards.0.args.baseline={stored}", f"name={run.name}-itself"]
+    sets = [*models, f"data.eval.held.rewards.0.args.baseline={stored}", f"name={run.name}-itself"]
     results = tmp_path / "itself.json"
     run_troupe(
         tmp_path,
-        *("eval", str(TINY), "--model", ".cache/models/tiny-llama", "--output", str(results)),
+        *("eval", str(TINY), "--model", str(small_model()), "--output", str(results)),
         *(part for one in sets for part in ("--set", one)),
     )
     (found,) = json.loads(results.read_text())["evaluations"]
@@ -117,7 +118,7 @@ def test_two_judges_compare_the_samples_of_an_asynchronous_run_with_adapters_tha
     form = r"\n".join(f"Score {number}: (10|[0-9])" for number in range(1, 5))
     of_role = "{name: judge, label: group, timeout_s: 120, args: {rubric: Which is friendlier?, compare: group}}"
     overrides = (
-        *("roles.judge.model.path=.cache/models/tiny-llama", "roles.judge.max_tokens=64"),
+        *(small(), f"roles.judge.{small()}", "roles.judge.max_tokens=64"),
         f"roles.judge.structured.regex='{form}'",
         *("roles.policy.lora={rank: 4, alpha: 32}", "schedule.max_staleness=1", "checkpoint.every_steps=1"),
     )
