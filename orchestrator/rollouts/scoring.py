@@ -390,10 +390,11 @@ class Scorer:
             for (uid, index), why in scores.failed.items()
             if uid == summary.prompt_uid and rewards.rewards[index] is not None
         }
-        self._faults.note(Fault(why, f"{summary.prompt_uid}[{index}]", 1) for index, why in failed.items())
+        if failed:
+            self._faults.note(Fault(why, f"{summary.prompt_uid}[{index}]", 1) for index, why in failed.items())
+            rewards = rewards.without(failed)
         tables = tuple(ref for scores in tokens for ref in scores.tables)
-        rewards, unscored = rewards.without(failed), frozenset(failed)
-        group = ScoredGroup(summary, rewards, rollouts, reward_table, tables, row, unscored=unscored)
+        group = ScoredGroup(summary, rewards, rollouts, reward_table, tables, row, unscored=frozenset(failed))
         if not summary.candidates:
             return group
         own = len(summary.samples)
