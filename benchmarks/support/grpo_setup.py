@@ -66,7 +66,7 @@ class AlternatingConsole(Console):
         """(CPU seconds, other load in cores) of each step."""
         self.taken: dict[str, list[Taken]] = {name: [] for name in others}
 
-    def phase(self, name: str, done: int, total: int, waiting_for: str = "") -> None:
+    def phase(self, name: str, done: int = 0, total: int = 1, waiting_for: str = "", *, unit: str = "") -> None:
         """Wait for the other contenders once the product has started; start the product's meter at its first phase."""
         if (name, done) == ("start workers", total):
             while self._starting:

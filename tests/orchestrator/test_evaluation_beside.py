@@ -70,10 +70,10 @@ class BesideRun(EvaluatedRun):
         controller = super().build()
         shown = controller.console.phase
 
-        def phase(name: str, done: int, total: int, waiting_for: str = "") -> None:
+        def phase(name: str, *parts: int, waiting_for: str = "", unit: str = "") -> None:
             if waiting_for.startswith("the evaluation of step "):
                 self.waited.append(int(waiting_for.rpartition(" ")[2]))
-            shown(name, done, total, waiting_for)
+            shown(name, *parts, waiting_for=waiting_for, unit=unit)
 
         controller.console.phase = phase
         return controller

@@ -175,7 +175,7 @@ class SharedWorkers:
         trainer = ExampleGroup(spec.trains, ranks, policy.micro_batch_tokens)
         packs = await asyncio.gather(*(rank.call(ExamplePolicyWorker.packs, TIMEOUT_S) for rank in ranks))
         trainer.packs = all(packs)
-        role = scorer_configs(spec)["reference"]
+        role = scorer_configs(spec).get("reference")
         reference = None if role is None else ReferenceGroup("reference", [self.reference], role.micro_batch_tokens)
         workers = Workers({"policy": trainer} | ({} if reference is None else {"reference": reference}))
         launcher = WorkerLauncher(spec, self.cluster)

@@ -635,7 +635,7 @@ def with_penalties(tokens: PolicyTokens) -> PolicyTokens:
 
 
 def select(tokens: PolicyTokens, index: torch.Tensor, **changes: torch.Tensor) -> PolicyTokens:
-    columns = {name: value[index] for name, value in vars(tokens).items() if value is not None}
+    columns = {name: value[index] for name, value in vars(tokens).items() if isinstance(value, torch.Tensor)}
     return replace(tokens, **{**columns, **changes})
 
 
@@ -720,6 +720,8 @@ def test_padding_changes_nothing(name: str) -> None:
     order = torch.tensor([0, 1, 2, count, *range(3, count), count + 1, count + 2])
     columns = {}
     for column, value in vars(tokens).items():
+        if not isinstance(value, torch.Tensor):
+            continue
         pad = torch.tensor([0, rows - 1, rows]) if column == "sequence" else torch.zeros(3, dtype=value.dtype)
         columns[column] = torch.cat([value, pad])[order]
     own = own_tokens(columns["loss_mask"], columns["sequence"])

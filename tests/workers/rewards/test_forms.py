@@ -362,7 +362,7 @@ def test_failures_of_one_cause_are_one_fault_whatever_their_values() -> None:
 
 
 def test_a_cause_is_logged_once_and_then_counted(caplog: pytest.LogCaptureFixture) -> None:
-    log = FaultLog()
+    log = FaultLog("reward function")
     for _ in range(60):
         log.note([Fault("judge: KeyError at a.py:3", "error: KeyError: 'x' (a.py:3)", 2)])
     log.note([Fault("judge: timeout", "timeout after 5 s", 1)])
@@ -375,7 +375,7 @@ def test_a_cause_is_logged_once_and_then_counted(caplog: pytest.LogCaptureFixtur
 
 
 def test_messages_that_differ_for_every_sample_are_one_cause(caplog: pytest.LogCaptureFixture) -> None:
-    log = FaultLog()
+    log = FaultLog("reward function")
     for n in range(9):
         log.note([Fault(f"environment: error: KeyError: 'room {n}' (env.py:3)", f"room {n}", 1)])
     assert [record.message for record in caplog.records] == [
