@@ -32,6 +32,7 @@ from troupe.orchestrator.spec.derived.paths import uses_hub
 from troupe.orchestrator.spec.derived.sizes import batch_description
 from troupe.orchestrator.spec.derived.warnings import warnings_of
 from troupe.orchestrator.spec.load import plan_runs, read_document, spec_schema
+from troupe.workers.contract.environments import OK
 from troupe.workers.contract.text import printable
 
 if TYPE_CHECKING:
@@ -268,6 +269,7 @@ def check(
     """Play episodes in each environment without a model and print the conversations with their tokens and loss masks.
 
     With --say the policy's turns are these texts, and the last one is repeated; then it is played with random tokens.
+    The exit code is 1 if an episode failed.
     """
     from troupe.orchestrator.spec.load import plan_runs, read_document
 
@@ -286,6 +288,8 @@ def check(
         raise UsageError(f"{spec}: there is no roles.environment to check")
     if as_json:
         echo_json([{name: value for name, value in episode.items() if name != "lines"} for episode in played])
+    if failed := sum(episode["status"] != OK for episode in played):
+        exit_with(f"{failed} of {len(played)} episodes failed", FAILURE)
 
 
 @env_app.command()

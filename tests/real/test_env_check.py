@@ -54,6 +54,15 @@ def test_the_episodes_as_json(tiny_model: Path) -> None:
 
 
 @pytest.mark.real
+def test_an_episode_that_fails_is_a_failure(tiny_model: Path) -> None:
+    name = "roles.environment.name=tests.workers.agents.environments.misbehaving:Faulty"
+    overrides = (f"model.path={tiny_model}", name, "roles.environment.args={fault: start}")
+    done = run_command("env", "check", str(SPEC), *(part for override in overrides for part in ("--set", override)))
+    assert done.returncode == 1 and "end: environment: turn 0: start: " in done.stdout
+    assert done.stderr.splitlines()[-1] == "1 of 1 episodes failed"
+
+
+@pytest.mark.real
 def test_an_environment_that_cannot_be_loaded_is_one_line(tiny_model: Path) -> None:
     overrides = (f"model.path={tiny_model}", "roles.environment.args={low: 1, hihg: 10}")
     done = run_command("env", "check", str(SPEC), *(part for override in overrides for part in ("--set", override)))
