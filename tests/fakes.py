@@ -39,7 +39,7 @@ from troupe.orchestrator.training.recovery import Push, TrainerRecovery
 from troupe.orchestrator.training.updates import Updates
 from troupe.workers.contract import roles
 from troupe.workers.contract.config import Rendezvous
-from troupe.workers.contract.judges import Judge
+from troupe.workers.contract.judges import Judge, JudgeLink
 from troupe.workers.contract.messages import (
     KEPT_BATCH,
     FinishedSamples,
@@ -303,6 +303,9 @@ class FakeEngine:
 
     async def close(self) -> None:
         """Nothing to close."""
+
+    async def connect_judge(self, judge: JudgeLink) -> None:
+        """Takes a link."""
 
     async def connect_environments(self, name: str, link: EnvironmentLink) -> None:
         """There is no environment."""

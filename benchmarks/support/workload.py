@@ -84,7 +84,7 @@ TASKS: Mapping[TaskName, Task] = {
     "vowels": Task(
         chain_sum=_sums(terms=(2, 4), digits=(2, 4)),
         function={"name": "letter_share", "args": {"letters": _LETTERS}},
-        reward=lambda response, answer: letter_share(response, answer, {}, letters=_LETTERS),
+        reward=lambda response, answer: float(letter_share(response, answer, {}, letters=_LETTERS)),  # pyright: ignore
     ),
     # A task that a small model can learn.
     "sums": Task(

@@ -75,7 +75,7 @@ class BesideRun(EvaluatedRun):
                 self.waited.append(int(waiting_for.rpartition(" ")[2]))
             shown(name, *parts, waiting_for=waiting_for, unit=unit)
 
-        controller.console.phase = phase
+        controller.console.phase = phase  # pyright: ignore[reportAttributeAccessIssue]
         return controller
 
     def beside(self) -> Beside:

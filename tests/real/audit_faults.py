@@ -32,7 +32,7 @@ from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.workers.audit import score_tokens
 from troupe.workers.contract.audit import TokenScores
 from troupe.workers.contract.config import RolloutConfig
-from troupe.workers.contract.messages import GroupRequest, RankPlan
+from troupe.workers.contract.messages import GroupRequest, RankPlan, ScoreSummary
 from troupe.workers.models.modeling import CausalLogprobs
 from troupe.workers.policy import PolicyWorker
 from troupe.workers.rollout import RolloutWorker
@@ -111,7 +111,7 @@ class FaultyPolicy(PolicyWorker):
         assert isinstance(module, CausalLogprobs)
         return module
 
-    def compute_logprobs(self, plan: RankPlan, *rollouts: pa.Table) -> tuple[int, pa.Table]:
+    def compute_logprobs(self, plan: RankPlan, *rollouts: pa.Table) -> tuple[ScoreSummary, pa.Table]:
         """As the policy does, with the faults."""
         module = self.logprobs_module
         hooks = []

@@ -32,7 +32,7 @@ class Unscored(Scorer):
     def __init__(self) -> None:
         super().__init__(RewardPool((), 1.0), ())
 
-    async def score(self, summary: GroupSummary, rollouts: TableRef, row: int, functions: str = "") -> ScoredGroup:
+    async def score(self, summary: GroupSummary, rollouts: TableRef, row: int, settings: GroupSettings) -> ScoredGroup:
         """The group, with a reward of 0 for every sample."""
         count = len(summary.samples)
         rewards = RewardSummary(summary.prompt_uid, summary.attempt, ("ok",) * count, (0.0,) * count, {})

@@ -259,7 +259,9 @@ def test_engines_load_what_is_published_without_the_policy() -> None:
         assert [len(e.written) for e in engines] == [0, 1] and {e.version for e in engines} == {0}
         for rank in fakes_of(policy):
             rank.frozen = True
-        return await sync.load()
+        report = await sync.load()
+        assert report is not None
+        return report
 
     report = on_virtual_time(run())
     assert (report.version, report.engines) == (1, {"rollout-0": "d1", "rollout-1": "d1"})
@@ -504,7 +506,8 @@ def test_publishing_from_device_to_device_waits_for_the_engines() -> None:
         sync = _device_sync(engines)[2]
         await sync.publish(1)
         assert {engine.version for engine in engines} == {1}
-        assert (await sync.load()).engines == {"rollout-0": "d1", "rollout-1": "d1"}
+        report = await sync.load()
+        assert report is not None and report.engines == {"rollout-0": "d1", "rollout-1": "d1"}
 
     on_virtual_time(run())
 

@@ -53,7 +53,8 @@ def one_teacher(ids: torch.Tensor, logprobs: torch.Tensor, config: DistillConfig
 def teacher_of(config: DistillConfig, teacher: torch.Tensor) -> LogitsReader:
     """The teacher as the updates get it: its likeliest tokens, or states and a head."""
     if config.support == "teacher_top_k":
-        return one_teacher(*TopTokens(config.k).read(teacher), config)
+        ids, logprobs = TopTokens(config.k).read(teacher)
+        return one_teacher(ids, logprobs, config)
     return WholeTeacher(teacher * 0.7, lambda states: states, 0.7, config)
 
 
@@ -265,7 +266,8 @@ def test_the_policys_loss_has_the_divergence_from_its_teacher(
     assert float(output.loss) == pytest.approx(0.5 * float(expected.mean()), rel=1e-4)
     assert float(output.terms["distill_loss"]) == pytest.approx(float(output.loss), rel=1e-6)
     assert float(output.sums["teacher_divergence"]) == pytest.approx(float(expected.sum()), rel=1e-4)
-    (slope,) = torch.autograd.grad(output.loss, [student.model.get_input_embeddings().weight])
+    weight = student.model.get_parameter("model.embed_tokens.weight")
+    (slope,) = torch.autograd.grad(output.loss, [weight])
     assert float(slope.abs().max()) > 1e-3
     if support == "teacher_top_k":
         with pytest.raises(ValueError, match="the batch lacks the column teacher_ids"):

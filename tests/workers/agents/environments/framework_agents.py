@@ -44,7 +44,7 @@ async def openai_agents(row: Row, client: AsyncOpenAI) -> float:
 
     set_tracing_disabled(True)
     model = OpenAIChatCompletionsModel(model="policy", openai_client=client)
-    agent = Agent(name="adder", instructions="Add.", model=model, tools=[function_tool(add)])
+    agent = Agent(name="adder", instructions="Add.", model=model, tools=[function_tool(add)])  # pyright: ignore
     done = await Runner.run(agent, row.messages[-1]["content"])
     return float(done.final_output == "5")
 

@@ -66,6 +66,9 @@ class Reader:
             begun.prompt_ids = []
         return cast(Conversation, begun)
 
+    def start_raw(self, messages: Sequence[Message]) -> Conversation:
+        raise AssertionError("no prompt is raw")
+
     def adopt(self, conversation: Conversation) -> None:
         raise AssertionError("no conversation is long")
 

@@ -14,7 +14,7 @@ from tests.workers.agents.episodes.test_episode import ROW, USER, Reader, Script
 from troupe.workers.agents.episodes.episode import EpisodeRunner
 from troupe.workers.agents.episodes.turns import Played, SampledTurn, TurnLimits
 from troupe.workers.contract.config import EpisodeConfig
-from troupe.workers.contract.environments import Message, Observation, read_observation
+from troupe.workers.contract.environments import EpisodeReply, Message, Observation, read_observation
 from troupe.workers.contract.judges import JudgeAnswer
 
 GAME = EpisodeConfig(players={"white": "policy", "black": "policy"})
@@ -27,7 +27,7 @@ def play(script: Script, config: EpisodeConfig = GAME) -> Played:
 
 
 def script(*replies: Any, **first: Any) -> Script:
-    begins = [reply(*ROW.messages, **({"player": "white"} | first))]
+    begins: list[EpisodeReply | Exception] = [reply(*ROW.messages, **({"player": "white"} | first))]
     return Script(list(replies), begins)
 
 
