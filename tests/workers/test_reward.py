@@ -405,6 +405,13 @@ def test_a_conversation_that_ends_with_a_tool_ends_as_the_template_writes_it(tmp
 def test_without_a_chat_template_the_vocabulary_must_be_the_same(tmp_path: Path) -> None:
     model = reward_model(save_reward_model(tmp_path, template=None))
     assert model.encode(rollouts(["two three"], ids=[[5, 6, 1]])) == [[2, 4, 3, 5, 6, 1]]
+    episode = rollouts(["two three"], ids=[[6, 1, 4, 3, 5, 6, 1]])
+    place = episode.schema.get_field_index("conversation")
+    played = episode.set_column(place, episode.schema.field(place), [["[]"]])
+    assert model.encode(played) == [[2, 4, 3, 6, 1, 4, 3, 5, 6, 1]], "all of an episode's turns"
+    for wrong in (episode, played.set_column(place, episode.schema.field(place), [[""]])):
+        with pytest.raises(ValueError, match="vocabulary differs"):
+            model.encode(wrong)
     with pytest.raises(ValueError, match="vocabulary differs"):
         model.encode(rollouts(["four"], ids=[[5]]))
     with pytest.raises(ValueError, match="vocabulary differs"):

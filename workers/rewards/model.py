@@ -157,7 +157,8 @@ class RewardModel:
 
         If this model's tokenizer and chat template give the same prompt ids for the messages, the sampled ids are used;
         otherwise, and for the conversation of an episode, it is rendered again from its text, up to the end of the last
-        turn: training examples of reward models end there as well.
+        turn: training examples of reward models end there as well. Without a chat template the sampled ids are used, if
+        its tokenizer reads them as the policy's does.
 
         Raises:
             ValueError: the vocabulary differs, and there is no chat template to render the conversation.
@@ -168,7 +169,7 @@ class RewardModel:
         for row in rollouts.select(columns).to_pylist():
             messages, prompt_ids, response_ids = row["messages"], row["prompt_ids"], row["response_ids"]
             if self.tokenizer.chat_template is None:
-                if not self._reads(response_ids, row["response"]):
+                if not self._reads(response_ids, row["response"], episode=bool(row["conversation"])):
                     raise ValueError(
                         "the reward model's vocabulary differs from the policy's, and it has no chat template: "
                         "set roles.reward.model.chat_template"
@@ -192,9 +193,12 @@ class RewardModel:
         """Peak bytes that torch has allocated on the model's GPU; 0 on the CPU."""
         return torch.cuda.max_memory_allocated() if self.device == "cuda" else 0
 
-    def _reads(self, ids: Sequence[int], text: str) -> bool:
-        known = max(ids, default=0) < self.vocab_size
-        return known and response_text(self.tokenizer, ids) == text
+    def _reads(self, ids: Sequence[int], text: str, *, episode: bool) -> bool:
+        """Whether this tokenizer reads the text from the tokens; those of an episode end with its last turn's."""
+        if max(ids, default=0) >= self.vocab_size:
+            return False
+        read = response_text(self.tokenizer, ids)
+        return read.endswith(text) if episode else read == text
 
     @ieee_float32()
     def _scores_packed_rows(self) -> bool:
