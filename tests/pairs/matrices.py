@@ -216,7 +216,7 @@ ROLLOUTS = Matrix(
         "reference": {
             "none": {},
             "workers": {"roles.reference": _OTHER_REFERENCE, "algorithm.kl.coef": 0.01},
-            "sharded": {"roles.reference": _OTHER_REFERENCE | {"cpus": 2.0, "shards": 2}, "algorithm.kl.coef": 0.01},
+            "sharded": {"roles.reference": {"cpus": 2.0, "threads": 1, "shards": 2}, "algorithm.kl.coef": 0.01},
             "with policy": {"roles.reference": {"colocate_with": "policy"}, "algorithm.kl.coef": 0.01},
         },
         "types": _TYPES,
