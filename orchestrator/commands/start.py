@@ -101,7 +101,7 @@ def init(
     force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
 ) -> None:
     """Write a first spec that fits this machine, with a comment for each field; in a terminal, ask what is missing."""
-    from troupe.orchestrator.starter.choices import OWN_TASKS
+    from troupe.orchestrator.starter.choices import own_tasks
     from troupe.orchestrator.starter.command import InitFlags, complete, copy_of, text_of, write
     from troupe.orchestrator.starter.environments import write_rows
 
@@ -119,7 +119,7 @@ def init(
     if copied is not None:
         text = copy_of(copied, flags, output)
     else:
-        if data is None and environment is not None and environment in OWN_TASKS:
+        if data is None and environment is not None and own_tasks(environment):
             flags = replace(flags, data=str(write_rows(environment, values or {}, output, force=force)))
             typer.echo(f"wrote {flags.data}: the tasks of {environment}")
         choices = complete(flags, ask if sys.stdin.isatty() else None)

@@ -16,7 +16,7 @@ from troupe.orchestrator.data.summary import Pools, by_source, is_held_out
 from troupe.orchestrator.errors import Finding
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.derived.sizes import PromptRoom, prompt_room
-from troupe.workers.contract.environments import CALLS, RESULTS, TOOLS, dropped_note
+from troupe.workers.contract.environments import CALLS, ENVIRONMENTS, RESULTS, TOOLS, dropped_note
 from troupe.workers.isolation.probe import ProbeFailed, ask
 
 PROMPTS = 100
@@ -26,8 +26,6 @@ COUNTED = 20_000
 _COUNT_S = 20.0
 """Time for rendering prompts."""
 _ENTRY = "troupe.workers.data.tokenizer_probe:measure"
-_OFFERED = {name: f"troupe.workers.agents.environments.{name}:offered" for name in ("harbor", "tools")}
-"""What tells the system message and the tools that an environment adds to prompts."""
 _TIMEOUT_S = 120.0
 _READ_AS_TEXT = "which are read as text; where they are meant as tokens, set model.allow_special: true"
 _UNNAMED = (
@@ -140,16 +138,16 @@ def _unseen_in_examples(name: str, pool: Pool, dropped: Sequence[str], template:
 def _as_seen(spec: RunSpec, pool: Pool, environment: str | None, most: int) -> tuple[list[str], list[str | None]]:
     """The first prompts of a pool as the engine or the trainer sees them, and the tools of each, as JSON.
 
-    The environments `harbor` and `tools` add a system message and tools; tools of servers are known in a run alone.
+    Some environments add a system message and tools; tools of servers are known in a run alone.
     """
     prompts = _first(pool, "messages", most)
     if "tools" in pool.table.column_names:
         return prompts, _first(pool, "tools", most)
     system, tools = "", None
     role = None if environment is None or spec.rollouts is None else spec.rollouts.roles.environments()[environment]
-    if role is not None and role.name in _OFFERED:
+    if role is not None and role.name in ENVIRONMENTS and ENVIRONMENTS[role.name].offers_tools:
         with suppress(ProbeFailed):  # the check of the environment says why
-            system, tools = ask(_OFFERED[role.name], role.args, _TIMEOUT_S)
+            system, tools = ask(f"troupe.workers.agents.environments.{role.name}:offered", role.args, _TIMEOUT_S)
     before = [{"role": "system", "content": system}] if system else []
     return [json.dumps([*before, *json.loads(prompt)]) for prompt in prompts], [tools for _ in prompts]
 

@@ -11,24 +11,13 @@ from troupe.orchestrator.algorithms.section import unknown_algorithm
 from troupe.orchestrator.algorithms.table import ALGORITHMS, TAUGHT
 from troupe.orchestrator.errors import UsageError, nearest
 from troupe.orchestrator.spec.checks.shared import IMPORTED
-from troupe.workers.contract.config import ENVIRONMENTS
-from troupe.workers.contract.environments import HARBOR_TURNS
+from troupe.workers.contract.environments import ENVIRONMENTS, HARBOR_TURNS
 from troupe.workers.contract.rewards import ENVIRONMENT_REWARD
 
 GYM = "reasoning_gym:"
 """Begins the name of generated tasks."""
 TURNS = 4
 """Most turns of the policy in an episode."""
-_SCORED = frozenset({"retry", "tools", "single_turn"})
-"""Environments that compare with the answer of the data."""
-_CONFIGURED = frozenset({"agent", "gymnasium", "harbor", "openenv", "textarena", "verifiers"})
-"""Environments that need arguments from the user."""
-OWN_TASKS: Mapping[str, tuple[str, ...]] = {
-    **dict.fromkeys(("gymnasium", "textarena"), ("seed",)),
-    "harbor": ("task",),
-    "verifiers": ("index", "task"),
-}
-"""Environments that have tasks themselves, and the columns of the rows that name one."""
 _SLOW = {"turn_timeout_s": 200.0, "episode_timeout_s": 500.0, "memory_limit_mib": 8192, "episodes": 8}
 """Bounds of environments that start programs for an episode."""
 _EPISODES = 64
@@ -132,7 +121,7 @@ def check_environment(name: str, *, offline: bool, configured: bool = False) -> 
     """
     if offline:
         raise UsageError("--environment: this algorithm learns from examples and plays no episodes")
-    if name in _CONFIGURED and not configured:
+    if name in ENVIRONMENTS and ENVIRONMENTS[name].needs_arguments and not configured:
         raise UsageError(f"--environment: {name} needs arguments: --args, as in docs/guides/environments.md")
     if name not in ENVIRONMENTS and not IMPORTED.fullmatch(name):
         hint = nearest(name, ENVIRONMENTS) or f"built in: {', '.join(ENVIRONMENTS)}; your own: package.module:Class"
@@ -141,7 +130,14 @@ def check_environment(name: str, *, offline: bool, configured: bool = False) -> 
 
 def needs_answer(choices: Choices) -> bool:
     """Whether something compares a response with the answer of the data."""
-    return choices.environment in _SCORED or not choices.environment
+    found = ENVIRONMENTS.get(choices.environment)
+    return not choices.environment or (found is not None and found.reads_answer)
+
+
+def own_tasks(environment: str | None) -> tuple[str, ...]:
+    """The columns of rows that name a task of an environment, or none if it has no tasks itself."""
+    found = ENVIRONMENTS.get(environment or "")
+    return () if found is None else found.tasks
 
 
 def reward_of(choices: Choices, data: Data) -> dict[str, Any]:

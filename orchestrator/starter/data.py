@@ -14,7 +14,7 @@ from troupe.orchestrator.data.preferences import answer_columns, column_names
 from troupe.orchestrator.data.readers import find_column, has_column
 from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.starter.answers import asking, fitting_reward, fitting_tests
-from troupe.orchestrator.starter.choices import GYM, OWN_TASKS, Choices, Data, needs_answer
+from troupe.orchestrator.starter.choices import GYM, Choices, Data, needs_answer, own_tasks
 from troupe.orchestrator.starter.difficulty import generated_data
 from troupe.orchestrator.starter.examples import tools_column, trained_characters, what_is_read
 from troupe.orchestrator.starter.tables import Table, find_tables
@@ -99,7 +99,7 @@ def _prompts(choices: Choices, table: Table) -> Data:
     if not needs_answer(choices):
         answer = answers[0] if answers else None
         columns |= {"answer": answer} if answer != "answer" else {}
-        named = [name for name in OWN_TASKS.get(choices.environment, ()) if name in table.rows[0]]
+        named = [name for name in own_tasks(choices.environment) if name in table.rows[0]]
         columns |= {"metadata": named} if named else {}
         return Data({"train": table.section | columns}, prompt_tokens, 0)
     found = fitting_tests(table, prompt)

@@ -477,13 +477,6 @@ class JudgeConfig(EngineWorkerConfig):
     """A form that every answer has."""
 
 
-ENVIRONMENTS = (
-    *("agent", "guess_number", "gymnasium", "harbor", "openenv"),
-    *("retry", "single_turn", "textarena", "tools", "verifiers"),
-)
-"""Names of the built-in environments; each is implemented in `workers/agents/environments/`."""
-
-
 PlayerName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")]
 POLICY, JUDGE = "policy", "judge"
 """The roles whose models play as players of a game."""

@@ -24,6 +24,40 @@ TOOLS, CALLS, RESULTS = "tools", "tool calls in the history", "tool messages (th
 HARBOR_TURNS = 20
 """Turns of the environment harbor before a task's tests run, unless its arguments say another number."""
 
+
+@dataclass(frozen=True)
+class BuiltIn:
+    """What follows from the name of a built-in environment."""
+
+    home: str
+    """`module:Class` in `workers/agents/environments/`."""
+    needs_arguments: bool = False
+    tasks: tuple[str, ...] = ()
+    """If it has tasks itself, the columns of the rows that name one."""
+    reads_answer: bool = False
+    """Whether it compares with the answer of the data."""
+    offers_tools: bool = False
+    """Whether calls of its tools are parsed, and `offered` in its module returns what it adds to prompts."""
+    runs_agent: bool = False
+    """Whether what it runs keeps the conversation itself."""
+    has_players: bool = False
+    """Whether it may have several players."""
+
+
+ENVIRONMENTS: Mapping[str, BuiltIn] = {
+    "agent": BuiltIn("agent:Agent", needs_arguments=True, runs_agent=True),
+    "guess_number": BuiltIn("basic:GuessNumber"),
+    "gymnasium": BuiltIn("gymnasium:Gymnasium", needs_arguments=True, tasks=("seed",)),
+    "harbor": BuiltIn("harbor:Harbor", needs_arguments=True, tasks=("task",), offers_tools=True),
+    "openenv": BuiltIn("openenv:OpenEnv", needs_arguments=True),
+    "retry": BuiltIn("basic:Retry", reads_answer=True),
+    "single_turn": BuiltIn("basic:SingleTurn", reads_answer=True),
+    "textarena": BuiltIn("textarena:TextArena", needs_arguments=True, tasks=("seed",), has_players=True),
+    "tools": BuiltIn("tools:Tools", reads_answer=True, offers_tools=True),
+    "verifiers": BuiltIn("verifiers:Verifiers", needs_arguments=True, tasks=("index", "task"), runs_agent=True),
+}
+"""The built-in environments by name."""
+
 OK = "ok"
 """Status of an episode that came to its end."""
 _LAST_TURN = "; the last turn: "

@@ -8,10 +8,7 @@ from troupe.orchestrator.algorithms import section as algorithms
 from troupe.orchestrator.errors import Finding
 from troupe.orchestrator.spec.derived.sampling import group_settings, reward_functions
 from troupe.orchestrator.spec.rollout import RolloutSpec
-from troupe.workers.contract.config import ENVIRONMENTS
-
-_ONE = frozenset(ENVIRONMENTS) - {"textarena"}
-"""Built-in environments that have one player."""
+from troupe.workers.contract.environments import ENVIRONMENTS
 
 
 def player_problems(spec: RolloutSpec) -> Iterator[Finding]:
@@ -19,7 +16,7 @@ def player_problems(spec: RolloutSpec) -> Iterator[Finding]:
     games = {name: role for name, role in spec.roles.environments().items() if role.players}
     for name, role in games.items():
         path = f"roles.environment.{name}".rstrip(".")
-        if role.name in _ONE:
+        if role.name in ENVIRONMENTS and not ENVIRONMENTS[role.name].has_players:
             yield f"{path}.players", f"{role.name} has one player; remove it"
         elif not role.trained:
             yield f"{path}.players", "the policy plays none of them: it has nothing to train on"

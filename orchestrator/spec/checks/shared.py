@@ -26,8 +26,8 @@ from troupe.orchestrator.spec.sections import (
     environment_role,
 )
 from troupe.orchestrator.spec.sources import HeldOut, Mixed, PromptText, ReasoningGymSource, SourceName, SourceShare
-from troupe.workers.contract.config import ENVIRONMENTS, Frozen, ModelConfig
-from troupe.workers.contract.environments import HARBOR_TURNS
+from troupe.workers.contract.config import Frozen, ModelConfig
+from troupe.workers.contract.environments import ENVIRONMENTS, HARBOR_TURNS
 from troupe.workers.contract.rewards import ENVIRONMENT_REWARD
 
 IMPORTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
@@ -185,7 +185,8 @@ def _environment(spec: RolloutSpec, path: str, role: EnvironmentRole) -> Iterato
     if role.name not in ENVIRONMENTS and not IMPORTED.fullmatch(role.name):
         known = f"shipped: {', '.join(ENVIRONMENTS)}; your own: package.module:Class"
         yield f"{path}.name", f"no environment '{role.name[:60]}' ({nearest(role.name, ENVIRONMENTS) or known})"
-    if role.name in ("tools", "harbor") and role.tool_parser is None:
+    built_in = ENVIRONMENTS.get(role.name)
+    if built_in is not None and built_in.offers_tools and role.tool_parser is None:
         yield f"{path}.tool_parser", "is required: it finds the tool calls in a turn (for SmolLM2 and Qwen: hermes)"
     turns = role.args.get("turns", HARBOR_TURNS) if role.name == "harbor" else 0
     if isinstance(turns, int) and turns > role.max_turns:
@@ -193,7 +194,7 @@ def _environment(spec: RolloutSpec, path: str, role: EnvironmentRole) -> Iterato
     for field in ("gpus", "accelerator", "colocate_with"):
         if dict(role)[field]:
             yield f"{path}.{field}", "environments run on separate CPU cores; remove it"
-    if role.name in ("agent", "verifiers") and role.compaction is not None:
+    if built_in is not None and built_in.runs_agent and role.compaction is not None:
         yield f"{path}.compaction", f"has no effect: what {role.name} runs keeps its conversation itself; remove it"
     if role.turn_timeout_s > role.episode_timeout_s:
         limit = f"{role.episode_timeout_s:g}"

@@ -8,21 +8,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from troupe.workers.contract.environments import Message, Observation, Row
+from troupe.workers.contract.environments import ENVIRONMENTS, Message, Observation, Row
 from troupe.workers.contract.imports import NameProblem, import_attribute, locate
 
-SHIPPED = {
-    "agent": "troupe.workers.agents.environments.agent:Agent",
-    "guess_number": "troupe.workers.agents.environments.basic:GuessNumber",
-    "gymnasium": "troupe.workers.agents.environments.gymnasium:Gymnasium",
-    "harbor": "troupe.workers.agents.environments.harbor:Harbor",
-    "openenv": "troupe.workers.agents.environments.openenv:OpenEnv",
-    "retry": "troupe.workers.agents.environments.basic:Retry",
-    "single_turn": "troupe.workers.agents.environments.basic:SingleTurn",
-    "textarena": "troupe.workers.agents.environments.textarena:TextArena",
-    "tools": "troupe.workers.agents.environments.tools:Tools",
-    "verifiers": "troupe.workers.agents.environments.verifiers:Verifiers",
-}
+_HOMES = {name: f"troupe.workers.agents.environments.{one.home}" for name, one in ENVIRONMENTS.items()}
 METHODS = ("start", "step", "close")
 
 
@@ -84,7 +73,7 @@ def load(name: str, args: Mapping[str, Any]) -> Callable[[], Environment]:
         EnvironmentArgumentsError: it does not take the arguments, or refuses them with a ValueError or TypeError.
     """
     try:
-        place = locate(name, SHIPPED, "environment", "package.module:Class")
+        place = locate(name, _HOMES, "environment", "package.module:Class")
         found = import_attribute(name, *place)
     except NameProblem as error:
         raise EnvironmentLoadError(str(error)) from error

@@ -19,8 +19,8 @@ from troupe.workers.agents.environments import verifiers
 from troupe.workers.agents.environments.gymnasium import Gymnasium
 from troupe.workers.agents.environments.processes import EnvironmentProcesses, EpisodeProcessFailed
 from troupe.workers.agents.environments.textarena import TextArena
-from troupe.workers.contract.config import ENVIRONMENTS, EnvironmentConfig
-from troupe.workers.contract.environments import EpisodeReply, Row
+from troupe.workers.contract.config import EnvironmentConfig
+from troupe.workers.contract.environments import ENVIRONMENTS, EpisodeReply, Row
 from troupe.workers.isolation.child import LoadFailed
 from troupe.workers.isolation.interpreters import (
     NoInterpreter,
