@@ -73,6 +73,21 @@ class Progress:
     """Seconds since the last step ended."""
 
 
+class _Phase(NamedTuple):
+    """What `Console.phase` shows; see its arguments."""
+
+    name: str = ""
+    done: int = 0
+    total: int = 0
+    waiting_for: str = ""
+    unit: str = ""
+
+    @property
+    def text(self) -> str:
+        """Its name, and its parts if there are several."""
+        return f"{self.name} {self.done}/{self.total} {self.unit}".rstrip() if self.total > 1 else self.name
+
+
 class EndLines(NamedTuple):
     """What the terminal shows of the verdicts on a run that has ended."""
 
@@ -106,7 +121,7 @@ class Console:
         self._name = ""
         self._total = 0
         self._done = 0
-        self._phase = ("", 0, 0, "", "")
+        self._phase = _Phase()
         self._phase_started = self._started = self._step_ended = time.monotonic()
         self._summary = RunSummary(0)
         self._latest: deque[tuple[int, Mapping[str, object]]] = deque(maxlen=SHOWN_STEPS)
@@ -141,9 +156,9 @@ class Console:
             waiting_for: What has not ended.
             unit: What the parts are, in the plural.
         """
-        if name != self._phase[0]:
+        if name != self._phase.name:
             self._phase_started = time.monotonic()
-        self._phase = (name, done, total, waiting_for, unit)
+        self._phase = _Phase(name, done, total, waiting_for, unit)
 
     def step(self, step: int, metrics: Mapping[str, object]) -> None:
         """Show the metrics of the finished step `step`, counted from 1."""
@@ -165,8 +180,8 @@ class Console:
     def progress(self) -> Progress:
         """Where the run is. May be called from any thread."""
         now = time.monotonic()
-        phase, done, parts, *_ = self._phase
-        return Progress(self._done, self._total, phase, done, parts, now - self._phase_started, now - self._step_ended)
+        phase, in_phase, in_step = self._phase, now - self._phase_started, now - self._step_ended
+        return Progress(self._done, self._total, phase.name, phase.done, phase.total, in_phase, in_step)
 
     def message(self, text: str) -> None:
         """Print a line; it stays above the live display."""
@@ -251,11 +266,9 @@ class Console:
 
     def _progress(self) -> str:
         """The current phase, what it has done, and for how long; empty before the first phase."""
-        name, done, total, waiting_for, unit = self._phase
-        parts = f"{done}/{total} {unit}".rstrip() if total > 1 else ""
-        rest = f", waiting for {waiting_for}" if waiting_for else ""
-        seconds = f"for {time.monotonic() - self._phase_started:.0f} s"
-        return " ".join(filter(None, [name, parts, seconds])) + rest if name else ""
+        phase, seconds = self._phase, time.monotonic() - self._phase_started
+        rest = f", waiting for {phase.waiting_for}" if phase.waiting_for else ""
+        return f"{phase.text} for {seconds:.0f} s{rest}" if phase.name else ""
 
     def _render(self) -> RenderableType:
         head = Table.grid(padding=(0, 1))

@@ -11,6 +11,7 @@ import yaml
 
 from troupe.orchestrator.roles import table
 from troupe.orchestrator.spec.derived.sampling import COMPARISONS
+from troupe.workers.contract.config import BUDGETS
 
 PHASES = ("generate", "prepare", "update", "sync", "evaluate", "checkpoint")
 """What `PHASE` in a pattern stands for: the phases of `seconds/PHASE` and `utilisation/PHASE`."""
@@ -21,7 +22,8 @@ _PLACEHOLDERS = {
     "PHASE": "|".join(PHASES),
 }
 _PLACEHOLDERS |= {"COMPONENT": ".+", "LEVEL": ".+", "K": "[0-9]+", "SET": "[a-z0-9-]+", "SOURCE": "[a-z0-9-]+"}
-_PLACEHOLDERS |= {"ENVIRONMENT": "[a-z0-9-]+", "TEACHER": "[a-z0-9-]+", "PLAYER": "[A-Za-z0-9._-]+"}
+_PLACEHOLDERS |= {"BUDGET": "|".join(BUDGETS), "ENVIRONMENT": "[a-z0-9-]+"}
+_PLACEHOLDERS |= {"TEACHER": "[a-z0-9-]+", "PLAYER": "[A-Za-z0-9._-]+"}
 _OF_SETS = ("prompts", "refused", "failed_samples", "reward", "reward_low", "reward_high", "solved_at")
 _OF_SETS += ("response_tokens", "truncated", "accuracy", "avg", "pass@[0-9]+", "maj@[0-9]+")
 _OF_SETS += tuple(f"{name}{bound}" for name in COMPARISONS for bound in ("", "_low", "_high"))

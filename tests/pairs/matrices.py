@@ -96,7 +96,6 @@ LEFT_OUT = {
     ),
     **dict.fromkeys(("*.preferred", "*.preferred.*"), "what is read before a run"),
     "roles.*.model*": "another model of a kind that is tried",
-    "roles.teacher": "workers as the reference has",
     "roles.judge.enable_prefix_caching": "as in a rollout engine",
     "roles.critic.schedule": "as the policy's",
     **dict.fromkeys(("output.sinks", "output.prometheus", "output.profile"), "another place for what is written"),
@@ -134,7 +133,7 @@ ROLLOUTS = Matrix(
             "ppo": {"algorithm.name": "ppo", "algorithm.kl.coef": 0, "roles.critic": _TRAINER},
             "gspo": {"algorithm.name": "gspo"},
             "raft": {"algorithm.name": "raft"},
-            "distill": {"algorithm.name": "distill"},
+            "distill": {"algorithm.name": "distill", "roles.teacher": {"other": _OTHER_REFERENCE}},
         },
         "weights": {
             "all": {},
@@ -182,7 +181,11 @@ ROLLOUTS = Matrix(
         },
         "environment": {
             "none": {},
-            "one": {"roles.environment": _GUESS, "roles.reward.functions+": {"name": "environment"}},
+            "one": {
+                "roles.environment": _GUESS,
+                "roles.reward.functions+": {"name": "environment"},
+                "algorithm.observation_coef": 0.1,
+            },
             "game": {
                 "roles.environment": _GAME,
                 "roles.reward.functions+": {"name": "environment"},
@@ -245,7 +248,6 @@ ROLLOUTS = Matrix(
         },
     },
     needs={
-        ("algorithm", "distill"): ("reference", "workers"),
         ("environment", "named"): ("prompts", "mixture"),
         ("curriculum", "sources"): ("prompts", "mixture"),
         ("evaluation", "beside"): ("engines", "two"),

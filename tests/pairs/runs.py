@@ -108,15 +108,6 @@ class Finished:
     outcome: RunOutcome
     output: str
 
-    @property
-    def learns(self) -> bool:
-        """Whether there is something to learn: not from the model that training started from, alone."""
-        spec = self.spec.rollouts
-        reference = None if spec is None else spec.roles.reference
-        return (
-            spec is None or spec.algorithm.name != "distill" or (reference is not None and reference.model is not None)
-        )
-
 
 def run_row(matrix: Matrix, row: Mapping[str, str], out: Path, places: Mapping[str, str]) -> Finished:
     """Train for two steps as a row says. One that is resumed is stopped after its first step."""
@@ -139,7 +130,7 @@ def check(run: Finished) -> None:
     assert run.outcome.steps_done == STEPS and not run.outcome.stopped
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     assert all(math.isfinite(value) for line in every for value in line.values() if isinstance(value, float)), every
-    _check_metrics(lines, run)
+    _check_metrics(lines)
     _check_ledger(lines, run)
     _check_weights(run)
     if run.spec.rollouts is not None:
@@ -147,13 +138,13 @@ def check(run: Finished) -> None:
         _check_samples(lines, run)
 
 
-def _check_metrics(lines: list[dict[str, Any]], run: Finished) -> None:
+def _check_metrics(lines: list[dict[str, Any]]) -> None:
     for line in lines:
         trained = [role for role in ("policy", "critic", "reward_model") if f"{role}/grad_norm" in line]
         # float16 skips the updates of its first, too large loss scales, which have no norm.
         skipped = {role: line[f"{role}/skipped_updates"] for role in trained}
         assert trained and all(skipped[role] == line.get(f"{role}/overflows", 0) for role in trained), line
-        assert not run.learns or all(skipped[role] == 1 or line[f"{role}/grad_norm"] > 0 for role in trained), line
+        assert all(skipped[role] == 1 or line[f"{role}/grad_norm"] > 0 for role in trained), line
 
 
 def _check_ledger(lines: list[dict[str, Any]], run: Finished) -> None:
@@ -173,7 +164,7 @@ def _check_versions(run: Finished) -> None:
         assert set(event["engines"].values()) == {event["digest"]}, event
     assert published[-1]["version"] == STEPS
     digests = {event["version"]: event["digest"] for event in published}
-    assert not run.learns or len(set(digests.values())) == len(digests), "two versions have the same weights"
+    assert len(set(digests.values())) == len(digests), "two versions have the same weights"
 
 
 def _check_samples(lines: list[dict[str, Any]], run: Finished) -> None:
@@ -208,4 +199,4 @@ def _check_weights(run: Finished) -> None:
     before, after = load_file(MODELS / "tiny-llama" / "model.safetensors"), load_file(folder / "model.safetensors")
     shared = after.keys() & before.keys()
     same = [name for name in shared if torch.equal(before[name].to(after[name].dtype), after[name])]
-    assert not run.learns or not same, same
+    assert not same, same

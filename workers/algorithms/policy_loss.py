@@ -258,9 +258,9 @@ class PolicyTokens:
 
     def masked(self) -> PolicyTokens:
         """The same with 0 in every number where `loss_mask` is False."""
-        others = ("loss_mask", "sequence", "total_observation_tokens")
-        present = {name: value for name, value in vars(self).items() if name not in others and value is not None}
-        return replace(self, **{name: _masked(value, self.loss_mask) for name, value in present.items()})
+        others = ("loss_mask", "sequence")
+        numbers = {n: v for n, v in vars(self).items() if isinstance(v, torch.Tensor) and n not in others}
+        return replace(self, **{name: _masked(value, self.loss_mask) for name, value in numbers.items()})
 
 
 def policy_tokens(

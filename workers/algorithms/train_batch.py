@@ -275,8 +275,8 @@ class _Batch:
                 ended[sample] += tokens
                 found.append((ended[sample], sample, states.setdefault(key, len(states))))
                 seen, read = seen[:0], end
-        ends, samples, numbers = zip(*found, strict=True) if found else ((), (), ())
-        return torch.tensor(ends, dtype=torch.int64), torch.tensor(samples, dtype=torch.int64), torch.tensor(numbers)
+        ends, samples, numbers = torch.tensor(found, dtype=torch.int64).view(-1, 3).unbind(1)
+        return ends, samples, numbers
 
     def per_sample(self, of_rows: torch.Tensor) -> torch.Tensor:
         """[samples]: the sum of a value over the rows of each sample."""

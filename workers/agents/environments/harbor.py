@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -33,11 +34,19 @@ _PARAMETERS = {"type": "object", "properties": {"command": _COMMAND}, "required"
 _DESCRIPTION = "Run a command of the shell in the container."
 _BASH = {"type": "function", "function": {"name": "bash", "description": _DESCRIPTION, "parameters": _PARAMETERS}}
 _COPY_S = 60.0
-_UNSUPPORTED = (
-    *("steps", "verifier.environment", "verifier.collect", "environment.gpus", "environment.mcp_servers"),
-    *("environment.allowed_hosts", "agent.allowed_hosts", "verifier.allowed_hosts", "environment.healthcheck"),
-)
-"""Settings of a task that change what it measures, and that are not played."""
+_PLAYED: Mapping[str, frozenset[str]] = {
+    "": frozenset(
+        {"version", "schema_version", "task", "metadata", "source", "solution", "agent", "verifier", "environment"}
+    ),
+    "agent": frozenset({"user", "network_mode", "timeout_sec"}),
+    "verifier": frozenset({"user", "network_mode", "timeout_sec", "env"}),
+    "environment": frozenset(
+        {"docker_image", "build_timeout_sec", "cpus", "memory_mb", "memory", "storage_mb", "storage"}
+        | {"allow_internet", "network_mode", "env"}
+    ),
+}
+"""Settings in `task.toml`, by section, with which a task is played. Any other one may change what it measures."""
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)([KMG])", re.IGNORECASE)
 
 
 def offered(args: Mapping[str, Any]) -> Iterator[str]:
@@ -105,10 +114,13 @@ class Harbor(Environment):
             raise ValueError(f"the row's column task names no task: {name!r}; there are {', '.join(self._tasks)[:200]}")
         self._task = self._tasks[name]
         self._config = tomllib.loads((self._task / "task.toml").read_text("utf-8"))
-        if unsupported := [key for key in _UNSUPPORTED if _value(self._config, key)]:
+        if unsupported := [*_unsupported(self._config)]:
             raise ValueError(f"{name}: task.toml has {', '.join(unsupported)}, which this environment does not play")
+        if composed := [*(self._task / "environment").glob("docker-compose.y*ml")]:
+            raise ValueError(f"{name}: {composed[0].name} starts several containers, and this environment has one")
         self._container = await RunningContainer.start(self._runtime, await self._image_of(name), self._settings())
-        made = await self._running.run("mkdir -p /logs/verifier /logs/agent /logs/artifacts", _COPY_S)
+        folders = "mkdir -p /logs/verifier /logs/agent /logs/artifacts && chmod 777 /logs/*"
+        made = await self._running.run(folders, _COPY_S, user=self._runtime.root)
         if made.exit_code != 0:
             raise ContainerError(f"{name}: no shell runs in the container: {made.output.strip()[-300:]}")
         system: list[Message] = [{"role": "system", "content": self._system}] if self._system else []
@@ -161,7 +173,8 @@ class Harbor(Environment):
             "variables": _resolved(_value(self._config, "verifier.env") or {}),
             "user": str(_value(self._config, "verifier.user") or ""),
         }
-        await container.run("rm -rf /logs/verifier && mkdir -p /logs/verifier && chmod 777 /logs/verifier", _COPY_S)
+        empty = "rm -rf /logs/verifier && mkdir -p /logs/verifier && chmod 777 /logs/verifier"
+        await container.run(empty, _COPY_S, user=self._runtime.root)
         done = await container.run("chmod +x /tests/test.sh && /tests/test.sh", limit, **settings)
         written = await container.run("cd /logs/verifier && cat reward.json 2>/dev/null || cat reward.txt", _COPY_S)
         told = done.output.strip()[-300:]
@@ -175,13 +188,14 @@ class Harbor(Environment):
     def _settings(self) -> ContainerSettings:
         environment = self._config.get("environment") or {}
         memory = environment.get("memory_mb") or _mib(str(environment.get("memory", "2G")))
-        allowed = environment.get("allow_internet", True) and environment.get("network_mode", "public") == "public"
+        modes = {_value(self._config, f"{section}.network_mode") or "public" for section in _PLAYED if section}
+        allowed = environment.get("allow_internet", True) and modes == {"public"}
         variables = _resolved(environment.get("env") or {})
         network = self._network and allowed
         return ContainerSettings(float(environment.get("cpus", 1)), int(memory), network, variables, self._options)
 
     async def _image_of(self, name: str) -> str:
-        """The image that the task names, or that of its Dockerfile, or the given one."""
+        """The image that the task names, its Dockerfile's, or the given one."""
         if image := _value(self._config, "environment.docker_image"):
             return str(image)
         folder = self._task / "environment"
@@ -194,6 +208,13 @@ class Harbor(Environment):
         return tag
 
 
+def _unsupported(config: Mapping[str, Any]) -> Iterator[str]:
+    """Settings of a task with which it is not played, unless they are empty."""
+    for section, known in _PLAYED.items():
+        given = config if not section else config.get(section) or {}
+        yield from (f"{section}.{key}".lstrip(".") for key, value in given.items() if key not in known and value)
+
+
 def _value(config: Mapping[str, Any], key: str) -> Any:
     """The setting of a dotted name, or None."""
     value: Any = config
@@ -203,10 +224,10 @@ def _value(config: Mapping[str, Any], key: str) -> Any:
 
 
 def _resolved(variables: Mapping[str, Any]) -> dict[str, str]:
-    """Environment variables; `${NAME}` and `${NAME:-default}` are read where the episode runs.
+    """Environment variables; `${NAME}` and `${NAME:-default}` are read from those of the episode's process.
 
     Raises:
-        ValueError: one that is not set there.
+        ValueError: one of them is not set there.
     """
     found = dict[str, str]()
     for name, value in variables.items():
@@ -221,8 +242,10 @@ def _resolved(variables: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _mib(size: str) -> float:
-    """The MiB of a size such as 2G, 512M."""
-    return float(size[:-1]) * {"K": 1 / 1024, "M": 1, "G": 1024}[size[-1].upper()]
+    """The MiB of a size such as 2G, 512M. Raises ValueError for something else."""
+    if (found := _SIZE.fullmatch(size.strip())) is None:
+        raise ValueError(f"environment.memory: expected a size such as 2G, got {size!r:.40}")
+    return float(found[1]) * {"K": 1 / 1024, "M": 1, "G": 1024}[found[2].upper()]
 
 
 def _read_reward(text: str) -> tuple[float, dict[str, float]]:

@@ -56,6 +56,11 @@ class CommandResult:
 class Runtime(Protocol):
     """The command lines of a container runtime."""
 
+    @property
+    def root(self) -> str:
+        """User that may write everywhere in a container; empty if there is no choice."""
+        ...
+
     def keep(self, name: str, image: str, settings: ContainerSettings) -> list[str]:
         """Runs a container as long as its standard input is open; writes a line once commands can run in it."""
         ...
@@ -78,6 +83,7 @@ class Docker:
     """Docker, or a program with the same command line."""
 
     program: str
+    root: str = "0"
 
     def keep(self, name: str, image: str, settings: ContainerSettings) -> list[str]:
         """See `Runtime`."""
@@ -105,6 +111,8 @@ class Docker:
 @dataclass(frozen=True)
 class Apptainer:
     """Apptainer. Tested with a stand-in for its command line only."""
+
+    root: str = ""
 
     def keep(self, name: str, image: str, settings: ContainerSettings) -> list[str]:
         """See `Runtime`."""
@@ -182,7 +190,7 @@ class RunningContainer:
                 await asyncio.gather(output.read(process), _feed(process, stdin))
                 return CommandResult(output.text(), await process.wait())
         except TimeoutError:
-            kill = await _process(self._runtime.execute(self._name, ["sh", "-c", _KILL_ALL], {}, "0" if user else ""))
+            kill = await _process(self._runtime.execute(self._name, ["sh", "-c", _KILL_ALL], {}, self._runtime.root))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_END_S):
                     await kill.communicate()
@@ -193,9 +201,8 @@ class RunningContainer:
     async def send(self, folder: Path, target: str, timeout_s: float) -> None:
         """Copy a folder's content into a folder of the container, which is emptied before. Raises ContainerError."""
         packed = await asyncio.to_thread(_packed, folder)
-        sent = await self.run(
-            f"rm -rf {target} && mkdir -p {target} && tar -x -f - -C {target}", timeout_s, stdin=packed
-        )
+        unpack = f"rm -rf {target} && mkdir -p {target} && tar -x -f - -C {target}"
+        sent = await self.run(unpack, timeout_s, user=self._runtime.root, stdin=packed)
         if sent.exit_code != 0:
             raise ContainerError(f"{folder.name} cannot be copied into the container: {sent.output.strip()[-300:]}")
 

@@ -155,7 +155,7 @@ def test_a_command_that_does_not_end_is_ended_and_a_long_output_is_cut(root: Pat
     assert long.startswith("1\n2\n") and long.endswith("\n59999\n60000") and "bytes missing]" in long
     assert len(long) < 132_000 and wrong == "error: command: expected text"
     asked = [json.loads(line) for line in (root / "asked").read_text().splitlines()]
-    assert ["exec", "--interactive", asked[0][3].removeprefix("--name="), "sh", "-c", "kill -9 -1"] in asked
+    assert ["exec", "--interactive", "--user=0", asked[0][3].removeprefix("--name="), "sh", "-c", "kill -9 -1"] in asked
 
 
 FAILURES: dict[str, tuple[dict[str, Any], str]] = {
@@ -170,6 +170,15 @@ FAILURES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "slow tests": ({"test": "#!/bin/sh\nsleep 60\n"}, "hello: its tests are not done after 0.5 s"),
     "no image": ({"image": "missing"}, "no container of missing: Unable to find image 'missing'"),
+    "a new setting": (
+        {"environment": "gpus = 1\nswap_mb = 0"},
+        "hello: task.toml has environment.gpus, which this environment does not play",
+    ),
+    "a size": (
+        {"environment": 'memory = "much"'},
+        "environment.memory: expected a size such as 2G, got 'much'",
+    ),
+    "several containers": ({}, "hello: docker-compose.yaml starts several containers, and this environment has one"),
     "several steps": ({"extra": '[[steps]]\nname = "a"\n'}, "hello: task.toml has steps, which this environment"),
     "a variable": (
         {"environment": 'env = {KEY = "${NO_SUCH_KEY}"}'},
@@ -185,6 +194,9 @@ def test_what_prevents_a_reward_fails_the_episode(root: Path, case: str) -> None
     if case == "slow tests":
         path = root / "tasks" / "hello" / "task.toml"
         path.write_text(path.read_text().replace("5.0", "0.5"))
+    if case == "several containers":
+        (root / "tasks" / "hello" / "environment").mkdir()
+        (root / "tasks" / "hello" / "environment" / "docker-compose.yaml").touch()
     with pytest.raises((ContainerError, ValueError)) as error:
         play(args, [DONE])
     assert str(error.value).startswith(message)
@@ -251,10 +263,16 @@ def test_a_container_has_limits_and_no_network_unless_asked_for() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "allowed", "open"), [(True, "true", True), (True, "false", False), (False, "true", False)]
+    ("asked", "says", "open"),
+    [
+        (True, {"environment": "allow_internet = true"}, True),
+        (True, {"environment": "allow_internet = false"}, False),
+        (True, {"verifier": 'network_mode = "no-network"'}, False),
+        (False, {"environment": "allow_internet = true"}, False),
+    ],
 )
-def test_the_network_is_open_if_both_sides_want_it(root: Path, asked: bool, allowed: str, open: bool) -> None:
-    play({**task(root, environment=f"allow_internet = {allowed}"), "network": asked}, [DONE])
+def test_the_network_is_open_if_both_sides_want_it(root: Path, asked: bool, says: dict[str, str], open: bool) -> None:
+    play({**task(root, **says), "network": asked}, [DONE])
     run = json.loads((root / "asked").read_text().splitlines()[0])
     assert ("--network=none" not in run) == open
 
