@@ -3,7 +3,7 @@
     python -m benchmarks.tabular_self_play kuhn --betas 0 0.95 --entropy-coef 0.2
 
 The policy is a logit for every information set, so that hundreds of steps take seconds. Games are sampled as a batch
-of `--games`; advantages are those of `rae`, the loss and the learning rate those of a policy worker, the optimizer is
+of `--games`; advantages come from `rae`, the loss and the learning rate from a policy worker, the optimizer is
 torch's AdamW with gradients clipped to norm 1. Prints the exploitability (`benchmarks.self_play`) at ten steps, of the
 last policy and of the average of all.
 """
@@ -46,7 +46,7 @@ class Games(NamedTuple):
 
 @dataclass(frozen=True)
 class Game:
-    """A game of two players on a table of probabilities, of which each is that of one of two moves."""
+    """A game of two players on a table with the probability of one of two moves in each state."""
 
     places: int
     play: Callable[[Floats, int, np.random.Generator], Games]

@@ -53,7 +53,7 @@ def small_teacher() -> Path:
 
 
 def _change_embedding(folder: Path, factor: int) -> None:
-    """Multiply the embedding of the first tokens, and remove that of others."""
+    """Multiply the embedding of the first tokens, and remove the others."""
     from safetensors.torch import load_file, save_file
 
     weights = load_file(folder / "model.safetensors")

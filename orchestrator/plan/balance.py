@@ -84,7 +84,7 @@ def divisions(stages: Stages, gpus: tuple[int, int], groups: tuple[int, int], st
 
     Args:
         stages: The stages with the GPUs as they are divided now.
-        gpus: Those that sample, and those that train.
+        gpus: The numbers of GPUs that sample, and that train.
         groups: GPUs of an engine, and trainers that share a micro-batch; the numbers are multiples of them.
         staleness: The limit of staleness.
     """

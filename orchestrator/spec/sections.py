@@ -336,7 +336,7 @@ class RolesConfig(Roles):
         return role if isinstance(role, dict) else {} if role is None else {"": role}
 
     def teachers(self, source: str | None = None) -> dict[str, TeacherRole]:
-        """The teachers by the name of their role, of all samples or of those of a source (empty: the only one)."""
+        """The teachers by the name of their role, or those of a source's samples (an empty name is the only source)."""
         found = {f"teacher.{name}": role for name, role in (self.teacher or {}).items()}
         return {n: t for n, t in found.items() if source is None or t.sources is None or source in t.sources}
 

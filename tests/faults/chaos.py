@@ -6,7 +6,7 @@
 The runs of `KINDS` take turns. A pair is two signals, SIGKILL or SIGSTOP, to two processes; one that starts, loads or
 saves is hit as well as one that computes, and so is a fork that Ray does not know yet. After a pair the run must
 train on. A run ends after some pairs by SIGTERM, or its driver is killed and it resumes. No run may end by itself, no
-sample may be lost, every step must be there once, and nothing may be left behind. Where only trainers, reference and
+sample may be lost, every step must be there once, and nothing may be left behind. If only trainers, reference and
 reward workers were hit, the first steps must be those of a run without faults, bit for bit: their metrics, and, as the
 run kept them for `troupe replay`, every column of their samples and all weights after them. The folder of a run in
 which something was wrong is kept.
@@ -109,7 +109,7 @@ class Ended:
     """The steps of a run."""
 
     lines: list[dict[str, Any]]
-    """Metrics of its steps; those of evaluations beside them are others."""
+    """Metrics of its steps, without evaluations beside them."""
     digests: Mapping[int, Mapping[str, str]]
     """Digest of each column of the samples of a step, and of the weights of each role after it, of the steps that were
     kept: none is while a worker that was asked for its part died."""
@@ -260,7 +260,7 @@ def _check(name: str, ended: Ended, healthy: Ended) -> None:
             found |= {part: (ours.get(part), theirs.get(part)) for part in ours.keys() | theirs.keys()}
         differing = {part: values for part, values in found.items() if values[0] != values[1]}
         if differing:
-            raise Broken(f"{name}: step {step} is not that of a run without faults: {differing}")
+            raise Broken(f"{name}: step {step} differs from a run without faults: {differing}")
 
 
 def undisturbed(folder: Path, name: str) -> Ended:

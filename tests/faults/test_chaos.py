@@ -42,6 +42,6 @@ def test_a_run_whose_samples_took_other_tries_is_that_without_faults(tmp_path: P
 )
 def test_a_step_that_differs_is_named_with_what_differs(tmp_path: Path, part: str, change: dict[str, Any]) -> None:
     healthy, faulty = ended(tmp_path / "healthy"), ended(tmp_path / "faulty", **change)
-    with pytest.raises(Broken, match=f"step 1 is not that of a run without faults: {{'{part}'"):
+    with pytest.raises(Broken, match=f"step 1 differs from a run without faults: {{'{part}'"):
         _check("ppo", faulty, healthy)
     _check("ppo", faulty, NOTHING)

@@ -32,7 +32,7 @@ def conversation(uid: str, text: str) -> str:
 
 
 def samples(tokenizer: Any, **why: str) -> pa.Table:
-    """Samples of three prompts as the policy reads them, with a column `why` of those that are given."""
+    """Samples of three prompts as the policy reads them, with a column `why`."""
     messages = {uid: conversation(uid, text) for uid, text in QUESTIONS.items()}
     return rollout_table(
         KEYS,

@@ -22,7 +22,7 @@ def template_fields(template: str) -> list[str]:
 
 
 def checked_fields(template: str, own: Sequence[str]) -> list[str]:
-    """The names in braces, which are `own` or those of columns.
+    """The names in braces: `own` ones, or names of columns.
 
     Raises:
         ValueError: A name is neither, or the template cannot be filled in.

@@ -39,8 +39,8 @@ TEACHER_TOKENS = (
     pa.field("teacher_ids", pa.list_(pa.int32())),  # the k likeliest tokens at each response token, one after another
     pa.field("teacher_logprobs", pa.list_(pa.float32())),  # k + 1: of these, and of all other tokens together
 )
-"""A teacher's distribution, beside its log-probs; null unless the loss compares with it. In TRAIN, those of the `n`
-teachers of a token follow each other."""
+"""A teacher's distribution, beside its log-probs; null unless the loss compares with it. In TRAIN, the `n` teachers of
+a token follow each other."""
 TEACHER_WEIGHTS = pa.field("teacher_weights", pa.list_(pa.float32()))
 """The weights of the loss of each of these teachers, for the row."""
 TEACHER = "teacher."
@@ -166,7 +166,7 @@ TEXTS = pa.schema(
 
 
 SCORES = ("old_logprobs", "ref_logprobs", "values")
-"""Columns of the token-score tables, besides those of teachers."""
+"""Columns of the token-score tables, besides the teachers'."""
 
 
 def kind_of(table: pa.Table) -> str:

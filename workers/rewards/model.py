@@ -194,7 +194,7 @@ class RewardModel:
         return torch.cuda.max_memory_allocated() if self.device == "cuda" else 0
 
     def _reads(self, ids: Sequence[int], text: str, *, episode: bool) -> bool:
-        """Whether this tokenizer reads the text from the tokens; those of an episode end with its last turn's."""
+        """Whether this tokenizer reads the text from the tokens; an episode's end with its last turn."""
         if max(ids, default=0) >= self.vocab_size:
             return False
         read = response_text(self.tokenizer, ids)

@@ -77,8 +77,11 @@ def _load(name: str) -> Callable[..., Any]:
 
 
 def function_tool(function: Callable[..., Any], *, in_thread: bool = False) -> Tool:
-    """A function as a tool, each call of which waits `in_thread`, or in the thread of all calls unless it is a
-    coroutine. Raises ValueError for arguments without types."""
+    """A function as a tool. Raises ValueError for arguments without types.
+
+    With `in_thread` each call runs in a separate thread; otherwise calls of a function that is no coroutine run one
+    after another.
+    """
     checked = validate_call(function)
 
     async def call(arguments: dict[str, Any]) -> str:

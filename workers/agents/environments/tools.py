@@ -39,7 +39,7 @@ class OfferedTools:
     """Tools by name: runs the calls of a turn, and counts them."""
 
     def __init__(self, tools: Sequence[Tool], parallel_calls: int = PARALLEL_CALLS) -> None:
-        """Offer these tools, so many calls of which run at the same time. Raises ValueError for none."""
+        """Offer these tools and run at most `parallel_calls` at the same time. Raises ValueError below 1."""
         if parallel_calls < 1:
             raise ValueError(f"parallel_calls must be at least 1, got {parallel_calls}")
         self._tools, self._parallel_calls = {tool.name: tool for tool in tools}, parallel_calls

@@ -496,7 +496,7 @@ class _Asked:
 
     @property
     def new_tokens(self) -> int:
-        """Tokens that the row has with the next turn, besides those of that turn and of the turns before."""
+        """Tokens that the next turn adds to the row before its own: the prompt, or what follows the turn before."""
         return len(self.added) + (0 if self.segment.response_ids else len(self.segment.prompt_ids))
 
     def begin(self) -> None:

@@ -58,7 +58,7 @@ def test_the_tables_fit_any_terminal_and_leave_out_what_was_not_measured(width: 
 
 
 def test_the_measured_rates_say_who_would_wait_and_with_which_ratio_nobody() -> None:
-    """32 sequences of 20 tokens in a second, of which a sixteenth is their drain; and an update."""
+    """32 sequences of 20 tokens in a second, a sixteenth of it their drain; and an update."""
     line = balance([result()], replace(TRAINED, step_s=0.625))
     assert "1.6 s in turn and 0.9 s with max_staleness 1: engines wait 0% of it, trainers 33%" in line
     assert "samples are 1.0 versions old; 3 : 2 engines to policy workers" in line
