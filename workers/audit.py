@@ -105,18 +105,8 @@ class _RolloutRow:
 
 
 def score_tokens(request: ScoreRequest, *tables: pa.Table) -> TokenScores:
-    """Score the sampled tokens of ROLLOUTS tables.
-
-    Args:
-        request: Model, weights and temperature.
-        tables: ROLLOUTS tables, followed by as many tables or more of the trainer's `old_logprobs` of their rows.
-
-    Returns:
-        Log-probs of every token that the policy sampled.
-
-    Raises:
-        ValueError: a row has no log-probs of the trainer.
-    """
+    """Log-probs of every token that the policy sampled in ROLLOUTS `tables`, which are followed by as many tables or
+    more of the trainer's `old_logprobs` of their rows. Raises ValueError if a row has no log-probs of the trainer."""
     if request.threads:
         torch.set_num_threads(request.threads)
     rollouts = [row for table in tables if "rollout_logprobs" in table.column_names for row in table.to_pylist()]
@@ -300,18 +290,11 @@ def _temperatures(request: ScoreRequest) -> Floats:
 def _truncated(
     logits: torch.Tensor, targets: torch.Tensor, temperature: float, border: float
 ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """Log-probs if only the most probable tokens are sampled: top-p, top-k and min-p.
+    """Yield key, log-probs [T] as the engine computes them if only the most probable tokens are sampled (top-p, top-k
+    and min-p), and the draw [T, 2] (`TokenScores.draws`), of logits [T, V] and targets [T, 1].
 
-    Args:
-        logits: float [T, V].
-        targets: int64 [T, 1].
-        temperature: The run's own.
-        border: Nats by which a sampled token may be less probable than the last of these tokens.
-
-    Yields:
-        Key, log-probs [T] as the engine computes them, and the draw [T, 2] (`TokenScores.draws`). A share of `_WITHIN`
-        is among the most probable tokens, the rest among these and the border. So it is a distribution, however many
-        tokens are in the border.
+    A sampled token may be `border` nats less probable than the last of these tokens. A share of `_WITHIN` is among the
+    most probable tokens, the rest among these and the border: a distribution, however many are in the border.
     """
     logprobs = torch.log_softmax(logits.float() / temperature, -1)
     surprise = torch.from_numpy(np.sort(-logprobs.numpy(), -1))  # torch's sort takes ten times as long
@@ -503,10 +486,8 @@ def _compare_prompts(
 
 
 class OlderWeights:
-    """The weights of two versions of a model, in groups: a layer, the embedding, the output head, ...
-
-    A tied output head is a separate group: an engine may hold a copy of it that is older than the embedding.
-    """
+    """The weights of two versions of a model, in groups: a layer, the embedding, the output head, ... A tied output
+    head is a separate group: an engine may hold a copy of it that is older than the embedding."""
 
     def __init__(self, model: PreTrainedModel, older: PreTrainedModel) -> None:
         """Unties the heads of both models."""

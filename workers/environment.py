@@ -28,17 +28,9 @@ class EnvironmentWorker:
     """
 
     def __init__(self, config: EnvironmentConfig, name: str, policy: ModelConfig | None = None) -> None:
-        """Set up the worker.
-
-        Args:
-            config: The environment.
-            name: Name of the worker.
-            policy: The model that acts; its chat template may open the thought of every turn, and reward functions
-                need to know that.
-
-        Raises:
-            OSError, ValueError: the policy's tokenizer cannot be loaded, or there is no such interpreter.
-        """
+        """Set up the worker. The chat template of the policy may open the thought of every turn, which reward functions
+        need to know. Raises OSError or ValueError if the policy's tokenizer cannot be loaded, or there is no such
+        interpreter."""
         self._config = config
         self._name = name
         args = environment_with_opened_thoughts(config, policy).args
@@ -54,20 +46,13 @@ class EnvironmentWorker:
         self._closing: set[asyncio.Task[None]] = set()
 
     async def start(self) -> WorkerHealth:
-        """Load the environment.
-
-        Raises:
-            ValueError: it cannot be loaded, or refuses its arguments.
-        """
+        """Load the environment. Raises ValueError if it cannot be loaded, or refuses its arguments."""
         await self._processes.start()
         return await self.health()
 
     async def begin(self, episode: str, row: Row) -> EpisodeReply:
-        """Start an episode once a process is free; returns the first observation.
-
-        Raises:
-            EnvironmentGone: the worker can start no more episodes.
-        """
+        """Start an episode once a process is free; returns the first observation. Raises EnvironmentGone if the worker
+        can start no more episodes."""
         self._waiting.add(episode)
         try:
             process = await self._free_process()
@@ -83,11 +68,8 @@ class EnvironmentWorker:
         return await self._settled(episode, process.start(row, self._config.turn_timeout_s))
 
     async def step(self, episode: str, message: Message) -> EpisodeReply:
-        """The environment's answer to a turn of the policy.
-
-        Raises:
-            EnvironmentGone: there is no such episode (any more).
-        """
+        """The environment's answer to a turn of the policy. Raises EnvironmentGone if there is no such episode (any
+        more)."""
         process = self._taken.get(episode)
         if process is None:
             raise EnvironmentGone(f"{self._name} has no episode {episode}")
@@ -99,22 +81,16 @@ class EnvironmentWorker:
         self._release(episode)
 
     async def end_all(self, caller: str) -> int:
-        """Close all episodes of a caller that is gone, including waiting ones; returns how many.
-
-        Args:
-            caller: The part of their keys before the first `/`.
-        """
+        """Close all episodes of a caller that is gone, including waiting ones; returns how many. Their keys begin with
+        it."""
         theirs = [episode for episode in (*self._taken, *self._waiting) if episode.partition("/")[0] == caller]
         for episode in theirs:
             await self.end(episode)
         return len(theirs)
 
     async def health(self) -> WorkerHealth:
-        """Health of the worker; an environment worker has no policy version.
-
-        Raises:
-            WorkerGone: the process that loaded the environment has died, so that no episode can start.
-        """
+        """Health of the worker; an environment worker has no policy version. Raises WorkerGone if the process that
+        loaded the environment has died, so that no episode can start."""
         if not self._processes.alive:
             raise WorkerGone(f"{self._name}: the process that loaded the environment has died")
         episodes = [process.pid for process in (*self._free, *self._taken.values())]

@@ -50,11 +50,8 @@ class JudgeWorker:
         return health
 
     async def answer(self, questions: Sequence[Question]) -> list[JudgeAnswer]:
-        """Answer questions; one that does not fit the model is a failure.
-
-        Raises:
-            WorkerGone: the engine does not serve.
-        """
+        """Answer questions; one that does not fit the model is a failure. Raises WorkerGone if the engine does not
+        serve."""
         rows = [
             {"row": row, "messages": json.dumps(one.messages), "answer": "", "metadata": "{}", "origin": "question"}
             for row, one in enumerate(questions)

@@ -80,11 +80,7 @@ class EngineMeter:
     log_engine_initialized = record_sleep_state = log
 
     def read(self, engine: str) -> EngineReading:
-        """The measurements since the last reading.
-
-        Args:
-            engine: Name of the worker.
-        """
+        """The measurements since the last reading."""
         busy_s = self._prefill_s + self._decode_s
         share = 1 / busy_s if busy_s > 0 else 0.0
         reading = EngineReading(

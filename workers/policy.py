@@ -63,12 +63,8 @@ class PolicyWorker(TrainingRank[PolicyConfig]):
         return self._config.loss.distill
 
     def build(self) -> WorkerHealth:
-        """Load the models; see `TrainingRank.build`.
-
-        Raises:
-            ValueError: The environment has variables that prevent sending weights.
-            StoreFailed: The object store for weights cannot be used.
-        """
+        """Load the models; see `TrainingRank.build`. Raises ValueError if the environment has variables that prevent
+        sending weights, and StoreFailed if the object store for weights cannot be used."""
         config = self._config
         if (check := BACKENDS[config.transfer_backend].check) is not None:
             resolve(check)(os.environ)
@@ -84,10 +80,8 @@ class PolicyWorker(TrainingRank[PolicyConfig]):
         return score_plan(self.engine.module, plan, rollouts, "old_logprobs", self.engine.device)
 
     def shares_prompts(self) -> bool:
-        """Whether samples of a group train behind one copy of their prompt.
-
-        They do if it is configured and they are packed.
-        """
+        """Whether samples of a group train behind one copy of their prompt. They do if it is configured and they are
+        packed."""
         return self._config.share_prompts and self._packs
 
     def prepare(self, request: PrepareRequest, *tables: pa.Table) -> tuple[TrainSummary, pa.Table]:
@@ -101,14 +95,8 @@ class PolicyWorker(TrainingRank[PolicyConfig]):
     def update(
         self, plan: RankPlan, batch: pa.Table, kl_old_coef: float = 0.0, texts: pa.Table | None = None
     ) -> UpdateMetrics:
-        """One optimizer step on the plan's rows of a TRAIN table. Collective.
-
-        Args:
-            plan: Micro-batches of this rank.
-            batch: TRAIN table.
-            kl_old_coef: Weight of KL(old || new) in this update (PPO with a KL penalty).
-            texts: TEXTS table for the rows of `plan.texts`, trained on in the same step (PPO-ptx).
-        """
+        """One optimizer step on the plan's rows of a TRAIN table, and on the rows of `plan.texts` of a TEXTS table
+        (PPO-ptx). Collective. `kl_old_coef`: weight of KL(old || new)."""
         table = TokenTable(batch)
         # The texts are trained on even if no row has a signal.
         micro_batches = plan.micro_batches or ((),)
@@ -124,24 +112,14 @@ class PolicyWorker(TrainingRank[PolicyConfig]):
         return replace(metrics, sums=metrics.sums | {"loss": loss})
 
     def token_records(self) -> tuple[int, pa.Table]:
-        """(rows, TOKEN_RECORDS table): results of the updates since the last call; no rows if they are not kept.
-
-        A row's numbers are from its forward pass, before the optimizer step of that update.
-        """
+        """(rows, TOKEN_RECORDS table): results of the updates since the last call; no rows if they are not kept. A
+        row's numbers are from its forward pass, before the optimizer step of that update."""
         table = TOKEN_RECORDS.empty_table() if self._records is None else self._records.take()
         return table.num_rows, table
 
     def store_distributions(self, plan: RankPlan, batch: pa.Table, stride: int, weights: bool = False) -> None:
-        """Store the current policy's distributions for `divergence`. Collective.
-
-        Memory: number of states times vocabulary times 4 bytes.
-
-        Args:
-            plan: Micro-batches of this rank.
-            batch: TRAIN table.
-            stride: Every `stride`-th state of each micro-batch is stored.
-            weights: Store the weights too, for `shorten_step`.
-        """
+        """Store the current policy's distributions at every `stride`-th state of each micro-batch for `divergence`, and
+        with `weights` also the weights, for `shorten_step`. Collective. Takes states times vocabulary times 4 bytes."""
         self._weights_before = self.engine.snapshot_weights() if weights else None
         parts = TokenTable(batch).batches(plan)
         batches = [_subsample(stride, part).to(self.engine.device) for part in parts]
@@ -149,9 +127,7 @@ class PolicyWorker(TrainingRank[PolicyConfig]):
 
     def divergence(self) -> tuple[float, int]:
         """(sum over the stored states, their number) of KL(stored || current) in nats, exact over the vocabulary.
-
-        Collective. Discards the stored distributions, unless the weights are stored too.
-        """
+        Collective. Discards the stored distributions, unless the weights are stored too."""
         held = self._stored_distributions
         if self._weights_before is None:
             self._stored_distributions = []
@@ -159,11 +135,8 @@ class PolicyWorker(TrainingRank[PolicyConfig]):
         return total, sum(len(part.positions) for part, _ in held)
 
     def shorten_step(self, factor: float) -> tuple[float, int]:
-        """`divergence` after moving the weights to stored + `factor` * (current - stored). Collective.
-
-        Raises:
-            RuntimeError: no weights are stored.
-        """
+        """`divergence` after moving the weights to stored + `factor` * (current - stored). Collective. Raises
+        RuntimeError if no weights are stored."""
         if self._weights_before is None:
             raise RuntimeError(f"{self._name} holds no weights of before the step")
         self._weights_before.shorten(factor)
@@ -174,12 +147,8 @@ class PolicyWorker(TrainingRank[PolicyConfig]):
         self._stored_distributions, self._weights_before = [], None
 
     def publish_weights(self, version: int, base: str = "") -> WeightUpdate | None:
-        """Write the file of weights as `version`. Collective; only rank 0 returns an update.
-
-        Args:
-            version: The version.
-            base: Digest of the previous version, if `read_delta` will ask for the difference.
-        """
+        """Write the file of weights as `version`. Collective; only rank 0 returns an update. `base` is the digest of
+        the previous version, if `read_delta` will ask for the difference."""
         self._version = version
         if self._weight_store is not None:
             self._weight_store.clear()
@@ -195,10 +164,7 @@ class PolicyWorker(TrainingRank[PolicyConfig]):
         return delta.nbytes, self._stored(f"{update.version}.delta", delta) if delta.nbytes else delta
 
     def connect_engines(self, link: EngineLink) -> None:
-        """Join the rollout engines for transfers from device to device. Collective.
-
-        nccl is untested on GPU.
-        """
+        """Join the rollout engines for transfers from device to device. Collective. nccl is untested on GPU."""
         self._disconnect()
         engine = self.engine
         self._sender = device_sender(
@@ -274,11 +240,8 @@ class PolicyWorker(TrainingRank[PolicyConfig]):
         return micro_batch, policy_loss(tokens, loss, kl_old_coef)
 
     def _teacher(self, table: TokenTable, micro_batch: TokenBatch) -> LogitsReader:
-        """Reads the divergence from the teacher at the tokens of a micro-batch.
-
-        Raises:
-            ValueError: the table lacks the teacher's tokens.
-        """
+        """Reads the divergence from the teacher at the tokens of a micro-batch. Raises ValueError if the table lacks
+        the teacher's tokens."""
         if self._distill.in_process:
             teacher = cast(CausalLogprobs, self._frozen)
             states = teacher.teacher_states(micro_batch)

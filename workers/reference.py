@@ -98,11 +98,8 @@ class ReferenceModel:
     """A frozen causal model, whole or this rank's part of it, that scores micro-batches."""
 
     def __init__(self, config: ReferenceConfig) -> None:
-        """Load the model. Collective if it is divided: the process must have joined its group.
-
-        Raises:
-            OSError: The model is missing.
-        """
+        """Load the model. Collective if it is divided: the process must have joined its group. Raises OSError if the
+        model is missing."""
         self._device = torch.device(config.device)
         dtype = torch_dtype(config.model.dtype)
         model = load_causal(config.model, ZeroPartitioner(_trainer(config), dtype) if config.shards > 1 else None)
@@ -124,17 +121,11 @@ class ReferenceModel:
 
 
 class ShardedReference:
-    """A reference model divided over this process and the ones that it starts.
-
-    A process that ends takes this one with it: the ranks wait for each other in every layer.
-    """
+    """A reference model divided over this process and the ones that it starts. A process that ends takes this one with
+    it: the ranks wait for each other in every layer."""
 
     def __init__(self, config: ReferenceConfig) -> None:
-        """Start the other ranks, join them and load the model.
-
-        Raises:
-            OSError: The model is missing.
-        """
+        """Start the other ranks, join them and load the model. Raises OSError if the model is missing."""
         self._store = open_store(LOOPBACK)
         self._connections: list[Connection] = []
         self._closing = threading.Event()
@@ -149,14 +140,9 @@ class ShardedReference:
         """Most tokens of a row."""
 
     def score(self, plan: RankPlan, rollouts: Sequence[pa.Table]) -> tuple[ScoreSummary, pa.Table]:
-        """The log-probs of the plan's rows, whose micro-batches are shared by the ranks.
-
-        After an error the model cannot be used any more: the other ranks' answers would be taken for the next
-        call's.
-
-        Raises:
-            OSError: An earlier call has failed.
-        """
+        """The log-probs of the plan's rows, whose micro-batches are shared by the ranks. After an error the model
+        cannot be used any more: the other ranks' answers would be taken for the next call's. Raises OSError if an
+        earlier call has failed."""
         own, *others = shares(plan, 1 + len(self._connections))
         try:
             for connection, share in zip(self._connections, others, strict=True):

@@ -63,11 +63,8 @@ class SampleReward:
 
 
 def component_labels(config: RewardConfig) -> tuple[str, ...]:
-    """Names of the reward's components: the functions, then the reward model.
-
-    Raises:
-        ValueError: there is no component, or two have the same label.
-    """
+    """Names of the reward's components: the functions, then the reward model. Raises ValueError if there is no
+    component, or two have the same label."""
     labels = [function.component for function in config.functions]
     if config.model is not None:
         labels.append(MODEL_LABEL)
@@ -98,15 +95,8 @@ def reward_spans(
     """Process rewards of one sample whose components are all ok: at each token, the weighted sum of the steps that end.
 
     A component without steps ends at the last token. A component with weight 0 is only reported and adds no steps.
-
-    Args:
-        weights: Weight of each component.
-        outcomes: Result of each component.
-        tokens: Number of tokens of the response.
-        counts: Maps character positions at which steps end to the numbers of tokens up to them.
-
-    Raises:
-        ValueError: a sum is not finite, or too large.
+    `counts` maps character positions at which steps end to the numbers of tokens up to them. Raises ValueError if a sum
+    is not finite, or too large.
     """
     weighted = [(weight, outcome) for weight, outcome in zip(weights, outcomes, strict=True) if weight]
     if not tokens or not any(outcome.steps for _, outcome in weighted):
@@ -191,15 +181,9 @@ class RewardWorker:
         device: Device = "cpu",
         policy: ModelConfig | None = None,
     ) -> None:
-        """Set up the components.
-
-        Args:
-            config: Reward functions and reward model; a `ScoringConfig` has further reward functions by name.
-            name: Name of the worker.
-            device: Device of the reward model.
-            policy: The model whose tokenizer made the responses; needed for process rewards, and to know whether its
-                chat template opens the thought of a response.
-        """
+        """Set up the components. A `ScoringConfig` has further reward functions by name. `policy` is the model whose
+        tokenizer made the responses: needed for process rewards, and to know whether its chat template opens the
+        thought of a response."""
         pickle_tables()
         self.config = config
         self.name = name
@@ -224,12 +208,9 @@ class RewardWorker:
         return self._components[key]
 
     def start(self) -> WorkerHealth:
-        """Load every function and the model, so that errors show before the run.
-
-        Raises:
-            RewardFunctionError: a function cannot be loaded.
-            ValueError, OSError: the reward model or the policy's tokenizer cannot be loaded, or a judge's cache or key.
-        """
+        """Load every function and the model, so that errors show before the run. Raises RewardFunctionError if a
+        function cannot be loaded, and ValueError or OSError if the reward model or the policy's tokenizer cannot be
+        loaded, or a judge's cache or key."""
         try:
             if any(rewards.splits_text for rewards in self._rewards.values()):
                 self._tokenizer = _load_tokenizer(self.policy)
@@ -262,16 +243,11 @@ class RewardWorker:
     def score(self, rollouts: pa.Table, rewards: str = "", vote: bool = False) -> tuple[RewardSummary, pa.Table]:
         """Score one group: from a ROLLOUTS table to a REWARDS table with one row per sample, in order of sample_index.
 
-        Args:
-            rollouts: The group's ROLLOUTS table.
-            rewards: Name of a set of reward functions in `ScoringConfig.sets`, or empty for the role's.
-            vote: Whether the summary records which samples give the same answer (`troupe.workers.rewards.numeric`).
-
-        Raises:
-            ValueError: it is not a rollouts table, or not of exactly one group and attempt.
-            KeyError: there are no reward functions of this name.
-            RuntimeError: there is a reward model, or there are process rewards, and `start` was not called.
-            JudgeGone: the judge is being replaced.
+        `rewards` names a set of reward functions in `ScoringConfig.sets`; empty for the role's. With `vote` the summary
+        records which samples give the same answer (`troupe.workers.rewards.numeric`). Raises ValueError if it is not a
+        rollouts table, or not of exactly one group and attempt, KeyError if there are no reward functions of this name,
+        RuntimeError if there is a reward model, or there are process rewards, and `start` was not called, and JudgeGone
+        if the judge is being replaced.
         """
         started = time.perf_counter()
         asked = self._rewards[rewards]
@@ -409,10 +385,8 @@ def _load_tokenizer(policy: ModelConfig | None) -> Any:
     """The policy's tokenizer, which locates the end of each token in a response.
 
     The reward worker maps steps to tokens, although the rollout worker has the tokenizer loaded: only the steps tell
-    which few positions are needed, runs without process rewards pay nothing, and generation does not wait.
-
-    Raises:
-        ValueError: no policy was given, or the tokenizer cannot be loaded.
+    which few positions are needed, runs without process rewards pay nothing, and generation does not wait. Raises
+    ValueError if no policy was given, or the tokenizer cannot be loaded.
     """
     if policy is None:
         raise ValueError("process rewards need the policy's tokenizer, but no policy was given")

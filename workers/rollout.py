@@ -62,11 +62,9 @@ class RolloutWorker:
     async def start(self) -> WorkerHealth:
         """Load the model. This takes minutes and blocks the event loop.
 
-        Raises:
-            ValueError: the tokenizer cannot be loaded or has no chat template, vLLM has no such tool parser, or cannot
-                read the form of `sampling.structured`.
-            EngineDead: the engine's process failed.
-            Exception: vLLM cannot load the model.
+        Raises ValueError if the tokenizer cannot be loaded or has no chat template, or vLLM has no such tool parser, or
+        cannot read the form of `sampling.structured`, EngineDead if the engine's process failed, and other errors if
+        vLLM cannot load the model.
         """
         announce(Activity.IMPORT)
         set_environment(self.config.process)
@@ -88,26 +86,16 @@ class RolloutWorker:
     async def generate(
         self, request: GroupRequest, prompts: pa.Table, finished: pa.Table | None = None
     ) -> tuple[GroupSummary, pa.Table]:
-        """Sample one group, or the rest of a group with `request.finished` samples.
+        """Sample one group, or the rest of a group with `request.finished` samples, whose rows are in `finished`, of
+        any attempt.
 
-        A prompt that cannot be used gives a summary with `refused` set and an empty table. `response` is the text of
-        all response tokens except special ones, a stop string included: the text that is scored is the text that is
-        trained. `response_ids` includes the end-of-sequence token if it was sampled. Samples have the seeds that
-        they have in a whole group.
-
-        Args:
-            request: Row of the prompt, number of samples and sampling parameters.
-            prompts: The whole PROMPTS pool.
-            finished: ROLLOUTS table with the rows of the finished samples, of any attempt, and maybe of other groups.
-
-        Returns:
-            The summary and the ROLLOUTS table of the whole group: one row per sample, in order, then one per candidate.
-
-        Raises:
-            EngineClosed: the engine does not serve.
-            EngineDead: the engine's process has ended.
-            IndexError: the pool does not have the row.
-            ValueError: a finished sample has no rows.
+        Returns the summary and the ROLLOUTS table of the whole group: one row per sample, in order, then one per
+        candidate. A prompt that cannot be used gives a summary with `refused` set and an empty table. `response` is the
+        text of all response tokens except special ones, a stop string included: the text that is scored is the text
+        that is trained. `response_ids` includes the end-of-sequence token if it was sampled. Samples have the seeds
+        that they have in a whole group. Raises EngineClosed if the engine does not serve, EngineDead if the engine's
+        process has ended, IndexError if the pool does not have the row, and ValueError if a finished sample has no
+        rows.
         """
         return await self.generation.generate(request, prompts, finished)
 
@@ -152,12 +140,8 @@ class RolloutWorker:
         return await self.weights.finish(version, digest)
 
     async def reset_prefix_cache(self) -> bool:
-        """Forget the states of all prompts that no running request uses; returns whether the engine did.
-
-        Raises:
-            EngineClosed: the engine does not serve.
-            EngineDead: the engine's process has ended.
-        """
+        """Forget the states of all prompts that no running request uses; returns whether the engine did. Raises
+        EngineClosed if the engine does not serve, and EngineDead if the engine's process has ended."""
         return await self.engine.call(self.engine.require_open().reset_prefix_cache())
 
     async def sleep(self) -> None:

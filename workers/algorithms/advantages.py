@@ -98,19 +98,12 @@ def group_advantages(rewards: torch.Tensor, groups: torch.Tensor, normalize_by_s
 def player_average_advantages(
     returns: torch.Tensor, players: Sequence[str], averages: Mapping[str, float], decay: float
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """Returns minus the moving average of each player's returns (RAE: SPIRAL, arXiv 2506.24119).
+    """Returns minus the moving average of each player's returns (RAE: SPIRAL, arXiv 2506.24119), and the averages
+    afterwards.
 
     For each sample in order advantage = return - b, then b = decay b + (1 - decay) return: the order of the published
-    code, in which no baseline includes the sample itself.
-
-    Args:
-        returns: float64 [n].
-        players: Player of each sample.
-        averages: Averages of earlier batches by player; a new one starts at 0.
-        decay: Weight of the average so far.
-
-    Returns:
-        float64 [n] advantages, and the averages after the batch.
+    code, in which no baseline includes the sample itself. `returns` and the result: float64 [n]. A new player's average
+    starts at 0.
     """
     after, advantages = dict(averages), list[float]()
     for player, value in zip(players, returns.tolist(), strict=True):
@@ -144,10 +137,8 @@ def max_likelihood_advantages(rewards: torch.Tensor, groups: torch.Tensor) -> to
     """float64 [n]: (reward - mean) / mean of the group (MaxRL, arXiv 2602.02710), 0 if all rewards are equal.
 
     For rewards of 0 and 1 the expected gradient is that of the first terms of the log-likelihood of a right answer, as
-    many as the group has samples. Arguments as in `group_advantages`.
-
-    Raises:
-        ValueError: A reward is negative: a mean below 0 would reverse the gradient.
+    many as the group has samples. Arguments as in `group_advantages`. Raises ValueError if a reward is negative: a mean
+    below 0 would reverse the gradient.
     """
     lowest = float(rewards.min()) if len(rewards) else 0.0
     if lowest < 0.0:
@@ -246,14 +237,8 @@ def turn_advantages(
     2505.10978, eq. 7).
 
     The return of turn k is the sum over j >= k of gamma^(j-k) times the rewards in turn j. A turn in a state that no
-    other turn of the group was in gets 0.
-
-    Args:
-        rewards: As `SampledTokens.steps`.
-        turns: See `SampledTokens.turns`.
-        lengths: int64 [n].
-        gamma: Discount per turn.
-        normalize_by_std: Whether the differences are divided by their standard deviation.
+    other turn of the group was in gets 0. `rewards`, `turns`: as `SampledTokens.steps` and `.turns`; `lengths`: int64
+    [n].
     """
     first = lengths.cumsum(0) - lengths
     (values, at, earned_by), (ends, samples, states) = rewards, turns
@@ -354,9 +339,7 @@ def n_step_advantages(
     token_rewards: torch.Tensor, values: torch.Tensor, lengths: torch.Tensor, gamma: float, n_steps: int
 ) -> torch.Tensor:
     """float64 [sum(lengths)]: A_t = sum_{l<k} gamma^l reward_{t+l} + gamma^k value_{t+k} - value_t, with k = `n_steps`.
-
-    After the last token rewards and values are 0 (A3C, arXiv 1602.01783, sec. 4). Arguments as in `gae`.
-    """
+    After the last token rewards and values are 0 (A3C, arXiv 1602.01783, sec. 4). Arguments as in `gae`."""
     to_go = returns_to_go(token_rewards, lengths, gamma)
     index = torch.arange(len(to_go))
     end = torch.repeat_interleave(lengths.cumsum(0), lengths)
@@ -378,10 +361,8 @@ def whiten(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def explained_variance(values: torch.Tensor, returns: torch.Tensor) -> float:
-    """1 - Var(returns - values) / Var(returns): 1 for a perfect critic, 0 for a constant.
-
-    0 if the returns do not vary. Both [T].
-    """
+    """1 - Var(returns - values) / Var(returns): 1 for a perfect critic, 0 for a constant. 0 if the returns do not vary.
+    Both [T]."""
     variance = float(returns.double().var(correction=0)) if len(returns) else 0.0
     if variance == 0.0:
         return 0.0

@@ -88,11 +88,8 @@ class CustomAlgorithm:
 
 
 def load_custom(config: CustomConfig) -> CustomAlgorithm:
-    """The algorithm that `config.name` names, built with `config.args`.
-
-    Raises:
-        CustomAlgorithmError: it cannot be imported, does not take the arguments, or is no `CustomAlgorithm`.
-    """
+    """The algorithm that `config.name` names, built with `config.args`. Raises CustomAlgorithmError if it cannot be
+    imported, does not take the arguments, or is no `CustomAlgorithm`."""
     return _load(config.name, json.dumps(config.args, sort_keys=True))
 
 
@@ -124,11 +121,8 @@ def _load(name: str, args: str) -> CustomAlgorithm:
 
 
 def custom_advantages(config: CustomConfig, batch: SampledTokens) -> torch.Tensor:
-    """float64 [T]: the result of the algorithm's `advantage`.
-
-    Raises:
-        CustomAlgorithmError: the result has another shape or type.
-    """
+    """float64 [T]: the result of the algorithm's `advantage`. Raises CustomAlgorithmError if the result has another
+    shape or type."""
     function = load_custom(config).advantage
     if function is None:
         raise CustomAlgorithmError(f"{config.name} has no advantage")
@@ -138,11 +132,7 @@ def custom_advantages(config: CustomConfig, batch: SampledTokens) -> torch.Tenso
 
 
 def custom_loss(config: CustomConfig, tokens: LossTokens) -> TokenLoss:
-    """The result of the algorithm's `loss`.
-
-    Raises:
-        CustomAlgorithmError: the result has other shapes or types.
-    """
+    """The result of the algorithm's `loss`. Raises CustomAlgorithmError if the result has other shapes or types."""
     function = load_custom(config).loss
     if function is None:
         raise CustomAlgorithmError(f"{config.name} has no loss")

@@ -58,11 +58,8 @@ class _Sizes:
 
 
 def check_custom(config: CustomConfig, seeds: int = 5, available: Available = Available()) -> list[Check]:
-    """Every check that applies to the algorithm, each on `seeds` random batches; the first problem of each.
-
-    Raises:
-        CustomAlgorithmError: the algorithm cannot be loaded.
-    """
+    """Every check that applies to the algorithm, each on `seeds` random batches; the first problem of each. Raises
+    CustomAlgorithmError if the algorithm cannot be loaded."""
     custom = load_custom(config)
     checks = dict[str, _Check]()
     if custom.advantage is not None:
@@ -135,10 +132,8 @@ def random_batch(seed: int, sizes: _Sizes = _Sizes()) -> SampledTokens:
 
 
 def random_tokens(seed: int, drift: float = 0.3) -> LossTokens:
-    """Six sequences with a quarter of their tokens masked, `drift` nats from the old policy.
-
-    Masked tokens are 0, as the trainer passes them.
-    """
+    """Six sequences with a quarter of their tokens masked, `drift` nats from the old policy. Masked tokens are 0, as
+    the trainer passes them."""
     generator = torch.Generator().manual_seed(seed)
     total = sum(_LENGTHS)
 
@@ -321,11 +316,9 @@ def _loss_ignores_masked(case: _TestedAlgorithm, seed: int) -> str:
 
 
 def _loss_leaves_the_sampler(case: _TestedAlgorithm, seed: int) -> str:
-    """On a bandit: the expected gradient must not depend on who samples the arms.
-
-    The trainer multiplies pi_old / sampler to the loss of an arm (`algorithm.importance`), which makes the expectation
-    over the sampler that over pi_old. A loss that corrects for the sampler too has another expected gradient.
-    """
+    """On a bandit: the expected gradient must not depend on who samples the arms. The trainer multiplies pi_old /
+    sampler to the loss of an arm (`algorithm.importance`), which makes the expectation over the sampler that over
+    pi_old. A loss that corrects for the sampler too has another expected gradient."""
     for drift in (0.0, 0.3):
         on_policy, off_policy = (case.given(_bandit(seed, drift, gap)) for gap in (0.0, 0.7))
         known, found = _bandit_gradient(case, on_policy), _bandit_gradient(case, off_policy)

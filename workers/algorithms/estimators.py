@@ -61,11 +61,8 @@ Estimator = Callable[[AdvantageConfig, SampledTokens, AdvantageState], Estimate]
 
 
 def estimate(config: AdvantageConfig, batch: SampledTokens, state: AdvantageState) -> Estimate:
-    """Advantages of a batch by the configured estimator.
-
-    Raises:
-        ValueError: the batch lacks inputs of the estimator, or has process rewards that it does not support.
-    """
+    """Advantages of a batch by the configured estimator. Raises ValueError if the batch lacks inputs of the estimator,
+    or has process rewards that it does not support."""
     if batch.steps is not None and config.estimator not in STEP_ESTIMATORS:
         raise ValueError(f"process rewards (reward_spans) are not supported by the {config.estimator} estimator")
     estimated = ESTIMATORS[config.estimator](config, batch, state)
@@ -158,10 +155,8 @@ def _best_of_group(config: AdvantageConfig, batch: SampledTokens, state: Advanta
 
 
 def _distill(config: AdvantageConfig, batch: SampledTokens, state: AdvantageState) -> Estimate:
-    """log teacher - log policy: its mean over the policy's own tokens is minus the reverse KL divergence.
-
-    Of several teachers the sum, each with its weight.
-    """
+    """log teacher - log policy: its mean over the policy's own tokens is minus the reverse KL divergence. Of several
+    teachers the sum, each with its weight."""
     if batch.taught is None:
         raise ValueError("distillation needs a teacher's log-probs (role reference or teacher), and none were given")
     policy = batch.rollout_logprobs if batch.old_logprobs is None else batch.old_logprobs

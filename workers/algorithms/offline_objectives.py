@@ -169,8 +169,7 @@ def _by_sequence(scored: Scored, config: RewardLossConfig) -> torch.Tensor:
 
 def _by_token(scored: Scored, config: RewardLossConfig) -> torch.Tensor:
     """[G]: the loss of the pair's scores at the same place, averaged from the first differing token to the end of the
-    longer response; the shorter one keeps its last score. DeepSpeed-Chat, arXiv 2308.01320.
-    """
+    longer response; the shorter one keeps its last score. DeepSpeed-Chat, arXiv 2308.01320."""
     if scored.token_rewards is None or scored.targets is None:
         raise ValueError("a loss by token needs the tokens and their scores")
     rows = scored.groups.grid(torch.arange(scored.rows, device=scored.sequence.device))

@@ -51,23 +51,14 @@ def token_weights(
 ) -> torch.Tensor:
     """float32 [T]: the weight of each token in the update's loss; 0 where `loss_mask` is False.
 
-    token_mean: 1 / total_loss_tokens (DAPO, arXiv 2503.14476). sequence_mean: 1 / (total_sequences * loss tokens of
-    the sequence) (GRPO, arXiv 2402.03300). sequence_sum: 1 / total_sequences, so that a sequence counts with the sum of
-    its tokens, the gradient of its log-prob (REINFORCE). constant: 1 / (total_sequences * max_tokens) (Dr. GRPO, arXiv
+    token_mean: 1 / total_loss_tokens (DAPO, arXiv 2503.14476). sequence_mean: 1 / (total_sequences * loss tokens of the
+    sequence) (GRPO, arXiv 2402.03300). sequence_sum: 1 / total_sequences, so that a sequence counts with the sum of its
+    tokens, the gradient of its log-prob (REINFORCE). constant: 1 / (total_sequences * max_tokens) (Dr. GRPO, arXiv
     2503.20783). only_token_mean: 1 / loss tokens of the sequence (DCPO, arXiv 2509.02333, sec. 3.3).
 
-    A sequence is a sample with all of its rows. The totals are over the whole update and all ranks.
-
-    Args:
-        loss_mask: bool [T].
-        sequence_tokens: [T]: loss tokens of each token's sequence, also of its rows in other micro-batches.
-        aggregation: See `PolicyLossConfig.aggregation`.
-        total_loss_tokens: Loss tokens of the update.
-        total_sequences: Sequences of the update.
-        max_tokens: The constant of `constant`.
-
-    Raises:
-        ValueError: the aggregation is unknown.
+    A sequence is a sample with all of its rows; `sequence_tokens` [T] are the loss tokens of each token's, also in
+    other micro-batches. The totals are over the whole update and all ranks. Raises ValueError if the aggregation is
+    unknown.
     """
     mask = loss_mask.float()
     if aggregation == "token_mean":
@@ -272,22 +263,12 @@ def policy_tokens(
     logprobs: torch.Tensor,
     entropy: torch.Tensor,
 ) -> PolicyTokens:
-    """Inputs of `policy_loss` for one micro-batch.
+    """Inputs of `policy_loss` for one micro-batch of a TRAIN table, with all rows with loss of each sample if
+    `config.needs_whole_samples`.
 
     The unit of aggregations, and of ratios and weights of a sequence, is the sample: an episode whose history was
-    rewritten has several rows and counts once.
-
-    Args:
-        table: The TRAIN table that the micro-batch was cut from.
-        micro_batch: Rows of the table; with `config.needs_whole_samples` all rows with loss of each sample.
-        plan: The rank's plan of the update, which has the totals over all ranks.
-        config: The loss.
-        max_tokens: Longest response.
-        logprobs: [T]: log-probs of the response tokens under the policy, with gradient.
-        entropy: [T].
-
-    Raises:
-        ValueError: the table has no rollout_logprobs or no advantages.
+    rewritten has several rows and counts once. `logprobs` [T] have a gradient. Raises ValueError if the table has no
+    rollout_logprobs or no advantages.
     """
     rollout_logprobs, advantages = (table.floats(name, micro_batch) for name in ("rollout_logprobs", "advantages"))
     if rollout_logprobs is None or advantages is None:
@@ -403,16 +384,10 @@ def policy_loss(tokens: PolicyTokens, config: PolicyLossConfig, kl_old_coef: flo
     """sum_t weight_t (importance_t surrogate_t + kl_old_coef kl_old_t + kl_coef kl_t - entropy_coef entropy_t +
     distill.coef divergence_t) - observation_coef sum_u log pi_u / U, over the U tokens u that it did not sample.
 
-    The surrogate is the objective's (`PolicyLossConfig.objective`). `likelihood` has no ratio and no importance
-    weight: it is sum_t weight_t (-advantage_t log pi_t) and what is added to it.
-
-    Args:
-        tokens: Inputs of the micro-batch.
-        config: Objective and coefficients.
-        kl_old_coef: beta of PPO's KL penalty, on the k3 estimate of KL(old || new) from tokens of the old policy.
-
-    Raises:
-        ValueError: `kl_coef` is set, but there are no `ref_logprobs`.
+    The surrogate is the objective's (`PolicyLossConfig.objective`). `likelihood` has no ratio and no importance weight:
+    it is sum_t weight_t (-advantage_t log pi_t) and what is added to it. `kl_old_coef` is beta of PPO's KL penalty, on
+    the k3 estimate of KL(old || new) from tokens of the old policy. Raises ValueError if `kl_coef` is set, but there
+    are no `ref_logprobs`.
     """
     observed = _masked(tokens.logprobs, ~tokens.loss_mask).sum() / max(tokens.total_observation_tokens, 1)
     tokens = tokens.masked()
@@ -476,9 +451,7 @@ def value_loss(
     config: CriticLossConfig,
 ) -> LossOutput:
     """sum_t weight_t * max((v - R)^2, (clip(v, old - c, old + c) - R)^2) / 2, with c = `value_clip`; all 1-D [T].
-
-    Without `value_clip` it is half the squared error (PPO's value loss as in TRL and the original code).
-    """
+    Without `value_clip` it is half the squared error (PPO's value loss as in TRL and the original code)."""
     values, old_values, returns, weights = (_masked(item, loss_mask) for item in (values, old_values, returns, weights))
     error = (values - returns).square()
     worst, clipped = error, torch.zeros_like(loss_mask)

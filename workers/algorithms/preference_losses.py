@@ -133,10 +133,8 @@ PREFERENCE_LOSSES: Mapping[Preference, PreferenceLoss] = {"logistic": logistic, 
 
 
 def centering(scores: torch.Tensor, present: torch.Tensor) -> torch.Tensor:
-    """[G] of scores [G, K]: the square of twice the example's mean score.
-
-    (r_chosen + r_rejected)^2 on pairs: arXiv 2312.09244; TRL's `center_rewards_coefficient`.
-    """
+    """[G] of scores [G, K]: the square of twice the example's mean score. (r_chosen + r_rejected)^2 on pairs: arXiv
+    2312.09244; TRL's `center_rewards_coefficient`."""
     mean = torch.where(present, scores, 0.0).sum(-1) / present.sum(-1).clamp(min=1)
     return (2.0 * mean).square()
 
@@ -164,28 +162,21 @@ def align(values: torch.Tensor, sequence: torch.Tensor, rows: int) -> Aligned:
 
 
 def diverged(first: Aligned, second: Aligned) -> torch.Tensor:
-    """bool [G, L] of token ids: True from the first differing token to the end of the longer response.
-
-    The positions of DeepSpeed-Chat's loss of a reward model, arXiv 2308.01320.
-    """
+    """bool [G, L] of token ids: True from the first differing token to the end of the longer response. The positions of
+    DeepSpeed-Chat's loss of a reward model, arXiv 2308.01320."""
     differs = (first.values != second.values) | (first.inside != second.inside)
     return (differs.cumsum(1) > 0) & (first.inside | second.inside)
 
 
 def ipo(chosen_ratio: torch.Tensor, rejected_ratio: torch.Tensor, beta: float) -> torch.Tensor:
-    """[G] of log-ratios to the reference per token: (h - 1 / (2 beta))^2, h their difference.
-
-    IPO, arXiv 2310.12036, eq. 17, with tau = beta; averaged over tokens as its authors do in their experiments.
-    """
+    """[G] of log-ratios to the reference per token: (h - 1 / (2 beta))^2, h their difference. IPO, arXiv 2310.12036,
+    eq. 17, with tau = beta; averaged over tokens as its authors do in their experiments."""
     return (chosen_ratio - rejected_ratio - 1.0 / (2.0 * beta)).square()
 
 
 def log_odds(mean_logprobs: torch.Tensor) -> torch.Tensor:
-    """log(p / (1 - p)) of p = exp(mean log-prob): ORPO, arXiv 2403.07691, eq. 4.
-
-    A log-prob of 0 stands for a probability that float32 cannot tell from 1: it has the odds and the gradient of the
-    lowest such probability.
-    """
+    """log(p / (1 - p)) of p = exp(mean log-prob): ORPO, arXiv 2403.07691, eq. 4. A log-prob of 0 stands for a
+    probability that float32 cannot tell from 1: it has the odds and the gradient of the lowest such probability."""
     certain = mean_logprobs - mean_logprobs.detach() - _ROUNDED
     clear = torch.where(mean_logprobs < -_TINY, mean_logprobs, certain)
     return clear - torch.log(-torch.expm1(clear))
@@ -204,9 +195,8 @@ def kto(
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
 ) -> torch.Tensor:
-    """[B] of log-ratios to the reference: w_D (1 - sigmoid(beta (r - z0))) for a desirable response,
-    w_U (1 - sigmoid(beta (z0 - r))) for an undesirable one. KTO, arXiv 2402.01306, eq. 7 and 8.
-    """
+    """[B] of log-ratios to the reference: w_D (1 - sigmoid(beta (r - z0))) for a desirable response, w_U (1 -
+    sigmoid(beta (z0 - r))) for an undesirable one. KTO, arXiv 2402.01306, eq. 7 and 8."""
     gain = beta * (ratio - reference_point)
     return torch.where(desirable, desirable_weight * torch.sigmoid(-gain), undesirable_weight * torch.sigmoid(gain))
 
@@ -217,10 +207,8 @@ def kto_reference_point(mismatched_ratio_sum: float, count: float) -> float:
 
 
 def rrhf_ranking(leads: torch.Tensor, better: torch.Tensor) -> torch.Tensor:
-    """[G] of [G, K, K]: sum over pairs of how far the mean log-prob of the worse response is ahead.
-
-    RRHF, arXiv 2304.05302, eq. 2 and 3.
-    """
+    """[G] of [G, K, K]: sum over pairs of how far the mean log-prob of the worse response is ahead. RRHF, arXiv
+    2304.05302, eq. 2 and 3."""
     return torch.where(better, F.relu(-leads), 0.0).sum((-2, -1))
 
 

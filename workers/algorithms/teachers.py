@@ -28,10 +28,8 @@ class Teacher:
 
 
 def targets(teachers: Sequence[Teacher], sequence: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(log-probs, weights), float64 [T]: the sums of the teachers' weighted log-probs, and of the weights.
-
-    `sequence`: int64 [T], the row of each response token.
-    """
+    """(log-probs, weights), float64 [T]: the sums of the teachers' weighted log-probs, and of the weights. `sequence`:
+    int64 [T], the row of each response token."""
     logprobs, weights = torch.zeros(2, len(sequence), dtype=torch.double)
     for one in teachers:
         own = one.weights[sequence]
@@ -54,14 +52,9 @@ def kl_metrics(
 
 
 def train_columns(teachers: Sequence[Teacher], lengths: torch.Tensor) -> dict[str, pa.Array]:
-    """The columns of TRAIN that have the teachers' likeliest tokens and weights, or none if none are compared.
-
-    Every row has room for as many teachers as the row with the most. Those without a teacher have weight 0.
-
-    Args:
-        teachers: The teachers.
-        lengths: int64 [rows], response tokens of each row.
-    """
+    """The columns of TRAIN that have the teachers' likeliest tokens and weights, or none if none are compared. Every
+    row has room for as many teachers as the row with the most. Those without a teacher have weight 0. `lengths`: int64
+    [rows], response tokens."""
     if not teachers or not teachers[0].tokens:
         return {}
     given = torch.stack([one.weights > 0 for one in teachers])

@@ -36,25 +36,16 @@ Keep = Sequence[tuple[str, int]]
 def prepare(
     config: AdvantageConfig, request: PrepareRequest, tables: Sequence[pa.Table]
 ) -> tuple[TrainSummary, pa.Table]:
-    """Join the tables by sample, compute advantages, and build the batch.
+    """Join ROLLOUTS, REWARDS and token_scores tables, in any order and partition, compute advantages, and build the
+    TRAIN table.
 
     Samples outside `request.keep` are removed before anything is computed. Those in `request.masked` are removed
     afterwards: their rewards are part of the statistics of their group, and they carry no loss (overlong filtering:
     DAPO, arXiv 2503.14476, sec. 3.4).
 
-    Args:
-        config: Estimator of the advantages.
-        request: Samples to keep, which of them to mask, and the state of the estimator.
-        tables: ROLLOUTS, REWARDS and token_scores tables in any order and partition, distinguished by their columns.
-
-    Returns:
-        The summary and the TRAIN table; both without rows if every sample is masked.
-
-    Raises:
-        ValueError: a kept sample is missing, occurs twice, has attempts that differ between tables, no reward with
-            status ok, columns of the wrong length, or a number that is not finite (the message names the sample); a
-            masked sample is not kept; a column that the estimator needs is missing; or the estimator cannot take
-            candidates.
+    Raises ValueError if a kept sample is missing, occurs twice, has attempts that differ between tables, no reward with
+    status ok, columns of the wrong length, or a number that is not finite (the message names the sample), if a masked
+    sample is not kept, a column that the estimator needs is missing, or the estimator cannot take candidates.
     """
     keep = request.keep
     if not keep:
@@ -142,11 +133,8 @@ class _Join:
 
 
 class _Batch:
-    """The kept samples as tensors: flat per token, per row, and per sample.
-
-    The rows of a sample, its segments, follow each other, so that the tokens that the policy sampled form one sequence:
-    estimators know samples and no rows.
-    """
+    """The kept samples as tensors: flat per token, per row, and per sample. The rows of a sample, its segments, follow
+    each other, so that the tokens that the policy sampled form one sequence: estimators know samples and no rows."""
 
     def __init__(
         self,

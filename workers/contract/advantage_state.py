@@ -18,11 +18,8 @@ _MOST_ADAPTED = 2.0**30
 
 
 def adapted_coef(coef: float, start: float) -> float:
-    """A coefficient that follows a divergence, within a factor of 2^30 of its start value.
-
-    Without these limits, after many steps on one side of the target, it would be 0, from where no factor brings it
-    back, or infinite.
-    """
+    """A coefficient that follows a divergence, within a factor of 2^30 of its start value. Without these limits, after
+    many steps on one side of the target, it would be 0, from where no factor brings it back, or infinite."""
     return min(max(coef, start / _MOST_ADAPTED), start * _MOST_ADAPTED)
 
 
@@ -85,11 +82,7 @@ class AdvantageState(Frozen):
     """Histories by row of the prompt pool."""
 
     def kl_coef_from(self, start: float) -> float:
-        """The adaptive KL coefficient of the next batch.
-
-        Args:
-            start: Start value, also if the state had started from another one: a resumed run may have a new one.
-        """
+        """The adaptive KL coefficient of the next batch, with a start value that may differ from the state's."""
         if self.kl_coef is None or self.kl_start not in (None, start):
             return start
         return adapted_coef(self.kl_coef, start)
@@ -113,10 +106,7 @@ class AdvantageState(Frozen):
         return self.model_copy(update={"prompts": {row: self.prompts[row] for row in rows if row in self.prompts}})
 
     def after(self, part: AdvantageState, *, policy_trains: bool = True) -> AdvantageState:
-        """This state updated with `part`, the state after a batch prepared on `of_rows`.
-
-        A batch on which the policy does not train has not steered the KL coefficient: the divergence of a frozen policy
-        does not answer to it.
-        """
+        """This state updated with `part`, the state after a batch prepared on `of_rows`. A batch on which the policy
+        does not train has not steered the KL coefficient: the divergence of a frozen policy does not answer to it."""
         kl_coef = part.kl_coef if policy_trains else self.kl_coef
         return part.model_copy(update={"prompts": {**self.prompts, **part.prompts}, "kl_coef": kl_coef})

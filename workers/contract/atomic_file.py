@@ -13,17 +13,8 @@ PRIVATE = 0o600
 
 @contextmanager
 def replacing(path: Path, mode: int = 0o666) -> Iterator[Path]:
-    """Yield the path of a new empty file in the folder of `path`, which replaces it if the block succeeds.
-
-    If the block fails, the new file is removed and the old one stays.
-
-    Args:
-        path: The file to replace.
-        mode: Mode of the file; the umask applies.
-
-    Raises:
-        OSError: The file cannot be written.
-    """
+    """Yield the path of a new empty file in the folder of `path`, which replaces it if the block succeeds, and is
+    removed if it fails. Raises OSError if the file cannot be written."""
     # Random: other threads, and processes with this one's number in other containers, may replace the same file.
     unfinished = path.with_name(f".{path.name}.{os.urandom(4).hex()}")
     try:

@@ -63,10 +63,8 @@ class PromptDifference:
 
 @dataclass(frozen=True)
 class TokenScores:
-    """Log-probs of the same sampled tokens, in nats: by the sampler, by the trainer, and by the scorer.
-
-    Every array has one entry per sampled token, in the order of the tables.
-    """
+    """Log-probs of the same sampled tokens, in nats: by the sampler, by the trainer, and by the scorer. Every array has
+    one entry per sampled token, in the order of the tables."""
 
     sampler: Floats
     trainer: Floats

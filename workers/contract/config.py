@@ -162,10 +162,8 @@ class StructuredConfig(Frozen):
 
 
 class SamplingConfig(Frozen):
-    """Sampling for training.
-
-    With `top_p`, `top_k` or `min_p`, the tokens left to each sampled token are recorded. The trainer's log-probs are
-    among the same tokens, so that the trained policy is the sampling one."""
+    """Sampling for training. With `top_p`, `top_k` or `min_p`, the tokens left to each sampled token are recorded. The
+    trainer's log-probs are among the same tokens, so that the trained policy is the sampling one."""
 
     temperature: Annotated[float, NOT_EVALUATED] = Field(default=1.0, ge=MIN_TEMPERATURE, le=MAX_TEMPERATURE)
     """Softmax temperature. The trainer divides its logits by the same value. vLLM has none between 0 and 0.01, or above
@@ -316,15 +314,9 @@ class TrainerConfig(OptimizerConfig):
         return -(-layers // self.recompute_every) if self.gradient_checkpointing else 0
 
     def stage_for(self, ranks: int, float32: bool) -> Literal[0, 1, 2, 3]:
-        """The ZeRO stage to use for a group of `ranks` ranks.
-
-        For a single rank in float32, ZeRO stages 1 and 2 would copy all gradients and keep all weights twice, for no
-        gain. In bfloat16 and float16 they accumulate gradients in float32.
-
-        Args:
-            ranks: Size of the training group.
-            float32: Whether the weights are in float32.
-        """
+        """The ZeRO stage to use for a group of so many ranks. For a single rank in float32, ZeRO stages 1 and 2 would
+        copy all gradients and keep all weights twice, for no gain. In bfloat16 and float16 they accumulate gradients in
+        float32."""
         alone = ranks == 1 and float32 and not self.offload_optimizer
         return 0 if alone and self.zero_stage < 3 else self.zero_stage
 
@@ -483,9 +475,8 @@ POLICY, JUDGE = "policy", "judge"
 
 
 class CompactionConfig(Frozen):
-    """How a conversation that has become long continues: as a new one, with its beginning and its last turns.
-
-    The tokens before are a row of the sample, and those from there on another one."""
+    """How a conversation that has become long continues: as a new one, with its beginning and its last turns. The
+    tokens before are a row of the sample, and those from there on another one."""
 
     consequences: ClassVar = EVALUATED_IF_SET
     at: float = Field(default=0.75, gt=0.0, lt=1.0)

@@ -43,10 +43,8 @@ class Resume:
 
 @dataclass(frozen=True)
 class Consequences:
-    """What follows from another value of a field. What is None is as in the section around the field.
-
-    Of several annotations of a field the later ones win. `Frozen.consequences` is for all fields that a class defines.
-    """
+    """What follows from another value of a field. What is None is as in the section around the field. Of several
+    annotations of a field the later ones win. `Frozen.consequences` is for all fields that a class defines."""
 
     resume: Resume | None = None
     itself: Resume | None = None

@@ -184,13 +184,9 @@ def failed(status: str) -> EpisodeReply:
 
 
 def read_observation(value: Any) -> Observation:
-    """An observation from what an environment returned, or from its JSON.
-
-    Texts that are not valid (a policy can write half a character, and tools return it) keep their escapes.
-
-    Raises:
-        TypeError, ValueError: it is not an observation; the message names the field.
-    """
+    """An observation from what an environment returned, or from its JSON. Texts that are not valid (a policy can write
+    half a character, and tools return it) keep their escapes. Raises TypeError or ValueError if it is not an
+    observation; the message names the field."""
     if isinstance(value, Observation):
         value = vars(value)
     if not isinstance(value, Mapping):
@@ -282,11 +278,7 @@ def message_text(content: Any, place: str) -> str:
 
 def read_tools(tools: Any) -> tuple[dict[str, Any], ...] | None:
     """Tools as JSON schemas of functions, the only kind that chat templates and parsers have, or None if none are
-    given.
-
-    Raises:
-        TypeError, ValueError: they are something else; the message names the field.
-    """
+    given. Raises TypeError or ValueError if they are something else; the message names the field."""
     if tools is None:
         return None
     if not isinstance(tools, Sequence) or isinstance(tools, str | bytes):

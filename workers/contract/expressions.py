@@ -52,17 +52,8 @@ Compute = Callable[[ast.operator, Any, Any], Any]
 
 
 def evaluate(node: ast.expr, compute: Compute, names: Mapping[str, Any] = MappingProxyType({})) -> Any:
-    """The value of an expression of literals, names, operators, subscripts and calls of `FUNCTIONS`.
-
-    Args:
-        node: The expression.
-        compute: Applies a binary operator.
-        names: Values of names.
-
-    Raises:
-        ValueError: it is another expression.
-        Exception: whatever operators and functions raise.
-    """
+    """The value of an expression of literals, names, operators (`compute`), subscripts and calls of `FUNCTIONS`. Raises
+    ValueError for any other expression, and whatever operators and functions raise."""
 
     def value(child: ast.expr) -> Any:
         return evaluate(child, compute, names)

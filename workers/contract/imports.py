@@ -16,17 +16,8 @@ class NameProblem(ValueError):
 
 
 def locate(name: str, shipped: Mapping[str, str], kind: str, form: str) -> tuple[str, str]:
-    """Module and attribute of a built-in name or of `package.module:attribute`. Imports nothing.
-
-    Args:
-        name: The name.
-        shipped: The built-in ones, each with what it stands for.
-        kind: What is named, for messages: `reward function`.
-        form: How a custom one is named: `package.module:function`.
-
-    Raises:
-        NameProblem: it is neither.
-    """
+    """Module and attribute of a `shipped` name or of `package.module:attribute`; `kind` and `form` are for messages.
+    Imports nothing. Raises NameProblem if it is neither."""
     module, colon, attribute = shipped.get(name, name).partition(":")
     if colon and all(part.isidentifier() for part in [*module.split("."), attribute]):
         return module, attribute
@@ -38,11 +29,8 @@ def locate(name: str, shipped: Mapping[str, str], kind: str, form: str) -> tuple
 
 
 def import_attribute(name: str, module: str, attribute: str) -> Any:
-    """The attribute of a module; `name` is what messages call it.
-
-    Raises:
-        NameProblem: the import fails, or there is no such attribute.
-    """
+    """The attribute of a module; `name` is what messages call it. Raises NameProblem if the import fails, or there is
+    no such attribute."""
     try:
         found = getattr(importlib.import_module(module), attribute, None)
     except Exception as error:  # the module may be the user's
@@ -78,11 +66,8 @@ class PackageMissing(ValueError):
 
 
 def missing_package(module: str) -> str:
-    """What a feature needs that imports a module of `EXTRAS`; empty if it is installed. Imports nothing.
-
-    Returns:
-        The end of a sentence: `needs the package mcp: pip install 'troupe-rl[agents]'`.
-    """
+    """What a feature needs that imports a module of `EXTRAS`: the end of a sentence, or empty if it is installed.
+    Imports nothing."""
     try:
         there = find_spec(module) is not None
     except ImportError:
@@ -108,10 +93,8 @@ def missing_package_for(error: ImportError) -> str:
 
 @contextmanager
 def without_collections() -> Iterator[None]:
-    """In the block Python collects no garbage.
-
-    While an import creates thousands of modules, collections take a third of the time and find almost nothing.
-    """
+    """In the block Python collects no garbage. While an import creates thousands of modules, collections take a third
+    of the time and find almost nothing."""
     collects = gc.isenabled()
     gc.disable()
     try:

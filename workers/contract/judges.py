@@ -22,11 +22,8 @@ def template_fields(template: str) -> list[str]:
 
 
 def checked_fields(template: str, own: Sequence[str]) -> list[str]:
-    """The names in braces: `own` ones, or names of columns.
-
-    Raises:
-        ValueError: A name is neither, or the template cannot be filled in.
-    """
+    """The names in braces: `own` ones, or names of columns. Raises ValueError if a name is neither, or the template
+    cannot be filled in."""
     names = template_fields(template)
     if wrong := [name for name in names if not name or {".", "["} & set(name)]:
         can = f"{', '.join(own)} and columns of metadata"

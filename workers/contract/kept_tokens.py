@@ -29,12 +29,8 @@ def bitmap_words(vocabulary: int) -> int:
 
 def write_kept(bits: Bits, vocabulary: int) -> tuple[Words, Offsets]:
     """The words of some tokens, one after the other, and [tokens + 1] where those of each begin and the last end.
-
-    Args:
-        bits: [tokens, ceil(vocabulary / 32)]: 1 on the tokens that were left, the first in the lowest bit; 0 behind
-            the vocabulary.
-        vocabulary: Tokens of it.
-    """
+    `bits`: [tokens, ceil(vocabulary / 32)], 1 on the tokens that were left, the first in the lowest bit; 0 behind the
+    vocabulary."""
     counts = np.bitwise_count(bits).sum(axis=1, dtype=np.int64)
     listed = counts < min(bitmap_words(vocabulary), vocabulary)
     mapped = ~listed & (counts < vocabulary)
@@ -55,11 +51,8 @@ def _ids(bits: Bits) -> npt.NDArray[np.int64]:
 
 
 def kept_of(words: Words, vocabulary: int) -> Kept:
-    """bool [vocabulary]: True on the tokens that were left.
-
-    Raises:
-        ValueError: the words are of another vocabulary.
-    """
+    """bool [vocabulary]: True on the tokens that were left. Raises ValueError if the words are of another
+    vocabulary."""
     if not len(words):
         return np.ones(vocabulary, np.bool_)
     if words[0] != BITMAP:

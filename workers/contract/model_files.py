@@ -14,13 +14,8 @@ _SHOWN = 3
 
 
 def weight_files(folder: str | Path) -> list[Path]:
-    """The files that transformers loads: the single one, or the files of the index.
-
-    If the folder has neither, all files of weights, which vLLM alone loads.
-
-    Raises:
-        OSError, ValueError: The index cannot be read.
-    """
+    """The files that transformers loads: the single one, or the files of the index. If the folder has neither, all
+    files of weights, which vLLM alone loads. Raises OSError or ValueError if the index cannot be read."""
     root = Path(folder)
     if (root / _SINGLE).is_file():
         return [root / _SINGLE]
@@ -28,14 +23,9 @@ def weight_files(folder: str | Path) -> list[Path]:
 
 
 def check_model_files(folder: str | Path) -> None:
-    """Verify that every reader loads the same files of a folder.
-
-    transformers adds an adapter that lies beside the weights. vLLM loads every `*.safetensors` of the folder, and with
-    an index those that it names.
-
-    Raises:
-        OSError, ValueError: The readers would load different weights; the message says what to remove.
-    """
+    """Verify that every reader loads the same files of a folder. transformers adds an adapter that lies beside the
+    weights. vLLM loads every `*.safetensors` of the folder, and with an index those that it names. Raises OSError or
+    ValueError if the readers would load different weights; the message says what to remove."""
     root = Path(folder)
     if (root / ADAPTER_CONFIG).is_file():
         raise ValueError(

@@ -69,10 +69,8 @@ class Replica(Worker, Protocol):
 
 
 class EngineLink(Protocol):
-    """Drives all engines at once from inside the trainer, for transfers from device to device.
-
-    Every call raises if an engine fails or does not answer in time.
-    """
+    """Drives all engines at once from inside the trainer, for transfers from device to device. Every call raises if an
+    engine fails or does not answer in time."""
 
     @property
     def processes(self) -> int:
@@ -100,11 +98,8 @@ class EnvironmentLink(Protocol):
     """Reaches the environment workers from a rollout worker. Replaced whenever workers join or leave."""
 
     async def begin(self, episode: str, row: Row, timeout_s: float) -> tuple[str, EpisodeReply]:
-        """Starts an episode on the worker with the fewest; returns the worker's name and the first observation.
-
-        Raises:
-            EnvironmentGone: The worker died, or none is running.
-        """
+        """Starts an episode on the worker with the fewest; returns the worker's name and the first observation. Raises
+        EnvironmentGone if the worker died, or none is running."""
         ...
 
     async def step(self, worker: str, episode: str, message: Message, timeout_s: float) -> EpisodeReply:
@@ -166,10 +161,8 @@ class RolloutEngine(Replica, Protocol):
     def generate(
         self, request: GroupRequest, prompts: TableRef, finished: TableRef | None = None
     ) -> Reply[tuple[GroupSummary, TableRef]]:
-        """Samples one group, or the rest of it; returns its summary and a ROLLOUTS table.
-
-        `finished` has the rows of `request.finished`, the samples that exist; None if there are none.
-        """
+        """Samples one group, or the rest of it; returns its summary and a ROLLOUTS table. `finished` has the rows of
+        `request.finished`, the samples that exist; None if there are none."""
         ...
 
     def finished_samples(self) -> Reply[tuple[tuple[FinishedSamples, ...], TableRef]]:
@@ -225,13 +218,8 @@ class Reward(Replica, Protocol):
         ...
 
     def score(self, rollouts: TableRef, rewards: str = "", vote: bool = False) -> Reply[tuple[RewardSummary, TableRef]]:
-        """Scores one group; returns its rewards by sample and a REWARDS table.
-
-        Args:
-            rollouts: The group's ROLLOUTS table.
-            rewards: Which reward functions, by name in `ScoringConfig.sets`; if empty, the role's.
-            vote: Whether the summary includes which samples give the same answer.
-        """
+        """Scores one group by the functions of the set `rewards`, or the role's if it is empty; returns its rewards by
+        sample and a REWARDS table. With `vote`, the summary includes which samples give the same answer."""
         ...
 
     def write_trajectories(self, path: str, step: int, *tables: TableRef) -> Reply[int]:
@@ -273,10 +261,8 @@ class Trainer(Worker, Protocol):
         ...
 
     def rendezvous(self, *, one_host: bool) -> Reply[tuple[str, int]]:
-        """Address and port at which the ranks of the group meet; called on rank 0. Not collective.
-
-        `one_host`: All ranks are on its machine.
-        """
+        """Address and port at which the ranks of the group meet; called on rank 0. Not collective. `one_host`: All
+        ranks are on its machine."""
         ...
 
     def start(self, rendezvous: Rendezvous) -> Reply[WorkerHealth]:
@@ -358,8 +344,7 @@ class Policy(Trainer, Protocol):
         ...
 
     def token_records(self) -> Reply[tuple[int, TableRef]]:
-        """(rows, TOKEN_RECORDS table) of this rank's updates since the last call, if they are kept. Not
-        collective."""
+        """(rows, TOKEN_RECORDS table) of this rank's updates since the last call, if they are kept. Not collective."""
         ...
 
     def store_distributions(self, plan: RankPlan, batch: TableRef, stride: int, weights: bool = False) -> Reply[None]:
@@ -388,10 +373,8 @@ class Policy(Trainer, Protocol):
         ...
 
     def read_delta(self, update: WeightUpdate) -> Reply[tuple[int, TableRef]]:
-        """(bytes, delta) of the last published version since the base that was named with it. Not collective.
-
-        0 bytes: the whole payload is cheaper.
-        """
+        """(bytes, delta) of the last published version since the base that was named with it. Not collective. 0 bytes:
+        the whole payload is cheaper."""
         ...
 
     def connect_engines(self, link: EngineLink) -> Reply[None]:

@@ -36,11 +36,8 @@ SAMPLES = pa.schema(
 
 
 def conform(table: pa.Table, schema: pa.Schema, **constants: object) -> pa.Table:
-    """The table with the columns of `schema`, in its order.
-
-    A column that the table lacks has one of `constants` in every row, or is null: files of earlier versions stay
-    readable.
-    """
+    """The table with the columns of `schema`, in its order. A column that the table lacks has one of `constants` in
+    every row, or is null: files of earlier versions stay readable."""
 
     def column(field: pa.Field) -> pa.ChunkedArray | pa.Array:
         if field.name in table.column_names:

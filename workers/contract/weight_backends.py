@@ -107,24 +107,13 @@ BACKENDS: dict[TransferBackend, WeightBackend] = {
 
 
 def automatic_backend(device: _Device, shared_gpu: bool) -> WeightBackend:
-    """The back-end that `auto` stands for.
-
-    Args:
-        device: Where rollout and policy are.
-        shared_gpu: Whether rollout is on the policy's GPUs.
-    """
+    """The back-end that `auto` stands for; `shared_gpu`: whether rollout is on the policy's GPUs."""
     chosen = (row for row in BACKENDS.values() if row.automatic == device)
     return next(row for row in chosen if row.shared_gpu in (None, shared_gpu))
 
 
 def backend_problem(backend: TransferBackend, device: _Device, shared_gpu: bool) -> str | None:
-    """Why a back-end cannot be used, as text, or None if it can be.
-
-    Args:
-        backend: Name of the row.
-        device: Where rollout and policy are.
-        shared_gpu: Whether rollout is on the policy's GPUs.
-    """
+    """Why a back-end cannot be used, as text, or None if it can be; arguments as in `automatic_backend`."""
     row = BACKENDS[backend]
     instead = " or ".join(other.name for other in BACKENDS.values() if other.automatic == device)
     if device not in row.devices and device == "cpu":

@@ -20,18 +20,9 @@ class PromptRefused(ValueError):
 def encode_prompt(
     tokenizer: PreTrainedTokenizerBase, messages: str, longest: int, tools: str | None = None
 ) -> list[int]:
-    """Token ids of a chat up to and including the opening of the response.
-
-    Args:
-        tokenizer: Tokenizer with a chat template.
-        messages: JSON list of {"role", "content"}.
-        longest: Maximum number of tokens.
-        tools: JSON list of the tools that the template offers, or None.
-
-    Raises:
-        PromptRefused: the messages are invalid, empty, do not become 1 to `longest` tokens, or the model has no
-            embedding for one of these.
-    """
+    """Token ids of a chat up to and including the opening of the response. `messages` and `tools` are JSON lists.
+    Raises PromptRefused if the messages are invalid, empty, do not become 1 to `longest` tokens, or the model has no
+    embedding for one of these."""
     try:
         turns = json.loads(messages)
     except ValueError as error:

@@ -55,10 +55,7 @@ def encode_response(
     tokenizer: PreTrainedTokenizerBase, messages: str, prompt_ids: Sequence[int], response: str
 ) -> list[int]:
     """Token ids of the assistant's response to `messages`, up to the token that ends its turn (see `encode_turns`).
-
-    Raises:
-        ExampleRefused: see `encode_turns`.
-    """
+    Raises as `encode_turns`."""
     return encode_turns(tokenizer, messages, prompt_ids, [{"role": "assistant", "content": response}])[0]
 
 
@@ -79,12 +76,9 @@ def encode_turns(
     left out: sampling stops before it.
 
     A turn whose first tokens the tokenizer would merge with what is before them is tokenized alone, as a policy that
-    samples it sees it.
-
-    Raises:
-        ExampleRefused: the template's rendering of the whole conversation does not continue the prompt of a turn or
-            does not have the turn's text, the template fails, nothing defines how a turn ends, or the model has no
-            embedding for a token.
+    samples it sees it. Raises ExampleRefused if the template's rendering of the whole conversation does not continue
+    the prompt of a turn or does not have the turn's text, the template fails, nothing defines how a turn ends, or the
+    model has no embedding for a token.
     """
     said, trained = json.loads(messages), [turn["role"] == "assistant" and turn.get("weight") != 0 for turn in turns]
     offered = json.loads(tools) if tools else None
@@ -124,14 +118,9 @@ def encode_turns(
 
 
 def encode_conversation(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]]) -> list[int]:
-    """Token ids of a whole conversation, up to where `encode_turns` ends: a reward model reads its score there.
-
-    A conversation that does not end with a message of the assistant, or whose last text the template leaves out, ends
-    as the template writes it.
-
-    Raises:
-        Exception: a chat template can raise anything.
-    """
+    """Token ids of a whole conversation, up to where `encode_turns` ends: a reward model reads its score there. A
+    conversation that does not end with a message of the assistant, or whose last text the template leaves out, ends as
+    the template writes it. A chat template can raise anything."""
     shown = as_text(tokenizer, messages)
     whole = render_as_text(tokenizer, shown, open_turn=False)
     last = shown[-1]
@@ -153,11 +142,9 @@ def _behind(
     tools: list[Any] | None,
     whole: str,
 ) -> tuple[str, str]:
-    """What the template writes behind the text of a turn: to the end of the conversation, and to the next message.
-
-    The text of a turn with calls ends with the name of its last one, which every template writes once in the turn. The
-    text of the next message is part of neither the turn nor its end.
-    """
+    """What the template writes behind the text of a turn: to the end of the conversation, and to the next message. The
+    text of a turn with calls ends with the name of its last one, which every template writes once in the turn. The text
+    of the next message is part of neither the turn nor its end."""
 
     shown, offered = as_text(tokenizer, messages), as_text(tokenizer, tools)
 
@@ -332,9 +319,7 @@ def _encode_steps(
 
 def assemble(picks: Picks, examples: pa.Table, config: ExampleConfig) -> tuple[ExampleBatchSummary, pa.Table]:
     """(summary, EXAMPLE_BATCH table) of the picked examples, in order, the rows of each adjacent.
-
-    `TrainRow.loss_tokens` is 0 except for the best responses of every example, whose likelihood the loss uses.
-    """
+    `TrainRow.loss_tokens` is 0 except for the best responses of every example, whose likelihood the loss uses."""
     owner = examples.column("example").to_numpy()
     starts = np.searchsorted(owner, [number for _, number in picks], side="left")
     ends = np.searchsorted(owner, [number for _, number in picks], side="right")
@@ -356,10 +341,8 @@ def assemble(picks: Picks, examples: pa.Table, config: ExampleConfig) -> tuple[E
 
 
 def _with_mismatched(batch: pa.Table, max_length: int) -> pa.Table:
-    """Add after every row its prompt with the response of the previous row (cyclic), truncated to `max_length`.
-
-    KTO, arXiv 2402.01306, section 4.1; the same pairing as in TRL. The added row is not its example's best.
-    """
+    """Add after every row its prompt with the response of the previous row (cyclic), truncated to `max_length`. KTO,
+    arXiv 2402.01306, section 4.1; the same pairing as in TRL. The added row is not its example's best."""
     rows = batch.to_pylist()
     both = []
     for number, row in enumerate(rows):
@@ -384,11 +367,8 @@ def _train_rows(batch: pa.Table) -> tuple[TrainRow, ...]:
 
 
 def attach(batch: pa.Table, scores: Sequence[pa.Table]) -> pa.Table:
-    """The batch with `ref_logprobs` from token_scores tables in any order and partition.
-
-    Raises:
-        ValueError: a row has no score.
-    """
+    """The batch with `ref_logprobs` from token_scores tables in any order and partition. Raises ValueError if a row has
+    no score."""
     table = pa.concat_tables(scores)
     place = {key: row for row, key in enumerate(identities(table))}
     missing = [key for key in identities(batch) if key not in place]
@@ -448,18 +428,8 @@ class ExampleTable:
 def encode_candidates(
     tokenizer: PreTrainedTokenizerBase, messages: str, prompt_ids: Sequence[int], texts: Sequence[str], longest: int
 ) -> list[list[int]]:
-    """Token ids of every text as a response to `messages`, with the token that ends its turn.
-
-    Args:
-        tokenizer: Tokenizer with a chat template.
-        messages: JSON list of {"role", "content"}.
-        prompt_ids: Token ids of the prompt.
-        texts: The answers.
-        longest: Maximum number of tokens of a response.
-
-    Raises:
-        PromptRefused: an answer has more tokens, or cannot be encoded.
-    """
+    """Token ids of every text as a response to `messages`, with the token that ends its turn. Raises PromptRefused if
+    an answer has more tokens, or cannot be encoded."""
     encoded = []
     for number, text in enumerate(texts):
         try:

@@ -117,10 +117,8 @@ def _special(tokenizer: PreTrainedTokenizerBase) -> _Special:
 
 
 def as_text(tokenizer: PreTrainedTokenizerBase, value: Any) -> Any:
-    """A message, or a part of one, in which no text is a special token; the spec can allow them.
-
-    The noncharacters that this module uses become U+FFFD.
-    """
+    """A message, or a part of one, in which no text is a special token; the spec can allow them. The noncharacters that
+    this module uses become U+FFFD."""
     if isinstance(value, str):
         text = _clean(value)
         return text if tokenizer.init_kwargs.get(ALLOW_SPECIAL) is True else _cut(_special(tokenizer), text)
@@ -191,10 +189,8 @@ def _spaces_end(text: str, start: int) -> int:
 
 
 def _plain(tokenizer: PreTrainedTokenizerBase, encode: _Encode, text: str) -> list[int]:
-    """Token ids of a text without special tokens: in halves if the tokenizer makes one of it.
-
-    What it makes of a single character is left out.
-    """
+    """Token ids of a text without special tokens: in halves if the tokenizer makes one of it. What it makes of a single
+    character is left out."""
     known, ids = _special(tokenizer).ids, encode(tokenizer, text)
     if len(text) < 2 or known.keys().isdisjoint(ids):
         return [token for token in ids if token not in known]
@@ -203,10 +199,8 @@ def _plain(tokenizer: PreTrainedTokenizerBase, encode: _Encode, text: str) -> li
 
 
 def _cut(special: _Special, text: str) -> str:
-    """The text with a cut behind the first character of every special token, also of overlapping ones.
-
-    There is also a cut behind the text if what follows it could complete a special token.
-    """
+    """The text with a cut behind the first character of every special token, also of overlapping ones. There is also a
+    cut behind the text if what follows it could complete a special token."""
     place = 0
     while found := special.pattern.search(text, place):
         place = found.start() + 2
@@ -251,13 +245,9 @@ def response_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str
 
 
 def token_counts(ends: Sequence[int], text: str, ids: list[int], decode: Callable[[list[int]], str]) -> list[int]:
-    """Number of tokens up to and including the one at each of the increasing character positions in `ends`.
-
-    The end of the text counts all tokens: the last step includes tokens that print nothing (end of sequence).
-
-    Raises:
-        ValueError: the tokens do not decode to the text.
-    """
+    """Number of tokens up to and including the one at each of the increasing character positions in `ends`. The end of
+    the text counts all tokens: the last step includes tokens that print nothing (end of sequence). Raises ValueError if
+    the tokens do not decode to the text."""
     if decode(ids) != text:
         raise ValueError("the response's tokens do not decode to its text")
 
@@ -282,9 +272,7 @@ def token_counts(ends: Sequence[int], text: str, ids: list[int], decode: Callabl
 
 def unmarked_control_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:
     """Added tokens that the template writes around turns or that end a sequence, and that are not marked as special.
-
-    DeepSeek's `<｜User｜>` is such a token.
-    """
+    DeepSeek's `<｜User｜>` is such a token."""
     decoder = tokenizer.added_tokens_decoder
     unmarked = {token.content for token in decoder.values() if not token.special} - {""}
     ends = {decoder[one].content for one in configured_ends(Path(tokenizer.name_or_path)) if one in decoder}

@@ -63,13 +63,7 @@ class TeacherPrompts:
 
 
 def within(plan: RankPlan, tokens: Sequence[int], most: int) -> RankPlan:
-    """The plan with micro-batches of at most `most` tokens, padding included; one longer row is alone.
-
-    Args:
-        plan: Micro-batches of rows.
-        tokens: Tokens of every row.
-        most: Tokens of a micro-batch.
-    """
+    """The plan with micro-batches of at most `most` tokens, padding included; one longer row is alone."""
     parts: list[tuple[int, ...]] = []
     for rows in plan.micro_batches:
         part: tuple[int, ...] = ()

@@ -54,11 +54,8 @@ def cut_texts(tokenizer: PreTrainedTokenizerBase, texts: pa.Table, max_tokens: i
 def cut_sources(
     tokenizer: PreTrainedTokenizerBase, texts: pa.Table, cuts: Sequence[TextCut]
 ) -> tuple[tuple[TextSummary, ...], pa.Table]:
-    """The texts of several sources, which follow each other in the table, each cut as `cut_texts` does.
-
-    Returns:
-        A summary of each source, and one TEXTS table with their pieces one after another.
-    """
+    """A summary of each of several sources, whose texts follow each other in the table, each cut as `cut_texts` does,
+    and one TEXTS table with their pieces."""
     starts = accumulate((cut.rows for cut in cuts), initial=0)
     found = [
         cut_texts(tokenizer, texts.slice(start, cut.rows), cut.max_tokens)

@@ -24,11 +24,8 @@ PLAIN_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor
 
 
 def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
-    """The model's tokenizer with `model.chat_template`; it may have no template.
-
-    Raises:
-        ValueError: The tokenizer or the template cannot be loaded.
-    """
+    """The model's tokenizer with `model.chat_template`; it may have no template. Raises ValueError if the tokenizer or
+    the template cannot be loaded."""
     from transformers import AutoTokenizer
 
     try:
@@ -88,14 +85,9 @@ def render(
     open_turn: bool,
     tools: list[Any] | None = None,
 ) -> str:
-    """Text of a conversation, with the opening of the assistant's turn if `open_turn`, and the `tools` it offers.
-
-    The text is for `token_ids` and for comparisons with others: special tokens that stand in the messages are cut
-    (`troupe.workers.data.plain_text`).
-
-    Raises:
-        Exception: A chat template can raise anything.
-    """
+    """Text of a conversation, with the opening of the assistant's turn if `open_turn`, and the `tools` it offers. The
+    text is for `token_ids` and for comparisons with others: special tokens that stand in the messages are cut
+    (`troupe.workers.data.plain_text`). A chat template can raise anything."""
     offered = as_text(tokenizer, tools)
     return render_as_text(tokenizer, as_text(tokenizer, messages), open_turn=open_turn, tools=offered)
 
@@ -113,11 +105,8 @@ def render_as_text(
 
 
 def token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Token ids of rendered text.
-
-    A chat template writes special tokens itself. Without one, the ones that the tokenizer puts before a text are added,
-    and the ones after a text are not: the text continues.
-    """
+    """Token ids of rendered text. A chat template writes special tokens itself. Without one, the ones that the
+    tokenizer puts before a text are added, and the ones after a text are not: the text continues."""
     ids = text_ids(tokenizer, text)
     return ids if tokenizer.chat_template != PLAIN_TEMPLATE else [*before_a_text(tokenizer), *ids]
 

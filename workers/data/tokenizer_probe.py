@@ -36,14 +36,10 @@ def measure(request: Mapping[str, Any]) -> Iterator[int | str]:
     does (else ""), and what the template leaves out of tools (with ";" between), then the numbers of prompts and of
     answers with special tokens that are read as text, then the length of each prompt in tokens, or why it has none.
 
-    Args:
-        request: `model`, a ModelConfig as a dictionary, `messages` and `tools` (null without tools) of every prompt,
-            the text of the response after it in `responses` (null without one), whose tokens and end are then
-            counted, `answers` of the data (JSON), `longest`, which no prompt's length reaches, and `seconds`, after
-            which the remaining prompts are left out.
-
-    Raises:
-        ValueError: the tokenizer cannot be loaded or has no chat template.
+    The request has `model`, a ModelConfig as a dictionary, `messages` and `tools` (null without tools) of every prompt,
+    the text of the response after it in `responses` (null without one), whose tokens and end are then counted,
+    `answers` of the data (JSON), `longest`, which no prompt's length reaches, and `seconds`, after which the remaining
+    prompts are left out. Raises ValueError if the tokenizer cannot be loaded or has no chat template.
     """
     model = _model_without_torch(request)
     with without_collections():
@@ -72,14 +68,8 @@ def _has_special(tokenizer: PreTrainedTokenizerBase, text: str) -> bool:
 
 
 def decode(request: Mapping[str, Any]) -> Iterator[list[str]]:
-    """The text of every token, as one list. A token that is part of a character gives U+FFFD.
-
-    Args:
-        request: `model`, a ModelConfig as a dictionary, and `ids`.
-
-    Raises:
-        ValueError: the tokenizer cannot be loaded.
-    """
+    """Yield the text of every token in `ids`, as one list. A token that is part of a character gives U+FFFD. Raises
+    ValueError if the tokenizer cannot be loaded."""
     # A report makes no network requests. The variable is read when the tokenizer's library is imported.
     os.environ["HF_HUB_OFFLINE"] = "1"
     model, ids = _model_without_torch(request), request["ids"]
@@ -88,10 +78,8 @@ def decode(request: Mapping[str, Any]) -> Iterator[list[str]]:
 
 
 def _in_file(model: ModelConfig, ids: Sequence[int]) -> tuple[Any, _Pieces] | None:
-    """The tokenizer of the model's folder and its pieces, or None if its file lacks one of the ids.
-
-    It is the one behind transformers' class, whose import takes longer than the report.
-    """
+    """The tokenizer of the model's folder and its pieces, or None if its file lacks one of the ids. It is the one
+    behind transformers' class, whose import takes longer than the report."""
     from tokenizers import Tokenizer
 
     try:

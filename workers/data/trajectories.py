@@ -31,14 +31,11 @@ READABLE = (
 
 
 def join_rewards(tables: Sequence[pa.Table]) -> pa.Table:
-    """Join ROLLOUTS and REWARDS tables, in any order and number, by (prompt_uid, sample_index, attempt);
-    every segment of an episode gets the rewards of its sample.
+    """Join ROLLOUTS and REWARDS tables, in any order and number, by (prompt_uid, sample_index, attempt); every segment
+    of an episode gets the rewards of its sample.
 
-    Returns one row per row of the ROLLOUTS tables, in their order: their columns, then status, reward, components
-    and reward_spans.
-
-    Raises:
-        ValueError: a table is neither, an identity occurs twice, or a sample has no reward row.
+    Returns one row per row of the ROLLOUTS tables, in their order: their columns, then status, reward, components and
+    reward_spans. Raises ValueError if a table is neither, an identity occurs twice, or a sample has no reward row.
     """
     rollouts: list[pa.Table] = []
     rewards: list[pa.Table] = []
@@ -64,18 +61,8 @@ def join_rewards(tables: Sequence[pa.Table]) -> pa.Table:
 
 
 def join_samples(step: int, tables: Sequence[pa.Table]) -> pa.Table:
-    """Joins samples, their rewards and their training data.
-
-    Args:
-        step: The step in which they were trained.
-        tables: ROLLOUTS, REWARDS, TRAIN and TOKEN_RECORDS tables in any order and number.
-
-    Returns:
-        A SAMPLES table with one row per row of the ROLLOUTS tables. Of several records of a row, the last one counts.
-
-    Raises:
-        ValueError: see :func:`join_rewards`.
-    """
+    """The SAMPLES table of ROLLOUTS, REWARDS, TRAIN and TOKEN_RECORDS tables in any order and number, with one row per
+    row of the ROLLOUTS tables. Of several records of a row, the last one counts. Raises as `join_rewards`."""
     kinds = {"train": TRAIN, "records": TOKEN_RECORDS}
     found: dict[str, list[pa.Table]] = {"train": [], "records": [], "rest": []}
     for table in tables:
@@ -106,24 +93,15 @@ def _places(keys: Sequence[tuple[Identity, int]], table: pa.Table) -> pa.Array:
 
 
 def write_trajectories(path: str | Path, step: int, tables: Sequence[pa.Table]) -> int:
-    """Write the samples of a step to one Parquet file, atomically; returns its number of rows.
-
-    Raises:
-        ValueError: see :func:`join_samples`.
-        OSError: the file cannot be written.
-    """
+    """Write the samples of a step to one Parquet file, atomically; returns its number of rows. Raises as
+    `join_samples`, and OSError if the file cannot be written."""
     return _write(Path(path), join_samples(step, tables))
 
 
 def write_evaluation(path: str | Path, step: int, tables: Sequence[pa.Table]) -> int:
-    """Write the samples of an evaluation for reading: the step and the columns `READABLE`.
-
-    The columns have the names they have in trajectories; those with an entry for each token are left out.
-
-    Raises:
-        ValueError: see :func:`join_rewards`.
-        OSError: the file cannot be written.
-    """
+    """Write the samples of an evaluation for reading: the step and the columns `READABLE`, with the names they have in
+    trajectories, without those with an entry for each token. Raises as `join_rewards`, and OSError if the file cannot
+    be written."""
     table = join_rewards(tables).select(READABLE)
     return _write(Path(path), table.add_column(0, "step", pa.repeat(pa.scalar(step, pa.int64()), table.num_rows)))
 

@@ -45,15 +45,9 @@ _known: WeakKeyDictionary[PreTrainedTokenizerBase, tuple[Any, TurnEnds]] = WeakK
 
 
 def turn_ends(tokenizer: PreTrainedTokenizerBase) -> TurnEnds:
-    """What ends a turn of the assistant.
-
-    These are the ends that the model's folder names (the end-of-sequence token of the tokenizer, and `eos_token_id` of
-    its generation configuration, or of its configuration if it has none), and the special token that the chat
-    template writes behind a turn.
-
-    Args:
-        tokenizer: Tokenizer that was loaded from the folder of its model.
-    """
+    """What ends a turn of the assistant, of a tokenizer loaded from the folder of its model. These are the ends that
+    the folder names (the end-of-sequence token of the tokenizer, and `eos_token_id` of its generation configuration, or
+    of its configuration if it has none), and the special token that the chat template writes behind a turn."""
     state = (tokenizer.chat_template, tokenizer.eos_token_id, len(tokenizer))
     known = _known.get(tokenizer)
     if known is None or known[0] != state:
@@ -62,16 +56,9 @@ def turn_ends(tokenizer: PreTrainedTokenizerBase) -> TurnEnds:
 
 
 def padding_besides(ends: Collection[int], text_config: Any, tokenizer: PreTrainedTokenizerBase) -> int:
-    """A padding token that ends no turn.
-
-    A classifier of transformers reads its score at the last token that is not padding. If padding and end of turn were
-    the same token, it would read the score one token too early.
-
-    Args:
-        ends: Tokens that end a turn, besides the configuration's.
-        text_config: Text configuration of the classifier. Its own padding token is used if possible.
-        tokenizer: Its tokenizer.
-    """
+    """A padding token that ends no turn, the configuration's own if possible. A classifier of transformers reads its
+    score at the last token that is not padding. If padding and end of turn were the same token, it would read the score
+    one token too early."""
     configured = text_config.eos_token_id
     ends = {*ends, *(configured if isinstance(configured, list) else [configured])}
     choices: tuple[Any, ...] = (
@@ -94,10 +81,8 @@ def without_end(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[
 
 
 def name_end(model: ModelConfig, folder: Path) -> None:
-    """Name the chat template's end of a turn in an exported model, if the folder of `model` does not.
-
-    Without it, other tools do not know the end that the model was trained to write, and never stop.
-    """
+    """Name the chat template's end of a turn in an exported model, if the folder of `model` does not. Without it, other
+    tools do not know the end that the model was trained to write, and never stop."""
     try:
         ends = turn_ends(load_tokenizer(model))
     except ValueError:  # a critic's model may have no tokenizer
@@ -154,10 +139,8 @@ def _behind_a_turn(tokenizer: PreTrainedTokenizerBase, following: list[dict[str,
 
 
 def _closing(tokenizer: PreTrainedTokenizerBase, behind: str, named: Collection[int]) -> list[str]:
-    """The special tokens with which the text behind a turn begins: one, or all up to the first end.
-
-    Some templates close a part of the turn before the turn (Cohere's Command R7B). Empty without such a part.
-    """
+    """The special tokens with which the text behind a turn begins: one, or all up to the first end. Some templates
+    close a part of the turn before the turn (Cohere's Command R7B). Empty without such a part."""
     special, run = special_tokens(tokenizer), list[str]()
     while found := special.match(behind):
         run.append(found[0])

@@ -17,15 +17,9 @@ from troupe.workers.environment import EnvironmentWorker
 
 
 def report(request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Episodes as data and as `lines`: with the given turns, if there are any, and with random tokens.
-
-    Args:
-        request: `config` and `model`, the fields of an `EnvironmentConfig` and a `ModelConfig`; `max_tokens`,
-            `max_model_len`; `rows` of the PROMPTS pool; `said`, the texts of the turns; `seed`.
-
-    Raises:
-        ValueError: the tokenizer, the parser or the environment cannot be loaded.
-    """
+    """Yield episodes as data and as `lines`: with the turns `said`, if there are any, and with random tokens. The
+    request has also the fields of an EnvironmentConfig (`config`) and a ModelConfig (`model`). Raises ValueError if the
+    tokenizer, the parser or the environment cannot be loaded."""
     model = ModelConfig(**request["model"])
     config = EnvironmentConfig(**request["config"])
     tokenizer = load_chat_tokenizer(model)

@@ -22,15 +22,7 @@ class EngineDead(WorkerGone):
     """The engine's process has ended; the worker must be replaced."""
 
     def __init__(self, name: str, fault: str = "", log: str = "", ended_by: str = "", last_lines: str = "") -> None:
-        """What is known of the end; the rest is empty.
-
-        Args:
-            name: The worker's name.
-            fault: vLLM's last error.
-            log: The file that has it.
-            ended_by: The signal or exit code of the process.
-            last_lines: The end of the log if it has no error.
-        """
+        """What is known of the end; the rest is empty. `last_lines` is the end of the log if it has no error."""
         super().__init__(name, fault, log, ended_by, last_lines)
 
     @property

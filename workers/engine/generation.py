@@ -95,12 +95,9 @@ class Generation:
         """Prompts that the thread tokenizes, or that wait for it."""
 
     def load(self) -> None:
-        """Load the tokenizer, and make the readers of episodes in each environment.
-
-        Raises:
-            ValueError: the tokenizer cannot be loaded or has no chat template, vLLM has no such tool parser, or cannot
-                read the form of `sampling.structured`.
-        """
+        """Load the tokenizer, and make the readers of episodes in each environment. Raises ValueError if the tokenizer
+        cannot be loaded or has no chat template, vLLM has no such tool parser, or cannot read the form of
+        `sampling.structured`."""
         check_structured(self.config.sampling.structured)
         tokenizer = self.tokenizer = load_chat_tokenizer(self.config.model)
         if not self.config.episodes:
@@ -212,11 +209,8 @@ class Generation:
         return tuple(samples for samples, _ in found), pa.concat_tables(tables).combine_chunks()
 
     async def encode(self, messages: str, max_tokens: int | None) -> list[int]:
-        """Token ids of a prompt that leaves room for a response of so many tokens (None for training's).
-
-        Raises:
-            PromptRefused: It cannot be used.
-        """
+        """Token ids of a prompt that leaves room for a response of so many tokens (None for training's). Raises
+        PromptRefused if it cannot be used."""
         tokenizer = self._require_tokenizer()
         longest = self.config.engine.max_model_len - (max_tokens or self.config.sampling.max_tokens)
         if len(messages) <= _SHORT_PROMPT and not self._in_thread and not self.config.episodes:
@@ -224,13 +218,7 @@ class Generation:
         return await self._tokenized(encode_prompt, tokenizer, messages, longest)
 
     def sampling_params(self, request: GroupRequest, index: int, limits: TurnLimits | None = None) -> SamplingParams:
-        """vLLM's parameters of one sample.
-
-        Args:
-            request: The group.
-            index: Index of the sample, which its seed depends on.
-            limits: The limits of an episode's turn, or None for a single response.
-        """
+        """vLLM's parameters of one sample, whose seed depends on its index; `limits` are those of an episode's turn."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -344,10 +332,8 @@ class Generation:
         build: Callable[[int, T], Built],
         earlier: pa.Table | None,
     ) -> dict[int, T]:
-        """Outputs of all samples by index; the first failure cancels the others and is raised.
-
-        Until then `finished_samples` finds the finished ones: `build` makes their rows, `earlier` has older ones.
-        """
+        """Outputs of all samples by index; the first failure cancels the others and is raised. Until then
+        `finished_samples` finds the finished ones: `build` makes their rows, `earlier` has older ones."""
         engine = self._engine
         by_index = {index: asyncio.create_task(sample) for index, sample in samples.items()}
         tasks, group = list(by_index.values()), RunningGroup(request, by_index, build, earlier)
@@ -369,10 +355,7 @@ class Generation:
     async def _sample(
         self, request: GroupRequest, index: int, prompt_ids: list[int], limits: TurnLimits | None = None
     ) -> RequestOutput:
-        """One sample as its own request, with its own seed and timings. vLLM would split a larger request anyway.
-
-        `limits`: the limits of an episode's turn.
-        """
+        """One sample as a separate request, with its seed and timings. vLLM would split a larger request anyway."""
         from vllm.inputs.engine import tokens_input
 
         engine, name = self._engine.require_open(), self._engine.name

@@ -56,13 +56,8 @@ def import_ahead() -> None:
 
 
 def fork_server() -> None:
-    """Make a fork of this process, with all of its imports, the fork server.
-
-    The process must have no other thread: a lock that another one holds would stay locked in the fork.
-
-    Raises:
-        RuntimeError: It has one.
-    """
+    """Make a fork of this process, with all of its imports, the fork server. The process must have no other thread: a
+    lock that another one holds would stay locked in the fork. Raises RuntimeError if it has one."""
     if threads := len(os.listdir("/proc/self/task")) - 1:
         raise RuntimeError(f"a process with {threads} more threads cannot be forked")
     multiprocessing.set_forkserver_preload([])
@@ -106,10 +101,8 @@ def _serve(code: str) -> None:
 
 
 class _ForkedProcess(ForkServerProcess):
-    """A process with the environment and logs of the process that starts it, not the fork server's.
-
-    The fork server is older than the worker's log: it writes to that of Ray's node.
-    """
+    """A process with the environment and logs of the process that starts it, not the fork server's. The fork server is
+    older than the worker's log: it writes to that of Ray's node."""
 
     def start(self) -> None:
         """Start the process with the current environment and logs of this one."""
@@ -135,10 +128,8 @@ class _SpawnedProcess(SpawnProcess):
 
 @contextmanager
 def engine_processes(device: Device) -> Iterator[list[BaseProcess]]:
-    """Inside the block, engines of vLLM end with this process, and CPU engines are forked from the fork server.
-
-    Yields the processes that vLLM creates.
-    """
+    """Inside the block, engines of vLLM end with this process, and CPU engines are forked from the fork server. Yields
+    the processes that vLLM creates."""
     utils: Any = import_module("vllm.v1.engine.utils")
     original = utils.get_mp_context
     context: Any = ForkServerContext() if device == "cpu" else SpawnContext()

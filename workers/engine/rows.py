@@ -140,12 +140,8 @@ def _status(status: str, *turns: SampledTurn) -> str:
 
 
 def sampled_turn(output: RequestOutput, records: bool = False) -> SampledTurn:
-    """The engine's sampled turn for one prompt. Raises RuntimeError if vLLM left something out.
-
-    Args:
-        output: Output of vLLM.
-        records: Whether the engine recorded the tokens that the sampler left to each one.
-    """
+    """The engine's sampled turn for one prompt; `records`: whether it has the tokens that the sampler left. Raises
+    RuntimeError if vLLM left something out."""
     completion = output.outputs[0]
     timing = output.metrics
     if timing is None or completion.finish_reason is None:
@@ -185,14 +181,7 @@ def _version_spans(completion: CompletionOutput) -> list[dict[str, int]]:
 def sample_summary(
     rows: Rows, version: int, played: Played | None = None, outcome: float | None = None
 ) -> SampleSummary:
-    """Summary of a sample from its rows.
-
-    Args:
-        rows: One row, or the rows of an episode.
-        version: Current version of the engine, for a sample without tokens.
-        played: The episode, or None if the sample is one response.
-        outcome: See `EpisodeSummary.outcome`.
-    """
+    """Summary of a sample from its rows; `version` is the engine's, for a sample without tokens."""
     versions = [span["version"] for row in rows for span in row["weight_versions"]] or [version]
     lengths = tuple(len(row["prompt_ids"]) + len(row["response_ids"]) for row in rows)
     return SampleSummary(
@@ -222,15 +211,7 @@ def sample_summary(
 
 
 def episode_samples(builder: RowBuilder, index: int, played: Played, players: Sequence[str], version: int) -> Built:
-    """The samples of an episode: one, or one for each player that the policy plays.
-
-    Args:
-        builder: Builds their rows.
-        index: Index of the first sample.
-        played: The episode.
-        players: The players that the policy plays; none if the environment names none.
-        version: Current version of the engine, for samples without tokens.
-    """
+    """The samples of an episode from index `index` on: one, or one for each of the `players` that the policy plays."""
     if not players:
         rows = builder.episode(index, played)
         return [sample_summary(rows, version, played)], rows
@@ -266,16 +247,8 @@ class RunningGroup(Generic[T]):
 
 
 def merged(request: GroupRequest, finished: pa.Table | None, rows: Rows) -> pa.Table:
-    """The ROLLOUTS table of a whole group, in order of samples and segments.
-
-    Args:
-        request: Has the finished samples, and the attempt that all rows belong to.
-        finished: Their rows, among other groups' rows, or None without any.
-        rows: Rows of the other samples.
-
-    Raises:
-        ValueError: A finished sample has no rows.
-    """
+    """The ROLLOUTS table of a whole group, in order of samples and segments, of the new rows and the finished samples'
+    rows among those of other groups. Raises ValueError if a finished sample has no rows."""
     table = pa.Table.from_pylist(rows, schema=ROLLOUTS)
     if finished is None:
         return table

@@ -62,17 +62,9 @@ class ServingEngine:
         self._family = FamilyPeak()
 
     async def start(self, arguments: AsyncEngineArgs, loggers: Sequence[Any]) -> None:
-        """Create the engine and open it. This takes minutes and blocks the event loop.
-
-        Args:
-            arguments: Arguments of the engine.
-            loggers: vLLM tells them about every iteration of the engine.
-
-        Raises:
-            ValueError: vLLM refuses the settings.
-            EngineDead: the engine's process failed.
-            Exception: vLLM cannot load the model.
-        """
+        """Create the engine and open it. This takes minutes and blocks the event loop. Raises ValueError if vLLM
+        refuses the settings, EngineDead if the engine's process failed, and other errors if vLLM cannot load the
+        model."""
         from vllm.v1.engine.async_llm import AsyncLLM
 
         try:
@@ -114,12 +106,8 @@ class ServingEngine:
         return engine
 
     async def call(self, call: Awaitable[T]) -> T:
-        """Wait for a call into the engine's processes until it answers or one of them dies.
-
-        Raises:
-            WorkerGone: A process has died, or failed alone in the call.
-            Exception: The error of the call.
-        """
+        """Wait for a call into the engine's processes until it answers or one of them dies. Raises WorkerGone if a
+        process has died, or failed alone in the call, else the error of the call."""
         task = asyncio.ensure_future(call)
         try:
             while not task.done():
@@ -184,14 +172,9 @@ class ServingEngine:
             await asyncio.to_thread(engine.shutdown, 0.0 if alone else _SHUTDOWN_S)
 
     async def health(self) -> WorkerHealth:
-        """Health of the worker, requested through the engine's process: a hanging engine does not answer.
-
-        During an update the engine answers when the update has ended. A sleeping engine is healthy.
-
-        Raises:
-            EngineClosed: the engine does not serve.
-            EngineDead: the engine's process has ended.
-        """
+        """Health of the worker, requested through the engine's process: a hanging engine does not answer. During an
+        update the engine answers when the update has ended. A sleeping engine is healthy. Raises EngineClosed if the
+        engine does not serve, and EngineDead if the engine's process has ended."""
         version = int(await self.call(self.require_open().get_weight_version()))
         peak, running = await self.peak(), len(self.running)
         return WorkerHealth(self.name, socket.gethostname(), os.getpid(), version, running, peak=peak)

@@ -39,18 +39,15 @@ CPU build is 128, longer than many prompts; its kernels require multiples of 32.
 
 
 def set_environment(engine: EngineProcess) -> None:
-    """Set the environment variables that vLLM reads; call before vLLM is first imported.
-
-    vLLM's processes inherit them, and end with this one.
-    """
+    """Set the environment variables that vLLM reads; call before vLLM is first imported. vLLM's processes inherit them,
+    and end with this one."""
     private_shared_memory()
     os.environ |= {OWNER_VARIABLE: str(os.getpid()), FOLDER_VARIABLE: temporary_folder()}
     set_import_environment(engine)
 
 
 def set_import_environment(engine: EngineProcess) -> None:
-    """Set the variables that do not depend on the process; forks of a process that has imported vLLM share
-    them."""
+    """Set the variables that do not depend on the process; forks of a process that has imported vLLM share them."""
     os.environ |= {
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_DO_NOT_TRACK": "1",
@@ -149,10 +146,8 @@ def adapter_request(version: int, digest: str) -> LoRARequest:
 
 
 def _adapter_args(lora: LoraConfig | None) -> dict[str, Any]:
-    """Arguments of an engine that samples with adapters.
-
-    Only the layers that are named get memory for adapters: vLLM would also prepare experts for them otherwise.
-    """
+    """Arguments of an engine that samples with adapters. Only the layers that are named get memory for adapters: vLLM
+    would also prepare experts for them otherwise."""
     if lora is None:
         return {}
     targets = None if lora.targets == ALL_LINEAR else list(lora.targets)

@@ -39,12 +39,7 @@ class EngineSleep:
     """Makes an engine sleep and wakes it. The engine is paused in every state but `AWAKE`."""
 
     def __init__(self, level: Sleep, engine: ServingEngine) -> None:
-        """An engine that is awake.
-
-        Args:
-            level: What the engine releases while it sleeps.
-            engine: The engine.
-        """
+        """An engine that is awake."""
         self._level = level
         self._engine = engine
         self.state = MemoryState.AWAKE
@@ -55,15 +50,9 @@ class EngineSleep:
         return self.state is MemoryState.AWAKE
 
     async def sleep(self) -> None:
-        """Release memory, until new weights are loaded or `wake` is called.
-
-        Requests that run continue after that, recomputed; arriving ones wait. A closed engine sleeps as well. After a
-        failure the engine is closed.
-
-        Raises:
-            ValueError: The level is `none`.
-            EngineDead: the engine's process has ended.
-        """
+        """Release memory, until new weights are loaded or `wake` is called. Requests that run continue after that,
+        recomputed; arriving ones wait. A closed engine sleeps as well. After a failure the engine is closed. Raises
+        ValueError if the level is `none`, and EngineDead if the engine's process has ended."""
         engine = self._engine
         async with engine.lock:
             closed = engine.state is Serving.CLOSED
@@ -72,12 +61,8 @@ class EngineSleep:
             engine.state = Serving.CLOSED if closed else Serving.OPEN
 
     async def wake(self) -> None:
-        """Serve again with the weights that the engine has.
-
-        Raises:
-            StaleWake: they were discarded, or not verified.
-            EngineDead: the engine's process has ended.
-        """
+        """Serve again with the weights that the engine has. Raises StaleWake if they were discarded, or not verified,
+        and EngineDead if the engine's process has ended."""
         async with self._engine.lock:
             self._engine.require_open()
             if not self.awake:

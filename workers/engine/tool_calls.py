@@ -25,11 +25,8 @@ _STEP_S = 0.05
 
 
 def tool_parser(name: str | None, tokenizer: PreTrainedTokenizerBase) -> ParseCalls | None:
-    """vLLM's parser of this name (`vllm serve --tool-call-parser`); None without a name.
-
-    Raises:
-        ValueError: vLLM has no such parser, it refuses the tokenizer, or it does not read text.
-    """
+    """vLLM's parser of this name (`vllm serve --tool-call-parser`); None without a name. Raises ValueError if vLLM has
+    no such parser, it refuses the tokenizer, or it does not read text."""
     if name is None:
         return None
     from vllm.tokenizers.hf import get_cached_tokenizer
@@ -110,14 +107,9 @@ class _Call(threading.Thread):
 
 
 def limit_cpu(seconds: float, function: Callable[..., Any], *args: Any) -> Any:
-    """Return or raise as `function(*args)` does, unless it takes longer than `seconds` of processor time.
-
-    Time in which other threads or processes run does not count, so a busy machine gives the same result. The caller
-    does not wait for a call that cannot be ended at once.
-
-    Raises:
-        TimeoutError: it takes longer.
-    """
+    """Return or raise as `function(*args)` does, unless it takes longer than `seconds` of processor time. Time in which
+    other threads or processes run does not count, so a busy machine gives the same result. The caller does not wait for
+    a call that cannot be ended at once. Raises TimeoutError if it takes longer."""
     call = _Call(function, args)
     call.start()
     call.join(_STEP_S)

@@ -51,17 +51,9 @@ class Child:
     """A running child process: a guard and below it the user code (`run_guarded`). It ends when this process ends."""
 
     def __init__(self, entry: str, name: str, keep: Collection[str] = (), python: str | None = None) -> None:
-        """Start the child.
-
-        Args:
-            entry: `package.module:function`; called with the descriptors of the socket and the owner pipe, as strings.
-            name: Name of the user code, for messages.
-            keep: Names of variables with secrets that the user code may read.
-            python: Its interpreter, or None for this one.
-
-        Raises:
-            OSError: The process cannot be started.
-        """
+        """Start the child. `entry` is `package.module:function`, called with the descriptors of the socket and the
+        owner pipe as strings; `keep` names the secrets that the user code may read. Raises OSError if the process
+        cannot be started."""
         self._name = name
         self.mark = new_mark()
         """Identifies the child and all processes that it starts."""
@@ -89,11 +81,8 @@ class Child:
         output.started()
 
     def load(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Makes the child load the user's code; returns what it says about it. A child that does not is ended.
-
-        Raises:
-            LoadFailed: With the reason.
-        """
+        """Make the child load the user's code; returns what it says about it. One that does not is ended. Raises
+        LoadFailed."""
         try:
             reply = self.exchange(order, LOAD_TIMEOUT_S, first=True)
         except TimeoutError:
@@ -124,19 +113,11 @@ class Child:
         *,
         first: bool = False,
     ) -> dict[str, Any]:
-        """Send one line and receive one line, both JSON objects.
+        """Send one line and receive one line, both JSON objects. `watch` is called about twice a second during the
+        wait; what it raises ends the exchange. With `first`, what the child has written so far is about this request.
 
-        Args:
-            request: The object to send.
-            timeout_s: Timeout for the reply.
-            max_reply: Size limit of the reply, in bytes.
-            watch: Called about twice a second during the wait; what it raises ends the exchange.
-            first: Whether it is the first request: what the child has written so far is about it.
-
-        Raises:
-            TimeoutError: There is no reply in time.
-            EOFError, ConnectionError: The child has ended.
-            InvalidReply: The reply is too long or no JSON object.
+        Raises TimeoutError without a reply in time, EOFError or ConnectionError if the child has ended, and
+        InvalidReply if the reply has more than `max_reply` bytes or is no JSON object.
         """
         deadline = time.monotonic() + timeout_s
         if not first:
@@ -213,13 +194,8 @@ class BoundedOutput:
     """A pipe for a process's output, read by a thread for as long as anyone has its other end open."""
 
     def __init__(self, name: str, limit: int = OUTPUT_LIMIT, log: int | None = _LOG) -> None:
-        """Open the pipe.
-
-        Args:
-            name: Whose output it is, for the message that it was cut.
-            limit: Bytes that are passed on.
-            log: Descriptor that receives them, or None if only their end is wanted.
-        """
+        """Open the pipe of `name`'s output; `limit` bytes are passed on to the descriptor `log`, or none if only the
+        end is wanted."""
         self._tail, self._old = b"", 0
         self._reads = threading.Lock()
         """Held from reading the pipe until the tail has what was read."""

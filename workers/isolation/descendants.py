@@ -20,15 +20,8 @@ MARK = "TROUPE_CHILD"
 
 
 def child_environment(mark: str, keep: Collection[str] = (), of: Mapping[str, str] | None = None) -> dict[str, str]:
-    """This process's environment without secrets, and with the mark of a child process.
-
-    A variable is secret by its name, or because it is a URL with a user and a password.
-
-    Args:
-        mark: Unique; see `MARK`.
-        keep: Names of secrets that the user code needs.
-        of: The environment (default: this process's).
-    """
+    """This process's environment (or `of`) without secrets but those in `keep`, and with the mark of a child process. A
+    variable is secret by its name, or because it is a URL with a user and a password."""
     inherited = os.environ if of is None else of
     hidden = {
         name for name, value in inherited.items() if is_secret(name) or ("://" in value and has_credentials(value))

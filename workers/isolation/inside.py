@@ -17,14 +17,8 @@ F_SETOWN = 8  # not in Python's fcntl module
 
 
 def connection(control: int, owner_pipe: int) -> socket.socket:
-    """Prepare a process for user code: a child of this one, which guards it. Returns the socket to the worker.
-
-    The process and all that it starts end when the worker closes the other end of the owner pipe.
-
-    Args:
-        control: Descriptor of the socket.
-        owner_pipe: Descriptor of the pipe.
-    """
+    """Prepare a process for user code: a child of this one, which guards it. Returns the socket to the worker. The
+    process and all that it starts end when the worker closes the other end of the owner pipe."""
     for descriptor in (control, owner_pipe):  # or processes that user code starts would keep the connection open
         os.set_inheritable(descriptor, False)
     run_guarded(owner_pipe, os.environ[MARK])
@@ -51,10 +45,8 @@ def die_with(owner_pipe: int) -> None:
 
 
 def limit_memory(limit_mib: int) -> None:
-    """Limit the memory for data to its current size plus `limit_mib`, and disable core files.
-
-    Addresses are not counted: Node.js, Java and CUDA reserve many gigabytes of them that they never use.
-    """
+    """Limit the memory for data to its current size plus `limit_mib`, and disable core files. Addresses are not
+    counted: Node.js, Java and CUDA reserve many gigabytes of them that they never use."""
     with open("/proc/self/statm") as statm:
         used = int(statm.read().split()[5]) * PAGE
     limit = used + limit_mib * 2**20

@@ -16,9 +16,8 @@ from typing import IO
 def exit_with(owner: int, between: Sequence[int] = ()) -> None:
     """Exit when the process `owner` ends, and kill the processes `between` it and this one.
 
-    A pidfd becomes readable when its process ends, also if nobody reaps it: under a PID 1 that does not, a dead
-    process keeps its id for good, and a test for the id finds it alive. It never refers to another process that reuses
-    the id.
+    A pidfd becomes readable when its process ends, also if nobody reaps it: under a PID 1 that does not, a dead process
+    keeps its id for good, and a test for the id finds it alive. It never refers to another process that reuses the id.
     """
     try:
         owner_fd = os.pidfd_open(owner)

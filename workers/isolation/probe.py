@@ -16,10 +16,8 @@ _LONGEST = 400
 
 
 class ProbeFailed(Exception):
-    """The process ended, or did not end in time; `replies` are those it gave before.
-
-    `raised` is the message of the ValueError that the function raised; empty if it raised none.
-    """
+    """The process ended, or did not end in time; `replies` are those it gave before. `raised` is the message of the
+    ValueError that the function raised; empty if it raised none."""
 
     def __init__(self, reason: str, replies: list[Any], raised: str = "") -> None:
         super().__init__(reason)
@@ -32,17 +30,8 @@ class ProbeTimeout(ProbeFailed):
 
 
 def ask(entry: str, request: Any, timeout_s: float, python: str | None = None) -> list[Any]:
-    """Every reply of a function in another process.
-
-    Args:
-        entry: `package.module:function`; the function takes the request and yields replies.
-        request: JSON-ready, as the replies are.
-        timeout_s: Timeout for all replies.
-        python: The process's interpreter, or None for this one.
-
-    Raises:
-        ProbeFailed: The process failed.
-    """
+    """Every reply of a function (`package.module:function`) in another process; it takes the request and yields
+    replies, all JSON-ready. Raises ProbeFailed if the process failed."""
     # The current directory: Ray puts it on the path of its workers.
     text = json.dumps([os.getcwd(), entry, request])
     command = python_command("troupe.workers.isolation.probe:answer", python=python)

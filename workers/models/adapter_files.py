@@ -80,12 +80,8 @@ class AdapterFolder:
 
 
 def read_adapter(folder: str | Path) -> AdapterFolder:
-    """Read peft's folder of an adapter.
-
-    Raises:
-        OSError: It cannot be read.
-        ValueError: It has something that is not supported.
-    """
+    """Read peft's folder of an adapter. Raises OSError if it cannot be read, and ValueError if it has something that is
+    not supported."""
     path = Path(folder)
     try:
         config = parse_settings((path / ADAPTER_CONFIG).read_bytes())
@@ -101,13 +97,9 @@ def read_adapter(folder: str | Path) -> AdapterFolder:
 
 @torch.no_grad()
 def add_adapter(model: PreTrainedModel, adapter: AdapterFolder) -> int:
-    """Add an adapter to the weights of a model in place, in float32 before rounding once.
-
-    What was trained whole replaces the model's. Returns the number of layers that had an adapter.
-
-    Raises:
-        ValueError: The model lacks a layer, or the adapter a tensor of one.
-    """
+    """Add an adapter to the weights of a model in place, in float32 before rounding once. What was trained whole
+    replaces the model's. Returns the number of layers that had an adapter. Raises ValueError if the model lacks a
+    layer, or the adapter a tensor of one."""
     weights, parts = dict(model.named_parameters()), dict(adapter.tensors)
     factor, layers = scaling(adapter.config), 0
     for name in adapter.tensors:

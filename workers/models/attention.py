@@ -36,12 +36,8 @@ def choose_attention(path: str, trust_remote_code: bool) -> str | None:
     """The implementation to load the model of a folder with, or None for transformers' default.
 
     Both are tried on the process's training device. A model that cannot be tried gets eager attention, which the
-    model's own code defines.
-
-    Raises:
-        OSError: the configuration is missing.
-        ValueError: the default computes something else than eager attention, and which of them the model defines is
-            unknown.
+    model's own code defines. Raises OSError if the configuration is missing, and ValueError if the default computes
+    something else than eager attention, and which of them the model defines is unknown.
     """
     from transformers import AutoConfig
 
@@ -86,9 +82,7 @@ def _eager(path: str, model: PreTrainedModel, distance: float) -> str:
 @ieee_float32()
 def _compare(small: PreTrainedConfig, trust_remote_code: bool) -> tuple[PreTrainedModel, float]:
     """(model, distance): a random model with the default implementation, and how far its states are from eager ones.
-
-    The distance is a fraction of the length of the states.
-    """
+    The distance is a fraction of the length of the states."""
     device: Device = "cuda" if torch.cuda.is_available() else "cpu"
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)  # all ranks must come to the same result

@@ -47,10 +47,8 @@ _WINDOWS = {"sliding_attention", "sliding_window"}
 
 @cache
 def _samples() -> TokenTable:
-    """Two responses to one prompt and one to another, longer than the windows of a small copy.
-
-    No token is in two of the texts, but for the shared prompt.
-    """
+    """Two responses to one prompt and one to another, longer than the windows of a small copy. No token is in two of
+    the texts, but for the shared prompt."""
     prompt = [3, 4, 5, 6, 7, 8, 9]
     rows = [
         ("p", 0, prompt, [11, 12, 13]),
@@ -73,18 +71,9 @@ def adapt(
     """Make the model as fast as its results allow, and return whether it packs: takes several sequences in one row.
 
     A model that packs gets the attention of `packed_attention`. Another one gets no mask of the padding where its
-    results do not depend on it.
-
-    Args:
-        module: The module around the model.
-        model: The model inside it.
-        device: Where it will run.
-        packing: Whether it may pack.
-        sequence: The workers that share each micro-batch; it then packs. Collective over them.
-
-    Raises:
-        ValueError: the workers cannot share a micro-batch, because the model does not pack, or depends on other tokens
-            elsewhere than in attention.
+    results do not depend on it. The workers of `sequence` share each micro-batch: the model then packs, and the call is
+    collective over them. Raises ValueError if the workers cannot share a micro-batch, because the model does not pack,
+    or depends on other tokens elsewhere than in attention.
     """
     if packing and takes_segments(model, device):
         if sequence is not None:
@@ -121,10 +110,8 @@ def takes_segments(model: PreTrainedModel, device: Device) -> bool:
 
 
 def _share_rows(module: ModelModule, model: PreTrainedModel, device: Device, sequence: SequenceGroup) -> None:
-    """Divide packed rows among the workers of a group; tested by running a whole model on its device.
-
-    A model that amplifies rounding shows nothing, and is not refused.
-    """
+    """Divide packed rows among the workers of a group; tested by running a whole model on its device. A model that
+    amplifies rounding shows nothing, and is not refused."""
     sequence_parallel.install(model, sequence)
     module.sequence = sequence
     if model.device.type != device or any(map(is_partitioned, model.parameters())):
@@ -148,10 +135,8 @@ def _head_size(model: PreTrainedModel) -> int:
 
 
 def _isolates(model: PreTrainedModel) -> bool:
-    """Whether sequences in one row, two of them behind one prompt, have the same states as apart, and only their own.
-
-    A token that must not be seen has weight 0, and so its embedding has a gradient of exactly 0.
-    """
+    """Whether sequences in one row, two of them behind one prompt, have the same states as apart, and only their own. A
+    token that must not be seen has weight 0, and so its embedding has a gradient of exactly 0."""
     samples = _samples()
     apart, row = (batch.to(model.device) for batch in (samples.batch(range(3)), samples.packed_batch(range(3), True)))
     try:
@@ -212,11 +197,9 @@ def _states(model: PreTrainedModel, batch: TokenBatch, mask: torch.Tensor | None
 
 @torch.no_grad()
 def _amplifies_rounding(model: PreTrainedModel, device: Device) -> bool:
-    """Whether a trained model's states are of no use to compare two ways to compute them.
-
-    If tokens are rare, a change of the embeddings in their last bit can change all of a state. False for a model
-    that is tried out as a copy in any case: it is partitioned, or will run on another device.
-    """
+    """Whether a trained model's states are of no use to compare two ways to compute them. If tokens are rare, a change
+    of the embeddings in their last bit can change all of a state. False for a model that is tried out as a copy in any
+    case: it is partitioned, or will run on another device."""
     if model.device.type != device or any(map(is_partitioned, model.parameters())):
         return False
     batch = _samples().batch(range(3)).to(model.device)
@@ -256,10 +239,8 @@ def _embedded(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
 
 
 def _attention_limits(model: PreTrainedModel) -> set[str]:
-    """What keeps some token from attending to all earlier ones: kinds of layers, or fields with a window or chunk.
-
-    A window is no limit if it is as long as the longest sequence of the model.
-    """
+    """What keeps some token from attending to all earlier ones: kinds of layers, or fields with a window or chunk. A
+    window is no limit if it is as long as the longest sequence of the model."""
     config = model.config.get_text_config()
     if kinds := getattr(config, "layer_types", None):
         return {kind for kind in kinds if kind != "full_attention"}
@@ -276,15 +257,8 @@ def check_deterministic(module: ModelModule, model: PreTrainedModel, device: Dev
     """Refuse a model that computes something else in training than in evaluation, or something else every time.
 
     The ratio of new to old policy must be 1 before an update. A module in training mode keeps its model in evaluation
-    mode, but for the layers that recompute their activations; tested by running it in the mode it is in.
-
-    Args:
-        module: The module to train, in training mode.
-        model: The model inside it.
-        device: Where it will run.
-
-    Raises:
-        ValueError: names the configuration fields that make the model random.
+    mode, but for the layers that recompute their activations; tested by running it in the mode it is in. Raises
+    ValueError, which names the configuration fields that make the model random.
     """
     tried = proxy_for(model, device=device)
     if tried is None:
@@ -312,11 +286,8 @@ def _trained_as(model: PreTrainedModel, tried: PreTrainedModel) -> ModelModule:
 
 @torch.no_grad()
 def _noise(module: ModelModule, model: PreTrainedModel) -> float:
-    """Largest difference between the states of two passes in the module's mode, or of one to evaluation mode.
-
-    0 if it is rounding: as large as between two passes in evaluation mode, because some kernels add in any
-    order.
-    """
+    """Largest difference between the states of two passes in the module's mode, or of one to evaluation mode. 0 if it
+    is rounding: as large as between two passes in evaluation mode, because some kernels add in any order."""
     ids = (7 * torch.arange(16, device=model.device) % model.config.get_text_config().vocab_size)[None]
 
     def states() -> torch.Tensor:
@@ -361,14 +332,8 @@ def use_liger(model: PreTrainedModel, device: Device) -> None:
     """Replace layers of a loaded model by Liger's. Call it before DeepSpeed gets the model.
 
     The head stays as it is: log-probs and entropy are computed by `modeling.CausalLogprobs`. Liger also replaces the
-    rotary positions of every other model of this architecture in the process.
-
-    Args:
-        model: The model.
-        device: Where it will run.
-
-    Raises:
-        ValueError: Liger is not installed, does not support the model, or computes something else than the model.
+    rotary positions of every other model of this architecture in the process. Raises ValueError if Liger is not
+    installed, does not support the model, or computes something else than the model.
     """
     try:
         liger: Any = import_module("liger_kernel.transformers.monkey_patch")

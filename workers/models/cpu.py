@@ -58,10 +58,8 @@ def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None)
 
 
 def use_onednn(model: nn.Module) -> None:
-    """Make the model's float32 linear layers use oneDNN on the CPU, if that is faster.
-
-    They keep their names and weights.
-    """
+    """Make the model's float32 linear layers use oneDNN on the CPU, if that is faster. They keep their names and
+    weights."""
     if not onednn_is_faster():
         return
     for module in model.modules():

@@ -17,15 +17,8 @@ _CONFIG = "config.json"
 
 
 def base_digest(folder: str | Path) -> str:
-    """xxh3-128 of the configuration and of the weight files of a model, with their names.
-
-    Args:
-        folder: Folder of the model.
-
-    Raises:
-        OSError: A file cannot be read, or there are no weights.
-        ValueError: The index of the weights cannot be read.
-    """
+    """xxh3-128 of the configuration and of the weight files of a model, with their names. Raises OSError if a file
+    cannot be read, or there are no weights, and ValueError if the index of the weights cannot be read."""
     root = Path(folder)
     files = weight_files(root)
     if not files:
@@ -58,10 +51,8 @@ def tensors_digest(tensors: Iterable[torch.Tensor]) -> str:
 
 
 def checksums(flat: torch.Tensor) -> torch.Tensor:
-    """int64 [3], on the device of uint8 [n]: its length, and the checksums of its words (`checksum`).
-
-    Up to three zeros are appended to fill the last word.
-    """
+    """int64 [3], on the device of uint8 [n]: its length, and the checksums of its words (`checksum`). Up to three zeros
+    are appended to fill the last word."""
     padded = F.pad(flat, (0, -len(flat) % _WORD)) if len(flat) % _WORD or flat.storage_offset() % _WORD else flat
     sums = checksum(padded.view(torch.int32))
     return torch.cat((sums.new_tensor([len(flat)]), sums))

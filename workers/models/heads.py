@@ -52,9 +52,7 @@ class Float32Logits(nn.Linear):
         self, input: torch.Tensor, targets: torch.Tensor | None = None, factor: float = 1.0, entropy_grad: bool = False
     ) -> Any:
         """float32 [..., out_features] of [..., in_features]; with `targets`, and no bias, `token_logprobs` instead.
-
-        Both are a call of the module: under ZeRO-3 its hooks gather the weight.
-        """
+        Both are a call of the module: under ZeRO-3 its hooks gather the weight."""
         if targets is not None:
             return token_logprobs(input, self.weight, targets, factor, entropy_grad)
         if self.weight.dtype == torch.float32:
@@ -65,10 +63,8 @@ class Float32Logits(nn.Linear):
 
 
 def share_gradient(model: PreTrainedModel) -> None:
-    """Adds the gradient of an embedding, row by row, to the gradient of the head it is tied to.
-
-    By default it is a tensor of the size of the weight, which is 0 but for the tokens of a micro-batch.
-    """
+    """Adds the gradient of an embedding, row by row, to the gradient of the head it is tied to. By default it is a
+    tensor of the size of the weight, which is 0 but for the tokens of a micro-batch."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if isinstance(embedding, nn.Embedding) and isinstance(head, Float32Logits) and embedding.weight is head.weight:
         embedding.sparse = True
@@ -99,10 +95,8 @@ class _Product(torch.autograd.Function):
 
 
 def float32_logits(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """float32 [T, V] = input [T, in] @ weight [V, in]^T of 16-bit factors, on the CPU.
-
-    The weight exists in float32 in blocks only; each is multiplied while the cache holds it.
-    """
+    """float32 [T, V] = input [T, in] @ weight [V, in]^T of 16-bit factors, on the CPU. The weight exists in float32 in
+    blocks only; each is multiplied while the cache holds it."""
     rows, found = input.float(), torch.empty(len(input), len(weight))
     size = max(1, _BLOCK_NUMBERS // max(rows.shape))
     block = rows.new_empty(min(size, len(weight)), rows.shape[1])
@@ -119,14 +113,8 @@ def token_logprobs(
     The logits exist in tiles of some columns only, and again in the backward pass: memory does not grow with the
     vocabulary. On the CPU a tile stays in the cache until it is done with; on a GPU one kernel reads it once. Sums over
     the vocabulary are rescaled whenever a tile has a larger logit than those before (Milakov and Gimelshein, arXiv
-    1805.02867). The gradient by the weight is summed in float32 over all tokens and rounded once.
-
-    Args:
-        input: bfloat16, float16 or float32 [T, in].
-        weight: [V, in], of the same type.
-        targets: int64 [T].
-        factor: Multiplies the logits: the inverse temperature.
-        entropy_grad: Propagate gradients through the entropies.
+    1805.02867). The gradient by the weight is summed in float32 over all tokens and rounded once. `input`: [T, in];
+    `weight`: [V, in], of the same type, with 16 or 32 bits; `targets`: int64 [T].
     """
     logprobs, entropies = _TokenLogprobs.apply(input, weight, targets, factor, entropy_grad)
     return logprobs, entropies if entropy_grad else entropies.detach()
@@ -198,10 +186,8 @@ def _gradients(
     of_logprob: torch.Tensor,
     of_entropy: torch.Tensor | None,
 ) -> Iterator[tuple[slice, torch.Tensor]]:
-    """(columns, gradient by their logits before `factor`, in the type of the weight) of each tile.
-
-    `of_logprob`, `of_entropy`: float32 [T], times `factor`, or None if entropies have no gradient.
-    """
+    """(columns, gradient by their logits before `factor`, in the type of the weight) of each tile. `of_logprob`,
+    `of_entropy`: float32 [T], times `factor`, or None if entropies have no gradient."""
     for start, logits in _logit_tiles(input, weight, factor):
         logits.sub_(log_sums[:, None])
         if of_entropy is None:
@@ -215,10 +201,8 @@ def _gradients(
 
 
 def _functions(device: torch.device) -> tuple[Callable[..., Any], ...]:
-    """`_sums`, `_gradients`, `_product` and `_add_product`, or their counterparts of a GPU.
-
-    Triton is imported only if tensors are on one.
-    """
+    """`_sums`, `_gradients`, `_product` and `_add_product`, or their counterparts of a GPU. Triton is imported only if
+    tensors are on one."""
     if device.type != "cuda":
         return _sums, _gradients, _product, _add_product
     from troupe.workers.models import head_kernels
@@ -228,9 +212,8 @@ def _functions(device: torch.device) -> tuple[Callable[..., Any], ...]:
 
 def _logit_tiles(input: torch.Tensor, weight: torch.Tensor, factor: float) -> Iterator[tuple[int, torch.Tensor]]:
     """(first column, float32 [T, columns]) of factor * input @ weight^T; the next tile may overwrite the one before.
-
-    The columns do not depend on T: a token's sums, and so its log-prob, are the same to the last bit among any others.
-    """
+    The columns do not depend on T: a token's sums, and so its log-prob, are the same to the last bit among any
+    others."""
     rows = input.float()
     if weight.dtype == torch.float32:
         for start in range(0, len(weight), _FLOAT32_TILE_COLUMNS):

@@ -61,14 +61,9 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 def load_causal(config: ModelConfig, partitioner: Partitioner | None = None) -> PreTrainedModel:
     """A causal language model from a local folder: safetensors only, no dropout, no remote code unless configured.
 
-    Args:
-        config: The model.
-        partitioner: Partitions the model over the ranks while it is loaded; every rank loads it then.
-
-    Raises:
-        OSError: the folder or its weights are missing.
-        ValueError: some weights are missing and would be random (a reward model has no output head), the adapter does
-            not fit the model, or the folder holds other weights besides.
+    The partitioner partitions it over the ranks while it is loaded; every rank loads it then. Raises OSError if the
+    folder or its weights are missing, and ValueError if some weights are missing and would be random (a reward model
+    has no output head), the adapter does not fit the model, or the folder holds other weights besides.
     """
     from transformers import AutoModelForCausalLM
 
@@ -86,18 +81,11 @@ def load_causal(config: ModelConfig, partitioner: Partitioner | None = None) -> 
 
 
 def load_value(config: ModelConfig, partitioner: Partitioner | None = None) -> PreTrainedModel:
-    """A one-label sequence classifier (critic or reward model) from a local folder.
+    """A one-label sequence classifier (critic or reward model) from a local folder; arguments as in `load_causal`.
 
     From the folder of a causal language model only the backbone is loaded. The head starts at zero, so that every value
-    is 0 until the first update. From a saved critic or reward model the head is loaded too.
-
-    Args:
-        config: The model.
-        partitioner: As in `load_causal`.
-
-    Raises:
-        OSError: the folder or its weights are missing.
-        ValueError: the head is not a linear layer named `score`.
+    is 0 until the first update. From a saved critic or reward model the head is loaded too. Raises OSError if the
+    folder or its weights are missing, and ValueError if the head is not a linear layer named `score`.
     """
     from transformers import AutoModelForSequenceClassification
 
@@ -163,10 +151,8 @@ def _prepared(model: PreTrainedModel, partitioner: Partitioner | None) -> PreTra
 
 
 def _multiply_in_float32(model: PreTrainedModel, asked: bool) -> None:
-    """Make the output head compute float32 logits, and log-probs without all of them.
-
-    It keeps its name and weight, which may be tied. `asked`: the configuration says so, and the weight has 16 bits.
-    """
+    """Make the output head compute float32 logits, and log-probs without all of them. It keeps its name and weight,
+    which may be tied. `asked`: the configuration says so, and the weight has 16 bits."""
     head = model.get_output_embeddings()
     if isinstance(head, nn.Linear) and type(head) in (nn.Linear, OneDnnLinear):
         head.__class__ = Float32Logits
@@ -175,10 +161,8 @@ def _multiply_in_float32(model: PreTrainedModel, asked: bool) -> None:
 
 
 def head_chunks(vocabulary: int, micro_batch_tokens: int, device: Device) -> int:
-    """Number of chunks for the output head, so that at most `CHUNK_LOGITS` logits exist at a time.
-
-    It depends only on the configuration: under ZeRO-3 every rank must gather the head's weight equally often.
-    """
+    """Number of chunks for the output head, so that at most `CHUNK_LOGITS` logits exist at a time. It depends only on
+    the configuration: under ZeRO-3 every rank must gather the head's weight equally often."""
     return max(1, math.ceil(vocabulary * micro_batch_tokens / CHUNK_LOGITS[device]))
 
 
@@ -206,11 +190,8 @@ class ModelModule(nn.Module):
         return self
 
     def inputs(self, own: OwnTokens) -> dict[str, Any]:
-        """Arguments of the model; not every architecture takes `position_ids`.
-
-        Padding is on the right, and a causal model without a mask does not see it: attention then needs no mask at all,
-        which the fastest kernels require.
-        """
+        """Arguments of the model; not every architecture takes `position_ids`. Padding is on the right, and a causal
+        model without a mask does not see it: attention then needs no mask at all, which the fastest kernels require."""
         mask = own.attention_mask if self.masks_padding or is_table(own.attention_mask) else None
         arguments = {"input_ids": own.input_ids, "attention_mask": mask, "use_cache": False}
         return arguments if own.position_ids is None else arguments | {"position_ids": own.position_ids}
@@ -251,10 +232,7 @@ class CausalLogprobs(ModelModule):
         self, *, batch: TokenBatch, temperature: float | None = None, reader: LogitsReader | None = None
     ) -> tuple[torch.Tensor, ...]:
         """(logprobs, entropies), float32 [T], of the distribution over the tokens in `batch.kept`, and what `reader`
-        reads of the distribution over all tokens.
-
-        `temperature` overrides the module's.
-        """
+        reads of the distribution over all tokens. `temperature` overrides the module's."""
         temperature = temperature or self.temperature
         own, found = self._outputs(batch)
         at = own.find(batch.positions)
@@ -270,10 +248,8 @@ class CausalLogprobs(ModelModule):
         kept: Ragged | None = None,
         reader: LogitsReader | None = None,
     ) -> tuple[torch.Tensor, ...]:
-        """The results of `forward` for the backbone's states [T, hidden size] that predict `targets`.
-
-        Without a separate head, the states are the logits.
-        """
+        """The results of `forward` for the backbone's states [T, hidden size] that predict `targets`. Without a
+        separate head, the states are the logits."""
         head = self.model.get_output_embeddings()
         plain = self.split_head and self.softcap is None and kept is None and reader is None
         if plain and isinstance(head, Float32Logits) and head.bias is None:
@@ -318,9 +294,7 @@ class CausalLogprobs(ModelModule):
     @torch.no_grad()
     def distributions(self, batch: TokenBatch) -> torch.Tensor:
         """Log-probs of the whole vocabulary, float32 [T, vocabulary], at the module's temperature, without gradient.
-
-        Tokens outside `batch.kept` have -inf.
-        """
+        Tokens outside `batch.kept` have -inf."""
         own, found = self._outputs(batch)
         at = own.find(batch.positions)
         logits = self.logits_of(found[at.local])
@@ -370,11 +344,8 @@ def _of_sampler(logits: torch.Tensor, temperature: float, kept: Ragged | None) -
 
 
 def left_out(kept: Ragged, vocabulary: int, device: torch.device) -> torch.Tensor:
-    """bool [T, vocabulary] on `device`: True on the tokens that were not left to the T sampled tokens.
-
-    Raises:
-        ValueError: a bitmap is of another vocabulary, or an id is beyond it.
-    """
+    """bool [T, vocabulary] on `device`: True on the tokens that were not left to the T sampled tokens. Raises
+    ValueError if a bitmap is of another vocabulary, or an id is beyond it."""
     recorded = kept.lengths > 0
     maps = torch.zeros_like(recorded)
     maps[recorded] = kept.values[kept.starts[recorded]] == BITMAP
@@ -454,11 +425,8 @@ class RewardScores(ModelModule):
     def forward(
         self, *, batch: TokenBatch, read_at: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """(scores float32 [B], token scores float32 [N], logprobs float32 [T] or None).
-
-        `read_at`: int64 [N], the tokens whose scores are returned, as indices into the flattened tokens; none of them
-        by default.
-        """
+        """(scores float32 [B], token scores float32 [N], logprobs float32 [T] or None). `read_at`: int64 [N], the
+        tokens whose scores are returned, as indices into the flattened tokens; none of them by default."""
         own, hidden = self.states(batch)
         read = own.find(batch.last if read_at is None else torch.cat([batch.last, read_at]))
         values = read.gather(self.model.get_submodule("score")(hidden[read.local])[:, 0])
@@ -476,16 +444,8 @@ def share_backbone(
     """The causal language model that `model` (from `load_value`) was made of, sharing its backbone.
 
     Its output head becomes part of `model`, under the name it has in the causal model: it is saved, averaged and
-    exported with it, and the exported folder also loads as a causal language model. A tied head adds no weights.
-
-    Args:
-        model: The one-label classifier.
-        config: The model of both.
-        chunks: Chunks of the output head.
-        partitioner: As in `load_causal`.
-
-    Raises:
-        ValueError: the architecture has no output head separate from its backbone.
+    exported with it, and the exported folder also loads as a causal language model. A tied head adds no weights. Raises
+    ValueError if the architecture has no output head separate from its backbone.
     """
     causal = load_causal(config, partitioner)
     setattr(causal, causal.base_model_prefix, model.base_model)

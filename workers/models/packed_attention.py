@@ -96,11 +96,8 @@ class Segments:
         return self.layouts[device]
 
     def seen(self, segment: RowSegment, window: int | None) -> dict[str, Any]:
-        """Arguments of torch's kernel on the CPU for a segment.
-
-        The kernel aligns its causal mask to the first key, so behind a prefix it needs a mask: made once for all layers
-        and all segments of a shape.
-        """
+        """Arguments of torch's kernel on the CPU for a segment. The kernel aligns its causal mask to the first key, so
+        behind a prefix it needs a mask: made once for all layers and all segments of a shape."""
         tokens = segment.prefix_length + segment.length
         if window is not None and window >= tokens:
             window = None
@@ -142,11 +139,8 @@ def attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """An attention function of transformers: [1, heads, N, head size] to [1, N, heads, head size].
-
-    Raises:
-        ValueError: the layer attends in a way that is not implemented for packed rows.
-    """
+    """An attention function of transformers: [1, heads, N, head size] to [1, N, heads, head size]. Raises ValueError if
+    the layer attends in a way that is not implemented for packed rows."""
     if attention_mask is None or not is_table(attention_mask):
         return _sdpa()(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
     segments = parse(attention_mask)
@@ -179,10 +173,8 @@ def _varlen(
     scale: float,
     window: int | None = None,
 ) -> torch.Tensor:
-    """Flash attention over segments of different length. Its causal mask is aligned to the last key.
-
-    A token attends to itself and the `window` - 1 tokens before it (all if None).
-    """
+    """Flash attention over segments of different length. Its causal mask is aligned to the last key. A token attends to
+    itself and the `window` - 1 tokens before it (all if None)."""
     from torch.nn.attention.varlen import varlen_attn  # imports torch.compile
 
     layout = segments.varlen(query.device)
@@ -204,10 +196,8 @@ def _varlen(
 
 class _SegmentsOnCpu(torch.autograd.Function):
     """Flash attention segment by segment, in float32: torch's backward pass takes several times as long in bfloat16.
-
     Only query, key, value and output are kept, in the type of the weights and once for each token: keys and values of a
-    shared prompt are gathered again in the backward pass.
-    """
+    shared prompt are gathered again in the backward pass."""
 
     @staticmethod
     def forward(
@@ -299,15 +289,9 @@ def uninstall(model: PreTrainedModel) -> None:
 
 
 def kernel_is_exact(head_size: int, dtype: torch.dtype, windows: bool = False) -> bool:
-    """Whether the GPU's kernel takes this type and head size, and aligns its causal mask to the last key.
-
-    Tried out with a prompt that two responses share, against torch's attention under a mask: output and gradients.
-
-    Args:
-        head_size: Numbers of a head.
-        dtype: Type of the states.
-        windows: Whether layers have a sliding window, which is then tried out as well.
-    """
+    """Whether the GPU's kernel takes this type and head size, and aligns its causal mask to the last key, also with
+    sliding windows. Tried out with a prompt that two responses share, against torch's attention under a mask: output
+    and gradients."""
     cuda = torch.device("cuda")
     return all(_kernel_is_exact(head_size, dtype, window, cuda) for window in (None, 2) if windows or window is None)
 

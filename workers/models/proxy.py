@@ -41,18 +41,14 @@ _GAIN = 2.0
 
 
 def proxy_for(model: PreTrainedModel, small: bool = False, device: Device | None = None) -> PreTrainedModel | None:
-    """A model to try out what this one can do: the model itself, or a small copy of it if it is partitioned or will
-    run on another device, where its kernels are others and a large model is fast.
+    """A model to try out what this one can do: the model itself, or a small copy of it if it is partitioned or will run
+    on another device, where its kernels are others and a large model is fast.
 
-    A copy is of the same class, type and attention, has random weights and is on the model's target device;
-    windows of its attention are short. If no copy can be built and run, the result is the model itself, or None if that
-    is partitioned: the caller then assumes the least.
-
-    Args:
-        model: The model.
-        small: Whether a copy is preferred in any case. A copy amplifies rounding little: in bfloat16 two ways to
-            compute the states of a trained model can differ by more than their length, if its tokens are rare.
-        device: Where the model will run, or None if it stays.
+    A copy is of the same class, type and attention, has random weights and is on the model's target device; windows of
+    its attention are short. With `small` it is preferred in any case: it amplifies rounding little, while two ways to
+    compute the states of a trained model in bfloat16 can differ by more than their length, if its tokens are rare. If
+    no copy can be built and run, the result is the model itself, or None if that is partitioned: the caller then
+    assumes the least.
     """
     whole = not any(is_partitioned(parameter) for parameter in model.parameters())
     elsewhere = device is not None and device != model.device.type
@@ -113,10 +109,8 @@ def _configs(config: PreTrainedConfig, count: int) -> Iterator[PreTrainedConfig]
 
 @torch.no_grad()
 def randomize(model: PreTrainedModel) -> None:
-    """Draw the weights of a small copy so that its layers have effects.
-
-    The usual initialization is so small that every token attends to all others equally, and sinks are 0.
-    """
+    """Draw the weights of a small copy so that its layers have effects. The usual initialization is so small that every
+    token attends to all others equally, and sinks are 0."""
     for parameter in model.parameters():
         if parameter.dim() > 1:
             parameter.normal_(std=_GAIN * parameter.shape[-1] ** -0.5)

@@ -91,13 +91,9 @@ class OwnTokens:
 
 
 def divide(sequence: SequenceGroup | None, batch: TokenBatch) -> OwnTokens:
-    """This worker's part of a micro-batch. The row is padded with a separate segment to a multiple of the group.
-
-    The filler batch, one token without a response, is not divided.
-
-    Raises:
-        ValueError: the micro-batch is padded instead of packed.
-    """
+    """This worker's part of a micro-batch. The row is padded with a separate segment to a multiple of the group. The
+    filler batch, one token without a response, is not divided. Raises ValueError if the micro-batch is padded instead
+    of packed."""
     input_ids, attention_mask, position_ids = batch.input_ids, batch.attention_mask, batch.position_ids
     packed = is_table(attention_mask)
     if sequence is None or (input_ids.numel() == 1 and not packed):
@@ -194,11 +190,8 @@ class _Gather(torch.autograd.Function):
 
 
 def install(model: PreTrainedModel, sequence: SequenceGroup) -> None:
-    """Make the layers of a model that takes packed rows divide their heads among the workers of the group.
-
-    Raises:
-        ValueError: the group does not divide the model's heads.
-    """
+    """Make the layers of a model that takes packed rows divide their heads among the workers of the group. Raises
+    ValueError if the group does not divide the model's heads."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 

@@ -34,10 +34,8 @@ FLOAT_COLUMNS = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "values", "
 def score_table(
     column: str, rows: pa.Table, values: torch.Tensor, lengths: torch.Tensor, teacher: Sequence[torch.Tensor] = ()
 ) -> pa.Table:
-    """A `messages.token_scores` table: the identity of `rows` and, under `column`, their flat float values.
-
-    Rows of offline data have no segments. `teacher`: the numbers [T, ...] of `TEACHER_TOKENS`, if there are any.
-    """
+    """A `messages.token_scores` table: the identity of `rows` and, under `column`, their flat float values. Rows of
+    offline data have no segments. `teacher`: the numbers [T, ...] of `TEACHER_TOKENS`, if there are any."""
     floats = list_column(values.float(), lengths, pa.float32())
     fields = [field for field in (*IDENTITY, SEGMENT) if field.name in rows.column_names]
     added = [
@@ -123,11 +121,8 @@ class TokenTable:
     """Prompt and response tokens of a ROLLOUTS or TRAIN table, ready to be cut into micro-batches."""
 
     def __init__(self, table: pa.Table) -> None:
-        """Read the columns.
-
-        Raises:
-            ValueError: a prompt is empty, or a column's row lengths differ from the responses'.
-        """
+        """Read the columns. Raises ValueError if a prompt is empty, or a column's row lengths differ from the
+        responses'."""
         self.table = table
         self.prompts = ragged_view(table.column("prompt_ids"))
         self.responses = ragged_view(table.column("response_ids"))
@@ -263,11 +258,8 @@ class TokenTable:
         return samples, totals[samples]
 
     def samples(self, batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """(number, loss tokens) of the sample of each response token of `batch`, int64 [T] on its device.
-
-        The rows of a sample have one number, counted in the batch. The loss tokens are from all rows that it has in the
-        table.
-        """
+        """(number, loss tokens) of the sample of each response token of `batch`, int64 [T] on its device. The rows of a
+        sample have one number, counted in the batch. The loss tokens are from all rows that it has in the table."""
         samples, loss_tokens = self._sample_columns
         lengths = self.responses.lengths[batch.rows]
         numbers = samples[batch.rows].unique(return_inverse=True)[1]
@@ -304,14 +296,7 @@ def _segments(
     firsts: torch.Tensor, starts: torch.Tensor, opened: torch.Tensor, prompts: torch.Tensor, responses: torch.Tensor
 ) -> torch.Tensor:
     """The table of a packed row: a prompt and its first response are one segment, every other response one behind it.
-
-    Args:
-        firsts: The first row of each unit.
-        starts: Where the prompt of each row starts.
-        opened: Where the response of each row starts.
-        prompts: Tokens of the prompt of each row.
-        responses: Tokens of the response of each row.
-    """
+    `firsts`: the first row of each unit; `starts`, `opened`: where the prompt and the response of each row start."""
     first = torch.zeros(len(starts), dtype=torch.bool)
     first[firsts] = True
     prefixes = torch.stack([starts, prompts], 1).masked_fill(first[:, None], 0)
@@ -321,13 +306,8 @@ def _segments(
 
 
 def segment_table(starts: torch.Tensor, lengths: torch.Tensor, prefixes: torch.Tensor) -> torch.Tensor:
-    """int64 [1, 1, S, 4]: the mask of a packed row.
-
-    Args:
-        starts: First token of each segment.
-        lengths: Tokens of each segment; those without tokens are omitted.
-        prefixes: [S, 2]: first token and number of tokens of the prefix of each segment.
-    """
+    """int64 [1, 1, S, 4]: the mask of a packed row, of the first token and the tokens of each segment (those without
+    tokens are omitted), and, [S, 2], first token and number of tokens of its prefix."""
     table = torch.cat([starts[:, None], lengths[:, None], prefixes], 1)
     return table[lengths > 0][None, None]
 
@@ -338,11 +318,8 @@ def is_table(mask: torch.Tensor | None) -> bool:
 
 
 def prompt_numbers(uids: Sequence[str], prompts: Ragged) -> list[int]:
-    """A number for each row, equal for rows of one group (`uids`) with the same prompt.
-
-    The samples of a group have the same prompt, unless an environment starts them differently, or a chat template has
-    rewritten the history of one.
-    """
+    """A number for each row, equal for rows of one group (`uids`) with the same prompt. The samples of a group have the
+    same prompt, unless an environment starts them differently, or a chat template has rewritten the history of one."""
     ends = prompts.lengths.cumsum(0).tolist()
     starts = [0, *ends[:-1]] if ends else []
     values = prompts.values.numpy()
@@ -352,15 +329,9 @@ def prompt_numbers(uids: Sequence[str], prompts: Ragged) -> list[int]:
 
 
 def read_kept(column: pa.ChunkedArray, lengths: torch.Tensor) -> Ragged | None:
-    """The words of every response token of a column `kept_tokens`, or None if it has none.
-
-    Args:
-        column: Lists of binaries: one for each response token, or null if a row was sampled from all tokens.
-        lengths: int64: response tokens of each row.
-
-    Raises:
-        ValueError: a row's number of entries is not its number of response tokens, or an entry is no sequence of words.
-    """
+    """The words of every response token of a column `kept_tokens`, or None if it has none. The column has a list of
+    binaries for each row, or null if it was sampled from all tokens. Raises ValueError if a row's number of entries is
+    not its number of response tokens, or an entry is no sequence of words."""
     if column.null_count == len(column):
         return None
     array = column.combine_chunks()

@@ -108,13 +108,8 @@ class _PendingFork:
 
 
 def serve(listener: str, owner: str, engine: str) -> None:
-    """Import, then fork a worker for every connection, until the owner has closed its pipe.
-
-    Args:
-        listener: Descriptor of the socket that listens.
-        owner: Descriptor of the pipe's end that is read.
-        engine: An `EngineProcess` on the CPU, as JSON.
-    """
+    """Import, then fork a worker for every connection, until the owner has closed its pipe. The arguments are the
+    descriptors of the listening socket and of the pipe, and an `EngineProcess` on the CPU as JSON."""
     faulthandler.enable(all_threads=False)  # in its forks, too
     with _ending_with(int(owner)):
         import_ahead(EngineProcess.model_validate_json(engine))
@@ -182,10 +177,8 @@ def _user(connection: socket.socket) -> int:
 
 
 def _fork(request: _Request, asking: _PendingFork) -> None:
-    """Forks the requested worker, unless nobody waits: then it has started without a fork.
-
-    The fork answers itself: if this process dies now, whoever asked knows that there is a worker.
-    """
+    """Forks the requested worker, unless nobody waits: then it has started without a fork. The fork answers itself: if
+    this process dies now, whoever asked knows that there is a worker."""
     if not _is_waited_for(asking.connection):
         return
     if not os.fork():
@@ -209,10 +202,8 @@ def _is_waited_for(connection: socket.socket) -> bool:
 
 
 def _become(request: _Request, asking: _PendingFork) -> None:
-    """Run Ray's script for its workers in this fork, as the command `python SCRIPT ARGUMENTS...` would.
-
-    The connection is open until the fork serves: its end tells the process at the other end that it was killed.
-    """
+    """Run Ray's script for its workers in this fork, as the command `python SCRIPT ARGUMENTS...` would. The connection
+    is open until the fork serves: its end tells the process at the other end that it was killed."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setpgid(0, 0)  # Ray may end a worker with its group
     for target, descriptor in zip(_STANDARD, asking.descriptors, strict=True):
@@ -234,10 +225,8 @@ def _become(request: _Request, asking: _PendingFork) -> None:
 
 @contextmanager
 def _without_ray() -> Iterator[None]:
-    """In the block Ray is not installed, which vLLM does not need on the CPU.
-
-    Ray reads the environment of its worker when it is imported, so each worker has to do it.
-    """
+    """In the block Ray is not installed, which vLLM does not need on the CPU. Ray reads the environment of its worker
+    when it is imported, so each worker has to do it."""
     modules: dict[str, Any] = sys.modules
     modules["ray"] = None  # this is how an import is blocked
     try:

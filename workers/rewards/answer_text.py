@@ -23,10 +23,8 @@ _PLAIN = str.maketrans({**_FULL_WIDTH, **_UNSEEN, "\u2212": "-", "\u3002": ". ",
 
 
 def visible(response: str, *, opens_thought: bool = False) -> str:
-    """The response behind its thought; empty if the thought does not end.
-
-    With `opens_thought` the chat template opens the thought, so that a response without the end of one was cut inside.
-    """
+    """The response behind its thought; empty if the thought does not end. With `opens_thought` the chat template opens
+    the thought, so that a response without the end of one was cut inside."""
     ends = list(THOUGHT_ENDS.finditer(response))
     text = response[ends[-1].end() :] if ends else response
     cut = THOUGHT_STARTS.search(text)
@@ -60,10 +58,8 @@ def plain(text: str) -> str:
 
 
 def last_box(text: str) -> tuple[str | None, str]:
-    r"""(content, text before): of the last \boxed{}, \fbox{} or \framebox{} that is closed; None if there is none.
-
-    A box that is not closed, cut at the longest response, is left out of the text before.
-    """
+    r"""(content, text before): of the last \boxed{}, \fbox{} or \framebox{} that is closed; None if there is none. A
+    box that is not closed, cut at the longest response, is left out of the text before."""
     before, closings = text, _closings(text)
     for opened in reversed(list(_BOX.finditer(text))):
         end = closings.get(opened.end() - 1)

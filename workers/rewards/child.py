@@ -76,11 +76,7 @@ class FunctionCaller:
         """Whether the function is asynchronous, so that the samples of a request run at the same time."""
 
     def results(self, samples: Sequence[dict[str, Any]]) -> list[Reply]:
-        """One reply per sample.
-
-        Raises:
-            MemoryError: the function used up its memory.
-        """
+        """One reply per sample. Raises MemoryError if the function used up its memory."""
         if self._batched:
             return self._batch(samples)
         if self.concurrent:

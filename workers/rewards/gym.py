@@ -153,11 +153,8 @@ def _scorer(family: str) -> Callable[[str, Entry], float]:
 
 
 def _check(family: str, entry: Entry) -> None:
-    """Verify once, if the entry has an answer, that the scorer accepts it and refuses nonsense.
-
-    Raises:
-        ValueError: it does not.
-    """
+    """Verify once, if the entry has an answer, that the scorer accepts it and refuses nonsense. Raises ValueError if it
+    does not."""
     expected = entry["answer"]
     if family in _TRUSTED or expected is None:
         return
@@ -169,10 +166,8 @@ def _check(family: str, entry: Entry) -> None:
 
 
 def is_credit_for_containing(score: float, given: str, expected: str) -> bool:
-    """Whether a score below 1 is the fraction of the answer that the expected text covers.
-
-    Many families fall back to this score, so that "15" scores 0.5 when "5" is correct.
-    """
+    """Whether a score below 1 is the fraction of the answer that the expected text covers. Many families fall back to
+    this score, so that "15" scores 0.5 when "5" is correct."""
     pairs = ((given, expected), (given.replace(",", ""), expected.replace(",", "")))
     return score < 1.0 and any(right in left and math.isclose(score, len(right) / len(left)) for left, right in pairs)
 
@@ -184,10 +179,8 @@ def reasoning_gym(response: str, answer: str, metadata: dict[str, Any], *, opens
     has no answer.
 
     `metadata["recipe"]` is the family, and `metadata["entry"]` the generated item: question, answer and metadata.
-
-    Raises:
-        KeyError: `recipe` or `entry` is missing.
-        ValueError: the family is unknown, or its scorer does not accept the entry's answer, or accepts any.
+    Raises KeyError if `recipe` or `entry` is missing, and ValueError if the family is unknown, or its scorer does not
+    accept the entry's answer, or accepts any.
     """
     entry: Entry = metadata["entry"]
     family: str = metadata["recipe"]

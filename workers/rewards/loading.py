@@ -35,11 +35,8 @@ class RewardArgumentsError(RewardFunctionError):
 
 
 def locate(name: str) -> tuple[str, str]:
-    """Module and attribute of a built-in name or of `package.module:function`. Imports nothing.
-
-    Raises:
-        RewardFunctionError: it is neither.
-    """
+    """Module and attribute of a built-in name or of `package.module:function`. Imports nothing. Raises
+    RewardFunctionError if it is neither."""
     if name == ENVIRONMENT_REWARD:
         raise RewardFunctionError("environment: the sum of an environment's rewards is no function of a response")
     if name == JUDGE_REWARD:
@@ -51,19 +48,9 @@ def locate(name: str) -> tuple[str, str]:
 
 
 def load(name: str, args: Mapping[str, Any], batched: bool = False) -> Callable[..., Any]:
-    """Import a reward function, to be called with (response, answer, metadata, **args).
-
-    One with verl's parameters is called with them by name.
-
-    Args:
-        name: A built-in name, or `package.module:function`.
-        args: Keyword arguments that the function is called with.
-        batched: Whether the function takes lists of responses, answers and metadata.
-
-    Raises:
-        RewardFunctionError: the import fails or there is no such function.
-        RewardArgumentsError: it does not take the arguments.
-    """
+    """Import a reward function, to be called with (response, answer, metadata, **args), all lists but `args` if
+    `batched`. One with verl's parameters is called with them by name. Raises RewardFunctionError if the import fails or
+    there is no such function, and RewardArgumentsError if it does not take the arguments."""
     try:
         function = imports.import_attribute(name, *locate(name))
     except imports.NameProblem as error:
@@ -79,11 +66,8 @@ def load(name: str, args: Mapping[str, Any], batched: bool = False) -> Callable[
 
 
 def check_machine(name: str) -> None:
-    """Verify that this machine can run a reward function: that it permits a sandbox, if the function needs one.
-
-    Raises:
-        RewardFunctionError: it does not; the message gives the remedy.
-    """
+    """Verify that this machine can run a reward function: that it permits a sandbox, if the function needs one. Raises
+    RewardFunctionError, whose message gives the remedy."""
     if name not in RUN_MODEL_CODE:
         return
     if problem := imports.resolve(_SANDBOX_PROBLEM)():
@@ -91,11 +75,8 @@ def check_machine(name: str) -> None:
 
 
 def find_problems(functions: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
-    """What is wrong with each of several reward functions (`name`, `args`, `batched`), in order.
-
-    Yields:
-        (field, message) for each function: `name` or `args`; both empty without a problem.
-    """
+    """Yield for each of several reward functions (`name`, `args`, `batched`) what is wrong with it: the field and a
+    message, both empty without a problem."""
     for function in functions:
         if function["name"] == ENVIRONMENT_REWARD:  # a column of the rollouts, no function
             yield ("args", "environment takes no arguments") if function["args"] else ("", "")
@@ -118,10 +99,8 @@ def _adapted(function: Callable[..., Any], args: Mapping[str, Any], batched: boo
     """The function as `f(response, answer, metadata, **args)`, with lists if `batched`.
 
     A function with verl's parameters (`data_source`, `solution_str`, `ground_truth`, `extra_info`; batched: in the
-    plural) is called with them by name. A dict that it returns is its `score`.
-
-    Raises:
-        RewardArgumentsError: it cannot be called so, or would get its arguments in another order.
+    plural) is called with them by name. A dict that it returns is its `score`. Raises RewardArgumentsError if it cannot
+    be called so, or would get its arguments in another order.
     """
     try:
         signature = inspect.signature(function)

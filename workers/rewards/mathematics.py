@@ -96,11 +96,8 @@ def bounded_work(calls: int = WORK) -> Iterator[None]:
 
 @lru_cache(maxsize=256)
 def parse_expression(text: str, longest: int = LONGEST) -> Any:
-    """The expression that LaTeX or plain mathematics stands for, or None if it is none.
-
-    Raises:
-        TooCostly: it is longer than `longest`, too deep, or has numbers that are too large.
-    """
+    """The expression that LaTeX or plain mathematics stands for, or None if it is none. Raises TooCostly if it is
+    longer than `longest`, too deep, or has numbers that are too large."""
     if number := _PLAIN.fullmatch(text):
         sign, whole, decimals, divisor, percent = number.groups()
         value = Float(f"{whole}{decimals}", _DIGITS) if decimals else Rational(int(whole), int(divisor or 1))
@@ -121,9 +118,7 @@ def same_expression(right: Any, said: Any) -> bool:
     Numbers without decimals are equal if they are exactly. One with decimals is equal to others to six decimals, if
     both have decimals and are below 1 to six digits, and to three digits if it is below 0.001. Lists, sets, intervals
     and matrices of numbers are equal if their numbers are; expressions with variables if they are at several points.
-
-    Raises:
-        TooCostly: this cannot be told with the work that is allowed.
+    Raises TooCostly if this cannot be told with the work that is allowed.
     """
     with bounded_work():
         if is_equation(said) and not is_equation(right):

@@ -53,13 +53,9 @@ class RewardModel:
     """Scores rollouts in packed or padded batches of bounded size, without gradients."""
 
     def __init__(self, config: ModelConfig, micro_batch_tokens: int, device: Device) -> None:
-        """Load model and tokenizer.
-
-        Raises:
-            ValueError: the model does not have one label, weights are missing and would be random, or the folder holds
-                other weights besides.
-            OSError: the folder does not exist or has no safetensors.
-        """
+        """Load model and tokenizer. Raises ValueError if the model does not have one label, weights are missing and
+        would be random, or the folder holds other weights besides, and OSError if the folder does not exist or has no
+        safetensors."""
         check_model_files(config.path)
         self.micro_batch_tokens = micro_batch_tokens
         self.device: Device = device
@@ -99,16 +95,9 @@ class RewardModel:
         self.packs = self._scores_packed_rows()
 
     def score(self, rollouts: pa.Table, level: ScoreLevel = "response", separator: str = "") -> list[RewardResult]:
-        """Score of every row of a ROLLOUTS table.
-
-        A row that is too long for the model, has a token outside its embedding, has no steps where the level asks for
-        them, or gets a score that is not finite, has a failed outcome.
-
-        Args:
-            rollouts: The rows.
-            level: The places of the scores, and what becomes of them.
-            separator: Ends each step but the last.
-        """
+        """Score of every row of a ROLLOUTS table, at the places that `level` names; `separator` ends each step but the
+        last. A row that is too long for the model, has a token outside its embedding, has no steps where the level asks
+        for them, or gets a score that is not finite, has a failed outcome."""
         sequences = self.encode(rollouts)
         outcomes = [RewardResult(None, self._unusable(ids)) for ids in sequences]
         steps: list[Mapping[int, int]] = [{} for _ in sequences]
@@ -158,10 +147,8 @@ class RewardModel:
         If this model's tokenizer and chat template give the same prompt ids for the messages, the sampled ids are used;
         otherwise, and for the conversation of an episode, it is rendered again from its text, up to the end of the last
         turn: training examples of reward models end there as well. Without a chat template the sampled ids are used, if
-        its tokenizer reads them as the policy's does.
-
-        Raises:
-            ValueError: the vocabulary differs, and there is no chat template to render the conversation.
+        its tokenizer reads them as the policy's does. Raises ValueError if the vocabulary differs, and there is no chat
+        template to render the conversation.
         """
         columns = ("messages", "conversation", "response", "prompt_ids", "response_ids")
         rendered: dict[str, list[int]] = {}
@@ -254,10 +241,8 @@ def _of_steps(level: ScoreLevel, ends: Sequence[int], scores: Sequence[float]) -
 
 
 def _score_in_float32(model: PreTrainedModel) -> None:
-    """Make the linear head of the score compute in float32, as it does in training (`load_value`).
-
-    A score of 8 to 16 has neighbours 0.06 apart in bfloat16.
-    """
+    """Make the linear head of the score compute in float32, as it does in training (`load_value`). A score of 8 to 16
+    has neighbours 0.06 apart in bfloat16."""
     backbone = set(model.base_model.modules())
     outside = [module for module in model.modules() if module not in backbone]
     heads = [module for module in outside if type(module) is nn.Linear and module.out_features == 1]
@@ -269,10 +254,8 @@ def _score_in_float32(model: PreTrainedModel) -> None:
 
 
 def budget_batches(lengths: dict[int, int], max_tokens: int, *, packed: bool = False) -> Iterator[list[int]]:
-    """Split rows into batches of at most `max_tokens` tokens, grouping rows of similar length.
-
-    Without `packed`, padding is included. A longer row forms its own batch.
-    """
+    """Split rows into batches of at most `max_tokens` tokens, grouping rows of similar length. Without `packed`,
+    padding is included. A longer row forms its own batch."""
     batch: list[int] = []
     total = 0
     for row in sorted(lengths, key=lambda row: lengths[row]):

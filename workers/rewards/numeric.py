@@ -69,12 +69,8 @@ def numeric(response: str, answer: str, metadata: dict[str, Any], *, opens_thoug
 
 def _right(text: str) -> list[Said]:
     """The forms of a right answer; of a solution that ends with `#### 7`, as in GSM8K, or with a box, of that end.
-
     Empty if it is no answer. Mathematics that would not be read whole in a response, as 10:30 AM, is also a text.
-
-    Raises:
-        ValueError: reading it takes too much work.
-    """
+    Raises ValueError if reading it takes too much work."""
     text = text.rpartition("####")[2].strip()
     box, _ = last_box(text)
     text = (text if box is None else box).strip().strip("$").strip()
@@ -116,19 +112,11 @@ def answer_classes(
     args: Mapping[str, Any] | None = None,
     opens_thought: bool = False,
 ) -> list[float]:
-    """Number of the answer of each response, or `NO_ANSWER`; the same answers have the same number.
+    """Number of the answer of each response to one prompt, or `NO_ANSWER`; the same answers have the same number.
 
     What the reward takes for the same right answer has the same number, and no wrong answer has it. Other answers are
-    the same if the reward would take one for the other, or both for a third.
-
-    Args:
-        responses: Responses to one prompt.
-        answers: The right answer, for each of them.
-        metadata: Metadata of the prompt, for each of them.
-        reward: The reward function that compares answers. With any other function, answers are compared as
-            mathematics if a right answer is mathematical, and else as texts.
-        args: Its arguments.
-        opens_thought: Whether the chat template opens the thought of a response.
+    the same if the reward would take one for the other, or both for a third. A `reward` that compares no answers leaves
+    them to be compared as mathematics if a right answer is mathematical, and else as texts.
     """
     right = right_answers(answers[0], metadata[0])
     if reward not in _STATED or reward == "numeric":

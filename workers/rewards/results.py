@@ -54,23 +54,16 @@ class Steps:
 
 
 def as_number(value: Any) -> float | None:
-    """The value as a float: a real number, a bool, or a numpy or torch value without dimensions; else None.
-
-    Raises:
-        OverflowError: an integer that no float can hold.
-    """
+    """The value as a float: a real number, a bool, or a numpy or torch value without dimensions; else None. Raises
+    OverflowError for an integer that no float can hold."""
     if not isinstance(value, Real) and getattr(value, "shape", None) == ():
         value = value.item()
     return float(value) if isinstance(value, Real) else None
 
 
 def checked_steps(rewards: Iterable[object], length: int) -> tuple[Step, ...]:
-    """The steps of a response of `length` characters, as plain numbers.
-
-    Raises:
-        ValueError: there are no steps; a step is not a position and a finite number; or it does not end after the
-            previous step and within the response.
-    """
+    """The steps of a response of `length` characters, as plain numbers. Raises ValueError if there are no steps; a step
+    is not a position and a finite number; or it does not end after the previous step and within the response."""
     steps: list[Step] = []
     earliest = min(1, length)
     for number, step in enumerate(rewards, 1):
@@ -107,11 +100,8 @@ def parse_value(value: object, response: str) -> Reply:
 
 
 def parse_batch(values: Any, responses: Sequence[str]) -> list[Reply]:
-    """Replies for the return value of a batched reward function: a list or an array with one result per response.
-
-    None in the list fails its sample: the function has no result for it. A value that is no such list fails
-    all samples.
-    """
+    """Replies for the return value of a batched reward function: a list or an array with one result per response. None
+    in the list fails its sample: the function has no result for it. A value that is no such list fails all samples."""
     if hasattr(values, "tolist"):  # an array of numpy or torch, or a column of pandas
         values = values.tolist()
     if not isinstance(values, list | tuple):
@@ -169,10 +159,8 @@ class ErrorReplies:
 
 
 def user_place(error: BaseException) -> tuple[str, int] | None:
-    """File and line of the user's code that raised: the innermost that is in no library, else the function's own.
-
-    None if the function is a shipped one, or if it was not reached.
-    """
+    """File and line of the user's code that raised: the innermost that is in no library, else the function's own. None
+    if the function is a shipped one, or if it was not reached."""
     frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(user_traceback(error))]
     if not frames or _within(frames[0][0], (_SHIPPED,)):
         return None

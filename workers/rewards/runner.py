@@ -96,11 +96,8 @@ class RewardProcess:
         return self._pid if self._child else None
 
     def start(self) -> None:
-        """Start the child and load the function in it; does nothing if a child is ready.
-
-        Raises:
-            RewardFunctionError: the function cannot be loaded or does not take its arguments.
-        """
+        """Start the child and load the function in it; does nothing if a child is ready. Raises RewardFunctionError if
+        the function cannot be loaded or does not take its arguments."""
         if self._child is not None:
             if self._child.alive:
                 return

@@ -186,12 +186,8 @@ def spelled_out(text: str) -> str:
 
 
 def stated(part: str, tagged: bool) -> Iterator[str]:
-    """Mathematical expressions that a response may state, the most probable one first; nearly always one.
-
-    Args:
-        part: The part of the response with its answer.
-        tagged: Whether it was inside <answer> tags.
-    """
+    """Mathematical expressions that a part of a response may state (`tagged`: inside <answer> tags), the most probable
+    one first; nearly always one."""
     text = spelled_out(part)
     box, before = last_box(text)
     if box is not None:
@@ -374,10 +370,8 @@ def words(text: str) -> str:
 
 
 def stated_words(part: str) -> str:
-    """What a response states as its answer, in the form of `words`; empty if nothing.
-
-    That is the last box, what the last "answer is" or "answer:" names, or the last line.
-    """
+    """What a response states as its answer, in the form of `words`; empty if nothing. That is the last box, what the
+    last "answer is" or "answer:" names, or the last line."""
     box, before = last_box(part)
     if box is not None:
         return words(box)

@@ -22,10 +22,7 @@ _FILES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
 
 def with_opened_thoughts(function: RewardFunctionConfig, policy: ModelConfig | None) -> RewardFunctionConfig:
     """The function with `opens_thought`, if it has that argument, does not set it and the template opens thoughts.
-
-    Raises:
-        OSError, ValueError: the policy's tokenizer cannot be loaded.
-    """
+    Raises OSError or ValueError if the policy's tokenizer cannot be loaded."""
     if policy is None or not _has_to_know(function.name, function.args) or not template_opens_thought(policy):
         return function
     return function.model_copy(update={"args": {**function.args, OPENS_THOUGHT: True}})
@@ -47,10 +44,8 @@ def _has_to_know(function: Any, args: Mapping[str, Any]) -> bool:
 
 
 def template_opens_thought(model: ModelConfig) -> bool:
-    """Whether what the chat template writes before a response opens a thought.
-
-    The tokenizer, whose library takes seconds to import, is loaded only if the template has the tag of a thought.
-    """
+    """Whether what the chat template writes before a response opens a thought. The tokenizer, whose library takes
+    seconds to import, is loaded only if the template has the tag of a thought."""
     if model.plain or not any(has_thought(text) for text in _templates(model)):
         return False
     from troupe.workers.data.tokenizer import load_chat_tokenizer

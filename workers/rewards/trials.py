@@ -17,14 +17,9 @@ _WRONG = 50
 
 
 def count_earned(request: dict[str, Any]) -> Iterator[tuple[str, int, str]]:
-    """What each of several functions gives right and wrong responses, up to the first that tells them apart.
-
-    Args:
-        request: `functions` by name, `answers` (the right ones of each prompt), `prompts`, and `enough`, a part.
-
-    Yields:
-        The function, the number of right answers that earn 1, and a kind of wrong responses that does, or "".
-    """
+    """Yield each of several functions, the number of right answers to which it gives 1, and a kind of wrong responses
+    that get it, or "", up to the first that tells them apart. The request has `functions` by name, `answers` (the right
+    ones of each prompt), `prompts`, and `enough`, a part."""
     answers: list[list[str]] = request["answers"]
     for name in request["functions"]:
         function = load(name, {})

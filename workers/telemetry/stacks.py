@@ -39,14 +39,9 @@ def stack_file(folder: Path, pid: int) -> Path:
 
 
 def write_stacks_on_signal(folder: str | Path | None = None) -> None:
-    """From now on, SIGUSR1 appends the stacks of this process to its file; a forked process calls this again.
-
-    A folder that cannot be written costs the stacks and nothing else.
-
-    Args:
-        folder: Folder for the files, passed on to descendants (default: the parent's, or the folder of the Ray worker's
-            log that this process writes to; without either, it writes no files).
-    """
+    """From now on, SIGUSR1 appends the stacks of this process to its file; a forked process calls this again. The
+    folder is passed on to descendants; by default it is the parent's, or that of the Ray worker's log that this process
+    writes to; without either no files are written. One that cannot be written costs the stacks and nothing else."""
     place = folder or stacks_folder()
     if not place:
         return

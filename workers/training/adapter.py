@@ -55,16 +55,8 @@ class Adapter:
     """The adapters of a model. Only they train of it, and the score head of a reward model or critic, whole."""
 
     def __init__(self, model: PreTrainedModel, config: LoraConfig, seed: int = 0) -> None:
-        """Put adapters around the targets of a model. They change nothing: B is 0.
-
-        Args:
-            model: The model; its parameters are frozen.
-            config: The adapters.
-            seed: What A is drawn from.
-
-        Raises:
-            ValueError: A target names no linear layer of the model's backbone.
-        """
+        """Put adapters around the targets of a model, whose parameters are frozen. They change nothing: B is 0. Raises
+        ValueError if a target names no linear layer of the model's backbone."""
         from peft import LoraConfig as PeftConfig
         from peft import inject_adapter_in_model
         from peft.tuners.tuners_utils import BaseTunerLayer
@@ -100,11 +92,8 @@ class Adapter:
                 yield PREFIX + name.replace(f".{_NAME}.", "."), parameter
 
     def start_from(self, adapter: AdapterFolder) -> None:
-        """Take the tensors of an adapter as the ones that training starts from.
-
-        Raises:
-            ValueError: They do not match the model's adapters, or are of a reward model under ZeRO-3.
-        """
+        """Take the tensors of an adapter as the ones that training starts from. Raises ValueError if they do not match
+        the model's adapters, or are of a reward model under ZeRO-3."""
         own = dict(self.named_parameters())
         if adapter.config.get("task_type") == SCORES and any(map(is_partitioned, own.values())):
             raise ValueError(f"{adapter.path}: the adapter of a reward model cannot be trained on under ZeRO-3")
@@ -126,10 +115,7 @@ class Adapter:
     @contextmanager
     def as_started(self) -> Iterator[None]:
         """Inside the block the model is the one that training started from: without adapters, or with the first ones.
-
-        Raises:
-            RuntimeError: Training started from an adapter, and parameters are partitioned (ZeRO-3).
-        """
+        Raises RuntimeError if training started from an adapter, and parameters are partitioned (ZeRO-3)."""
         if not self._start:
             with self.off():
                 yield
@@ -212,18 +198,9 @@ class ModelAdapter(Adapter):
     """The adapters of the model that a rank trains."""
 
     def __init__(self, model: PreTrainedModel, config: LoraConfig, source: ModelConfig, seed: int = 0) -> None:
-        """Add the adapters to the model (see `Adapter`).
-
-        Args:
-            model: The model.
-            config: The adapters.
-            source: The folder that the model was loaded from, and the adapter that training starts from.
-            seed: What A is drawn from.
-
-        Raises:
-            OSError: A folder cannot be read.
-            ValueError: A target names no linear layer of the model, or the adapter does not fit.
-        """
+        """Add the adapters to the model (see `Adapter`), whose folder and first adapter `source` names. Raises OSError
+        if a folder cannot be read, and ValueError if a target names no linear layer of the model, or the adapter does
+        not fit."""
         super().__init__(model, config, seed)
         self.base = base_digest(source.path)
         """Digest of the model's files."""
@@ -237,13 +214,8 @@ class ModelAdapter(Adapter):
         return as_bytes(Description(base=self.base, config=self.peft_config("")).to_json())
 
     def write(self, folder: Path, base: str, weights: Mapping[str, torch.Tensor]) -> None:
-        """Write peft's folder of an adapter, which transformers, peft and vLLM load.
-
-        Args:
-            folder: The folder; it is made.
-            base: Folder of the model below.
-            weights: The tensors by their names, on the CPU, and the description if it is there.
-        """
+        """Write peft's folder of an adapter, which transformers, peft and vLLM load; `base` is the folder of the model
+        below."""
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {name: tensor for name, tensor in weights.items() if name != DESCRIPTION}
         save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt", BASE_DIGEST: self.base})
@@ -251,18 +223,13 @@ class ModelAdapter(Adapter):
 
 
 def merge(request: dict[str, str]) -> Iterator[dict[str, int]]:
-    """Write the model that computes what an adapter and the model below it compute together.
+    """Write the model that computes what an adapter and the model below it compute together; yields the number of
+    layers that had an adapter.
 
-    Args:
-        request: `adapter`, peft's folder; `target`, the folder to write; `base`, the folder of the model below, whose
-            tokenizer is copied. Without it, the model that the adapter names, and the adapter's tokenizer.
-
-    Yields:
-        The number of layers that had an adapter.
-
-    Raises:
-        ValueError: The model below is not the one that the adapter was trained on, or lacks one of its layers.
-        OSError: A folder cannot be read or written.
+    The request has `adapter`, peft's folder, `target`, the folder to write, and `base`, the folder of the model below,
+    whose tokenizer is copied. Without it, the model that the adapter names, and the adapter's tokenizer. Raises
+    ValueError if the model below is not the one that the adapter was trained on, or lacks one of its layers, and
+    OSError if a folder cannot be read or written.
     """
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 

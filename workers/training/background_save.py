@@ -35,11 +35,7 @@ class HostCopies:
     """Copies states to host memory, which is pinned if the tensors are on a GPU."""
 
     def __init__(self, device: torch.device) -> None:
-        """Copy nothing yet.
-
-        Args:
-            device: Device of the tensors.
-        """
+        """Copy nothing yet."""
         on_gpu = device.type == "cuda"
         options = StagingOptions(
             use_pinned_memory=on_gpu,
@@ -74,16 +70,8 @@ class BackgroundWriter:
         return self._thread is not None and self._thread.is_alive()
 
     def start(self, name: str, state: Sequence[Write], exports: Sequence[Write]) -> None:
-        """Begin to write a checkpoint.
-
-        Args:
-            name: Its folder.
-            state: What writes the trainer's state.
-            exports: What writes the model. It may fail: the state is a checkpoint without it.
-
-        Raises:
-            RuntimeError: another one is being written.
-        """
+        """Begin to write a checkpoint, the folder `name`. The exports may fail: the state is a checkpoint without the
+        model. Raises RuntimeError if another one is being written."""
         if self.writes:
             raise RuntimeError(f"{self._name} is still being written")
         self._name, self._failed, self._export_failed = name, "", ""
@@ -92,11 +80,8 @@ class BackgroundWriter:
         self._thread.start()
 
     def status(self, name: str) -> SaveStatus:
-        """Whether the checkpoint in this folder is written, and what failed.
-
-        Raises:
-            RuntimeError: another save was begun last.
-        """
+        """Whether the checkpoint in this folder is written, and what failed. Raises RuntimeError if another save was
+        begun last."""
         if self._thread is None or name != self._name:
             raise RuntimeError(f"{name} is not being written")
         return SaveStatus(not self.writes, self._failed, self._export_failed)
@@ -120,11 +105,8 @@ class BackgroundWriter:
 
 @contextmanager
 def whole_files(folder: str) -> Iterator[None]:
-    """Names the folder and its disk if torch cannot write a file: of a full disk it tells a position in the file.
-
-    Raises:
-        OSError: instead of torch's RuntimeError.
-    """
+    """Raise OSError with the folder and its disk if torch cannot write a file: of a full disk it tells a position in
+    the file."""
     try:
         yield
     except RuntimeError as error:

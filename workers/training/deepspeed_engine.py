@@ -111,21 +111,9 @@ class TrainEngine:
         dtype: torch.dtype,
         adapter: ModelAdapter | None = None,
     ) -> None:
-        """Put a module under DeepSpeed; the process must have joined its group.
-
-        Args:
-            module: The module to train.
-            model: The Hugging Face model inside `module`, which is exported and published.
-            config: Optimizer and memory settings.
-            total_updates: Optimizer updates that the learning-rate schedule spans.
-            device: Device of this rank.
-            dtype: Type of the weights.
-            adapter: The adapters in the model, which alone are trained, published, averaged and saved, or None if
-                all weights are.
-
-        Raises:
-            ValueError: the model is random in training mode.
-        """
+        """Put a module under DeepSpeed; the process must have joined its group. `total_updates` is what the
+        learning-rate schedule spans; the adapter alone is trained, published, averaged and saved, if there is one.
+        Raises ValueError if the model is random in training mode."""
         self._deepspeed = import_deepspeed()
         self._config = config
         self._total_updates = total_updates
@@ -180,18 +168,9 @@ class TrainEngine:
         return self._updates
 
     def update(self, micro_batches: Sequence[Batch], loss_fn: Callable[[Forward, Batch], torch.Tensor]) -> StepResult:
-        """One optimizer step on the sum over micro-batches and ranks of `loss_fn(forward, micro_batch)`.
-
-        If a loss or the gradient's norm is not finite on any rank, no rank changes a parameter or an optimizer
-        state.
-
-        Args:
-            micro_batches: Micro-batches of this rank; every rank passes the same number.
-            loss_fn: The loss of one micro-batch; its `forward` takes the module's arguments.
-
-        Raises:
-            ValueError: there are no micro-batches.
-        """
+        """One optimizer step on the sum over micro-batches and ranks of `loss_fn(forward, micro_batch)`; every rank
+        passes the same number. If a loss or the gradient's norm is not finite on any rank, no rank changes a parameter
+        or an optimizer state. Raises ValueError if there are no micro-batches."""
         if not micro_batches:
             raise ValueError("an update needs at least one micro-batch; pass an empty one if there are no rows")
         self._states.reload()
@@ -242,10 +221,8 @@ class TrainEngine:
         return norm, True
 
     def offload_states(self) -> int:
-        """Move what only an update needs to host memory; returns the bytes that are free on the device then.
-
-        The next update moves it back, and so does any other computation with it. It can be saved from there.
-        """
+        """Move what only an update needs to host memory; returns the bytes that are free on the device then. The next
+        update moves it back, and so does any other computation with it. It can be saved from there."""
         if self._states.offloaded:
             return 0
         if self.gathers:
@@ -321,9 +298,7 @@ class TrainEngine:
 
     def copy_state(self, directory: str) -> list[Write]:
         """Copy what `save` writes to host memory. Collective; the returned functions write the same files and are not.
-
-        The copies are overwritten by the next call.
-        """
+        The copies are overwritten by the next call."""
         copies = self._copies = self._copies or HostCopies(self.device)
         with self._files.copied(copies.of) as writes:
             self._save_shards(directory)
@@ -347,22 +322,12 @@ class TrainEngine:
         return state
 
     def load(self, directory: str) -> int:
-        """Resume from what `save` wrote with the same ZeRO stage.
+        """Resume from what `save` wrote with the same ZeRO stage; returns the number of ranks that wrote it.
 
         With the same number of ranks the resume is bitwise on the CPU. A checkpoint of another number of ranks is
         resharded: every rank reads its part from all files. No code is run from the files
-        (`troupe.workers.training.checkpoint_files`).
-
-        Args:
-            directory: Folder of the checkpoint.
-
-        Returns:
-            The number of ranks that wrote the checkpoint.
-
-        Raises:
-            FileNotFoundError: a file is missing.
-            ValueError: a file cannot be read or has other contents. When resharding, both are raised before anything
-                is changed.
+        (`troupe.workers.training.checkpoint_files`). Raises FileNotFoundError if a file is missing, and ValueError if
+        one cannot be read or has other contents; when resharding, before anything is changed.
         """
         self._states.reload()
         files = rank_files(directory)
@@ -416,18 +381,9 @@ class TrainEngine:
             raise ValueError(f"{file} belongs to another base model: digest {trained_on}, now {adapter.base}")
 
     def export(self, directory: str, source: ModelConfig, average: bool = False) -> None:
-        """Write a Hugging Face folder (safetensors, configuration) with the tokenizer of the model `source`.
-
-        With adapters: the folder of peft that holds them.
-
-        Args:
-            directory: The folder.
-            source: The model that was loaded.
-            average: Whether to write the moving average of the weights.
-
-        Raises:
-            RuntimeError: The moving average is to be written, and `ema_decay` is 0.
-        """
+        """Write a Hugging Face folder (safetensors, configuration) of the weights or their moving average, with the
+        tokenizer of the model `source`; with adapters, the folder of peft that holds them. Raises RuntimeError if the
+        moving average is to be written, and `ema_decay` is 0."""
         writes = self.copy_export(directory, source, average)
         try:
             for write in writes:
@@ -447,13 +403,9 @@ class TrainEngine:
     def try_save(self, directory: str, source: ModelConfig) -> None:
         """Write what `save` and `export` write, without the numbers: one small tensor stands for the weights.
 
-        DeepSpeed's files and what rank 0 exports are read again.
-
-        Raises:
-            OSError: a file cannot be written.
-            RuntimeError: DeepSpeed cannot write its state.
-            ValueError: the model, its configuration or its tokenizer cannot be exported, or DeepSpeed's state has what
-                a resume does not read.
+        DeepSpeed's files and what rank 0 exports are read again. Raises OSError if a file cannot be written,
+        RuntimeError if DeepSpeed cannot write its state, and ValueError if the model, its configuration or its
+        tokenizer cannot be exported, or DeepSpeed's state has what a resume does not read.
         """
         folder = Path(directory) / "export"
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -467,10 +419,8 @@ class TrainEngine:
                 load_tokenizer(source.model_copy(update={"path": str(folder), "chat_template": None}))
 
     def _write_model(self, folder: Path, source: ModelConfig, weights: dict[str, torch.Tensor]) -> None:
-        """Write these weights with the configuration of the model, and the other files of the model `source`.
-
-        A `generation_config.json` is copied: transformers loads one that it then refuses to write.
-        """
+        """Write these weights with the configuration of the model, and the other files of the model `source`. A
+        `generation_config.json` is copied: transformers loads one that it then refuses to write."""
         if self._adapter is not None:
             self._adapter.write(folder, source.path, weights)
             copy_tokenizer(source, folder)

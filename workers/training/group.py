@@ -60,13 +60,8 @@ def _within_node(address: str) -> Iterator[None]:
 
 
 def join_group(rendezvous: Rendezvous, device: Device, store: TCPStore | None = None) -> None:
-    """Make this process a rank of the training group. Call it before the process builds a `TrainEngine`.
-
-    Args:
-        rendezvous: Address of the store, rank and world size.
-        device: Device of the rank.
-        store: The store, if `open_store` opened it in this process.
-    """
+    """Make this process a rank of the training group. Call it before the process builds a `TrainEngine`. `store` is
+    given if `open_store` opened it in this process."""
     os.environ |= {
         "DS_ACCELERATOR": device,
         "RANK": str(rendezvous.rank),
@@ -105,11 +100,8 @@ def network_line(device: Device) -> str:
 
 
 def sequence_group(size: int) -> SequenceGroup | None:
-    """The `size` adjacent ranks, among them this one, that share each micro-batch; None for one. Collective.
-
-    Raises:
-        ValueError: the number of ranks is no multiple of `size`.
-    """
+    """The `size` adjacent ranks, among them this one, that share each micro-batch; None for one. Collective. Raises
+    ValueError if the number of ranks is no multiple of `size`."""
     if size == 1:
         return None
     ranks = dist.get_world_size()

@@ -21,9 +21,7 @@ def master_weights(engine: Any, stage: int) -> list[torch.Tensor]:
 
 def own_part(engine: Any, stage: int, rank: int) -> Iterator[torch.Tensor]:
     """The parts of `master_weights` without the unwritten memory that ZeRO-3 appends to the last shares of a parameter.
-
-    (ZeRO-1 and ZeRO-2 append zeros.)
-    """
+    (ZeRO-1 and ZeRO-2 append zeros.)"""
     flats = master_weights(engine, stage)
     if stage < 3:
         yield from flats
@@ -38,18 +36,11 @@ def own_part(engine: Any, stage: int, rank: int) -> Iterator[torch.Tensor]:
 
 
 class WeightSnapshot:
-    """This rank's part of the weights before a step. Collective: all ranks take and shorten it together.
-
-    Only the weights move: the optimizer's moments keep what they learnt from the step's gradients.
-    """
+    """This rank's part of the weights before a step. Collective: all ranks take and shorten it together. Only the
+    weights move: the optimizer's moments keep what they learnt from the step's gradients."""
 
     def __init__(self, engine: Any, stage: int) -> None:
-        """Copy the weights that DeepSpeed's `engine` has now.
-
-        Args:
-            engine: DeepSpeed's engine.
-            stage: Its ZeRO stage.
-        """
+        """Copy the weights that DeepSpeed's `engine` has now."""
         self._engine = engine
         self._stage = stage
         self._before = [master.detach().clone() for master in master_weights(self._engine, self._stage)]

@@ -42,10 +42,8 @@ class UpdateMeter:
         self._padding += batch.padding / sharing
 
     def metrics(self) -> dict[str, float]:
-        """`padding`, `tokens_per_s` of one worker and, if the peak of every rank is known, `mfu`. Collective.
-
-        Attention and what gradient checkpointing computes again do not count as used.
-        """
+        """`padding`, `tokens_per_s` of one worker and, if the peak of every rank is known, `mfu`. Collective. Attention
+        and what gradient checkpointing computes again do not count as used."""
         seconds = all_reduce({"seconds": time.perf_counter() - self._began}, self._device, "max")["seconds"]
         peaks = gpu_peaks(torch.cuda.get_device_name()) if self._device == "cuda" else None
         sums = {"tokens": self._tokens, "padding": self._padding, "peak": math.nan if peaks is None else peaks.flops}
@@ -76,10 +74,8 @@ def operations(module: ModelModule) -> int | None:
 
 @contextmanager
 def profiled(trace: str, device: Device) -> Iterator[None]:
-    """Record the block with torch's profiler, and write it to the file `trace`; nothing if that is empty.
-
-    Chrome (`chrome://tracing`) and Perfetto read the file.
-    """
+    """Record the block with torch's profiler, and write it to the file `trace`; nothing if that is empty. Chrome
+    (`chrome://tracing`) and Perfetto read the file."""
     if not trace:
         yield
         return

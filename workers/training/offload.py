@@ -20,11 +20,7 @@ class StateOffload:
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Move nothing yet.
-
-        Args:
-            device: Device of the tensors while they are in use.
-        """
+        """Move nothing yet."""
         self._device = device
         self._moved: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Tensors whose data are in host memory, readable and saved from there, and the data on the device, with no
@@ -41,14 +37,11 @@ class StateOffload:
 
     @torch.no_grad()
     def offload(self, kept: Iterable[torch.Tensor], scratch: Iterable[torch.Tensor]) -> int:
-        """Free the device of these tensors; returns the bytes that are free then.
+        """Free the device of these tensors; returns the bytes that are free then. Those in `kept` are copied to host
+        memory, and can be read there; those in `scratch` are zero whenever this is called.
 
-        A tensor that is a part of a storage stays, and so does one that is elsewhere, mapped from a file, or was
-        shared with numpy, which happens on the CPU only.
-
-        Args:
-            kept: What is copied to host memory, and can be read there.
-            scratch: What is zero whenever this is called.
+        A tensor that is a part of a storage stays, and so does one that is elsewhere, mapped from a file, or was shared
+        with numpy, which happens on the CPU only.
         """
         if self.offloaded:
             return 0
@@ -105,10 +98,8 @@ class StateOffload:
 
 
 def optimizer_states(engine: Any, stage: int) -> Iterator[torch.Tensor]:
-    """Master weights and moments of DeepSpeed's `engine`, without master weights that are the model's own.
-
-    In float32, ZeRO-3 and training without ZeRO have no others.
-    """
+    """Master weights and moments of DeepSpeed's `engine`, without master weights that are the model's own. In float32,
+    ZeRO-3 and training without ZeRO have no others."""
     held = [getattr(parameter, "ds_tensor", parameter) for parameter in engine.module.parameters()]
     model = {tensor.untyped_storage().data_ptr() for tensor in held}
     if stage == 3:

@@ -39,10 +39,8 @@ def learning_rate(config: OptimizerConfig, update: int, total_updates: int) -> f
 
 
 def adamw(module: nn.Module, config: TrainerConfig) -> torch.optim.AdamW:
-    """torch's AdamW, which needs no compilation. Vectors (norm weights, biases) are not decayed.
-
-    Its learning rate is 0 until an update sets it: DeepSpeed steps some optimizers once while it wraps them.
-    """
+    """torch's AdamW, which needs no compilation. Vectors (norm weights, biases) are not decayed. Its learning rate is 0
+    until an update sets it: DeepSpeed steps some optimizers once while it wraps them."""
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in parameters if len(whole_shape(p)) >= 2], "weight_decay": config.weight_decay},
@@ -58,16 +56,8 @@ def adamw(module: nn.Module, config: TrainerConfig) -> torch.optim.AdamW:
 
 
 def deepspeed_config(config: TrainerConfig, stage: int, dtype: torch.dtype, numbers: int) -> dict[str, Any]:
-    """The DeepSpeed configuration.
-
-    Gradients of several micro-batches are accumulated in float32 from ZeRO-1 on.
-
-    Args:
-        config: Optimizer and memory settings.
-        stage: ZeRO stage.
-        dtype: Type of the weights.
-        numbers: Elements of all parameters, an upper limit of the bucket size.
-    """
+    """The DeepSpeed configuration; `numbers`, the elements of all parameters, bounds the bucket size. Gradients of
+    several micro-batches are accumulated in float32 from ZeRO-1 on."""
     zero: dict[str, Any] = {"stage": stage, "reduce_bucket_size": min(REDUCE_BUCKET, numbers)}
     if config.offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
@@ -111,10 +101,8 @@ class LossScale:
         return self.value / 2 ** (ranks - 1).bit_length()
 
     def overflows(self, skipped: bool) -> bool:
-        """Record an update; returns whether a gradient that is not finite is an overflow of the scaled loss.
-
-        At a scale of 1 it is not: nothing was scaled.
-        """
+        """Record an update; returns whether a gradient that is not finite is an overflow of the scaled loss. At a scale
+        of 1 it is not: nothing was scaled."""
         overflowed = skipped and self.value > 1.0
         if skipped:
             self.value, self.finite = max(self.value / 2.0, 1.0), 0

@@ -148,10 +148,8 @@ class TrainingRank(ABC, Generic[ConfigT]):
         return f"{socket.gethostname()} {own_address()}"
 
     def rendezvous(self, *, one_host: bool) -> tuple[str, int]:
-        """(address, port) of the group's store, opened here. Call it before `start`, on the future rank 0.
-
-        `one_host`: All ranks are on this machine, and no other needs to reach the store.
-        """
+        """(address, port) of the group's store, opened here, on this machine alone with `one_host`. Call it before
+        `start`, on the future rank 0."""
         address = LOOPBACK if one_host else own_address()
         self._store = open_store(address)
         return address, self._store.port
@@ -188,13 +186,8 @@ class TrainingRank(ABC, Generic[ConfigT]):
         return adapter
 
     def _train_policy(self, reference: ModelConfig | None, temperature: float, entropy_grad: bool = False) -> None:
-        """Load a causal language model into DeepSpeed, and a frozen reference if there is one.
-
-        Args:
-            reference: The reference, or None for none. If adapters train on it, it is the model without them.
-            temperature: Of both models' log-probs.
-            entropy_grad: Whether the trained model's entropies have a gradient.
-        """
+        """Load a causal language model into DeepSpeed, and a frozen reference if there is one: with adapters, the model
+        without them."""
         announce(Activity.MODEL)
         model = load_causal(self._below, partitioner_for(self._config.model, self._config.trainer))
         adapter = self._train(self._logprobs(model, temperature, entropy_grad), model, model.dtype)
@@ -217,13 +210,9 @@ class TrainingRank(ABC, Generic[ConfigT]):
         return head_chunks(model.config.get_text_config().vocab_size, tokens, self._device)
 
     def reference_logprobs(self, plan: RankPlan, *tables: pa.Table) -> tuple[ScoreSummary, pa.Table]:
-        """(summary, token_scores table): `ref_logprobs` of the plan's rows under the colocated reference.
-
-        With adapters, the reference may be the trained model without them, or with the initial adapters.
-
-        Raises:
-            RuntimeError: the worker has no colocated reference.
-        """
+        """(summary, token_scores table): `ref_logprobs` of the plan's rows under the colocated reference. With
+        adapters, the reference may be the trained model without them, or with the initial adapters. Raises RuntimeError
+        if the worker has no colocated reference."""
         how = (self.engine.device, self._distill.stored_k)
         if self._base_of is not None:
             with self._base_of.as_started():
@@ -244,13 +233,8 @@ class TrainingRank(ABC, Generic[ConfigT]):
     def _update(
         self, plan: RankPlan, work: Sequence[Work[OutputT]], meter: UpdateMeter | None = None
     ) -> Update[OutputT]:
-        """Take one optimizer step on the sum of the losses. Writes a profile if the plan asks for it.
-
-        Args:
-            plan: Work of this rank.
-            work: Its micro-batches.
-            meter: Of an update that has begun already, or None if it begins now.
-        """
+        """Take one optimizer step on the sum of the losses. Writes a profile if the plan asks for it. `meter`: of an
+        update that has begun."""
         meter = meter or self._meter()
         outputs: list[OutputT] = []
 
@@ -270,10 +254,8 @@ class TrainingRank(ABC, Generic[ConfigT]):
         return self._packs
 
     def offload_states(self) -> int:
-        """Move what only an update needs to host memory; returns the bytes that are free on the GPU then.
-
-        The next update moves it back.
-        """
+        """Move what only an update needs to host memory; returns the bytes that are free on the GPU then. The next
+        update moves it back."""
         return self.engine.offload_states()
 
     def save(self, directory: str) -> None:
@@ -283,16 +265,9 @@ class TrainingRank(ABC, Generic[ConfigT]):
             self.engine.save(directory)
 
     def begin_save(self, directory: str, model: str = "", average: str = "") -> None:
-        """Copy what `save` writes, and begin to write it in the background; `save_status` reports when it is done.
-
-        Args:
-            directory: The folder that `save` takes.
-            model: Folder of the exported model, or empty to write none.
-            average: Folder of the moving average of its weights, or empty to write none.
-
-        Raises:
-            RuntimeError: some rank is still writing an earlier one.
-        """
+        """Copy what `save` writes, and begin to write it, and exports of the model and its average into folders that
+        are named, in the background; `save_status` reports when it is done. Raises RuntimeError if some rank is still
+        writing an earlier one."""
         self._require_written()
         state = self.engine.copy_state(directory)
         exports = self.engine.copy_export(model, self._config.model) if model else []
@@ -378,15 +353,11 @@ def own_peak(device: Device) -> Peak:
 
 
 def prepare_torch(threads: int, *, deterministic: bool = False) -> None:
-    """Set torch's compute threads on the CPU, flush denormal numbers to 0, and choose algorithms.
+    """Set torch's compute threads on the CPU (0 keeps the setting), flush denormal numbers to 0, and choose algorithms.
 
     Call it before torch computes: existing threads keep their settings. The gradients of a confident policy have many
-    numbers below 1e-38, and a CPU takes fifty times as long for each.
-
-    Args:
-        threads: Number of threads; 0 keeps the setting of the process.
-        deterministic: Whether sums have a fixed order. torch raises where an operation has no such algorithm. What
-            adds in the network's switches (NVLS) promises none.
+    numbers below 1e-38, and a CPU takes fifty times as long for each. With `deterministic` sums have a fixed order, and
+    torch raises where an operation has no such algorithm. What adds in the network's switches (NVLS) promises none.
     """
     if deterministic:  # read when cuBLAS and NCCL start
         os.environ |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_NVLS_ENABLE": "0"}

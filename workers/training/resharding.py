@@ -45,17 +45,8 @@ ZERO_3 = StateKeys("optimizer_state_dict", "fp32_flat_groups")
 
 
 def share(shards: Sequence[torch.Tensor], size: int, rank: int, width: int) -> torch.Tensor:
-    """A rank's share of a tensor, as a copy.
-
-    Args:
-        shards: The tensor, cut into pieces in order.
-        size: Elements of the tensor, without padding.
-        rank: Number of the share.
-        width: Elements of a share; zeros fill it up beyond the end of the tensor.
-
-    Raises:
-        ValueError: the shards have fewer than `size` elements.
-    """
+    """A rank's share, of `width` elements, of a tensor of `size` elements cut into `shards` in order, as a copy; zeros
+    fill it up beyond the end. Raises ValueError if the shards have fewer than `size` elements."""
     held = sum(shard.numel() for shard in shards)
     if held < size:
         raise ValueError(f"the shards have {held} elements, expected at least {size}")
@@ -110,19 +101,9 @@ def parameter_width(shape: Sequence[int], world: int) -> int:
 
 
 def reshard(saved: Sequence[State], keys: StateKeys, cut: Cut, param_groups: Sequence[State]) -> State:
-    """State of one rank from the states of all ranks that saved.
-
-    Everything except the flat tensors is as rank 0 saved it.
-
-    Args:
-        saved: State of every rank that saved.
-        keys: Keys of the resharded parts in the states.
-        cut: Cuts this rank's part.
-        param_groups: The optimizer's current groups, which number the flat tensors.
-
-    Raises:
-        ValueError: the shards do not add up to the whole.
-    """
+    """State of one rank from the states of all ranks that saved. Everything except the flat tensors (`keys`) is as rank
+    0 saved it; the optimizer's current groups number these. Raises ValueError if the shards do not add up to the
+    whole."""
     adam = [state[keys.adam] for state in saved]
     weights = cut([state[keys.weights] for state in saved])
     states: dict[int, State] = {}
@@ -145,13 +126,8 @@ def reshard(saved: Sequence[State], keys: StateKeys, cut: Cut, param_groups: Seq
 
 
 def flattened(adam: State, weights: Mapping[str, torch.Tensor], shapes: Shapes) -> State:
-    """State that one rank saves under ZeRO 1 or 2, from an Adam with a state for each parameter.
-
-    Only the parts that are resharded.
-
-    Raises:
-        ValueError: the number of parameters differs from `shapes`.
-    """
+    """State that one rank saves under ZeRO 1 or 2, from an Adam with a state for each parameter: only the parts that
+    are resharded. Raises ValueError if the number of parameters differs from `shapes`."""
     states: dict[int, State] = {}
     for index, (group, names) in enumerate(zip(adam["param_groups"], shapes, strict=True)):
         members: list[State] = [adam["state"].get(number, {}) for number in group["params"]]
@@ -191,30 +167,15 @@ class ReshardingLoader:
     """Loads weights, optimizer and counters into a DeepSpeed engine, resharded for its group. Collective."""
 
     def __init__(self, engine: Any, stage: int, dtype: torch.dtype, *, whole: bool = True) -> None:
-        """Set the engine to load into.
-
-        Args:
-            engine: DeepSpeed's engine.
-            stage: Its ZeRO stage.
-            dtype: Type of its weights.
-            whole: Whether all weights were saved, not only the trained ones.
-        """
+        """Set the engine to load into. `whole`: whether all weights were saved, not only the trained ones."""
         self._engine = engine
         self._stage = stage
         self._dtype = dtype
         self._whole = whole
 
     def load(self, folder: Path, ranks: int) -> None:
-        """Load what another group wrote.
-
-        Args:
-            folder: Folder of DeepSpeed's files.
-            ranks: Number of ranks that wrote them.
-
-        Raises:
-            FileNotFoundError: a file is missing.
-            ValueError: a file cannot be read, or its contents do not fit the model.
-        """
+        """Load what another group of so many ranks wrote. Raises FileNotFoundError if a file is missing, and ValueError
+        if a file cannot be read, or its contents do not fit the model."""
         optimizer, rank, world = self._engine.optimizer, dist.get_rank(), dist.get_world_size()
         of_model = folder / f"{'zero_pp_rank_0_' if self._stage == 3 else ''}mp_rank_00_model_states.pt"
         require(of_model, ranks)
@@ -277,14 +238,8 @@ class ReshardingLoader:
 def reshard_average(
     files: Sequence[Path], parameters: Sequence[nn.Parameter], average: Sequence[torch.Tensor], stage: int
 ) -> list[torch.Tensor]:
-    """This rank's part of the moving average that other ranks wrote, read one parameter at a time.
-
-    Args:
-        files: The own file of every rank that saved.
-        parameters: The parameters that are averaged.
-        average: What this rank holds of the average now: one tensor for each parameter, or none.
-        stage: The ZeRO stage.
-    """
+    """This rank's part of the moving average in the files of every rank that saved, read one parameter at a time.
+    `average` is what this rank holds now: one tensor for each parameter, or none."""
     with contextlib.ExitStack() as stack:
         handles = [stack.enter_context(opened(file)) for file in files]
         names = [f"average.{number}" for number in range(len(average))]

@@ -114,10 +114,8 @@ class FrozenModule:
 
 
 def place_frozen(module: ModelModule, trainer: TrainerConfig, device: torch.device) -> FrozenModule:
-    """Put a module that is not trained on the device; if it is partitioned, under DeepSpeed. Collective.
-
-    DeepSpeed then gathers every layer for its passes only, so that all ranks must run equally often.
-    """
+    """Put a module that is not trained on the device; if it is partitioned, under DeepSpeed. Collective. DeepSpeed then
+    gathers every layer for its passes only, so that all ranks must run equally often."""
     module.requires_grad_(False)
     if not any(is_partitioned(parameter) for parameter in module.parameters()):
         return FrozenModule(module.to(device))

@@ -28,12 +28,7 @@ class LayerAdapter:
 
 
 def missing_parts(adapters: Mapping[str, Mapping[str, torch.Tensor]], rank: int) -> str:
-    """What the tensors of a version lack, or empty if nothing.
-
-    Args:
-        adapters: Tensors `a` and `b` by layer.
-        rank: Rank in the version's description.
-    """
+    """What the tensors `a` and `b` of each layer of a version of this rank lack, or empty if nothing."""
     if not adapters:
         return "the version has no adapter"
     for layer, parts in adapters.items():
@@ -52,15 +47,9 @@ def slot_problem(
     slot: int,
     scaling: float,
 ) -> str:
-    """Differences between an engine's memory and the adapters of a version, or empty if none.
-
-    Args:
-        layers: vLLM's layers with adapters, by name.
-        packed: Names of the layers that a layer of vLLM multiplies together, by its name.
-        adapters: The version's adapters by layer.
-        slot: Index of the adapter in the layers' memory.
-        scaling: Factor of B A; vLLM keeps it multiplied with B.
-    """
+    """Differences between a slot of the memory of vLLM's layers and the adapters of a version, or empty if none.
+    `packed` names the layers that a layer of vLLM multiplies together; vLLM keeps B multiplied with the factor of B
+    A."""
     parts = {name: packed.get(name) or (name,) for name in layers}
     if homeless := sorted(set(adapters) - {part for own in parts.values() for part in own}):
         return f"the engine has no layer for the adapter of {_some(homeless)}"

@@ -36,11 +36,7 @@ class Bucket:
 
 
 def buckets_of(shapes: Sequence[Shape], limit: int = BUCKET_BYTES) -> tuple[Bucket, ...]:
-    """The tensors in order, in buckets of at most `limit` bytes each.
-
-    Raises:
-        ValueError: A type cannot be sent.
-    """
+    """The tensors in order, in buckets of at most `limit` bytes each. Raises ValueError if a type cannot be sent."""
     buckets: list[Bucket] = []
     held: list[TensorSpec] = []
     size = 0
@@ -59,19 +55,8 @@ def buckets_of(shapes: Sequence[Shape], limit: int = BUCKET_BYTES) -> tuple[Buck
 
 
 def pack(bucket: Bucket, tensors: Iterator[tuple[str, torch.Tensor]], buffer: torch.Tensor) -> torch.Tensor:
-    """Copy the bucket's tensors, the next ones of `tensors`, into the buffer.
-
-    Args:
-        bucket: The layout.
-        tensors: Names and tensors in the order of the layout.
-        buffer: uint8 [at least bucket.nbytes].
-
-    Returns:
-        uint8 [bucket.nbytes], a view of the buffer.
-
-    Raises:
-        ValueError: A tensor is not the one of the layout.
-    """
+    """Copy the bucket's tensors, the next ones of `tensors`, into the buffer; returns the view uint8 [bucket.nbytes].
+    Raises ValueError if a tensor is not the one of the layout."""
     packed = buffer[: bucket.nbytes]
     for spec in bucket.tensors:
         name, tensor = next(tensors, ("", None))
@@ -85,12 +70,7 @@ def pack(bucket: Bucket, tensors: Iterator[tuple[str, torch.Tensor]], buffer: to
 
 
 def unpack(bucket: Bucket, packed: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-    """Names and tensors of a bucket, as views of its bytes.
-
-    Args:
-        bucket: The layout.
-        packed: uint8 [bucket.nbytes].
-    """
+    """Names and tensors of a bucket, as views of its bytes, uint8 [bucket.nbytes]."""
     return [
         (spec.name, packed[spec.offset : spec.offset + spec.nbytes].view(DTYPES[spec.dtype]).view(spec.shape))
         for spec in bucket.tensors
@@ -98,17 +78,11 @@ def unpack(bucket: Bucket, packed: torch.Tensor) -> list[tuple[str, torch.Tensor
 
 
 def checksums(bucket: Bucket, packed: torch.Tensor) -> torch.Tensor:
-    """Two checksums of each tensor: the sum of its 32-bit words, and the sum weighted by their positions.
+    """int64 [tensors, 2]: checksums of each tensor in uint8 [bucket.nbytes], the sum of its 32-bit words, and the sum
+    weighted by their positions.
 
     They are computed modulo 2^64 on the device of the bytes, which are read twice. Any change of one word changes the
     first, words that change places change the second. They detect faults of the transfer, not an attack.
-
-    Args:
-        bucket: The layout.
-        packed: uint8 [bucket.nbytes].
-
-    Returns:
-        int64 [tensors, 2].
     """
     words = packed.view(torch.int32)
     bounds = [*(spec.offset // 4 for spec in bucket.tensors), bucket.nbytes // 4]
@@ -117,12 +91,7 @@ def checksums(bucket: Bucket, packed: torch.Tensor) -> torch.Tensor:
 
 
 def weights_digest(buckets: Sequence[Bucket], sums: Sequence[torch.Tensor]) -> str:
-    """Digest of names, types, shapes and checksums.
-
-    Args:
-        buckets: The layout of all weights.
-        sums: `checksums` of each bucket.
-    """
+    """Digest of names, types, shapes and `checksums` of all buckets."""
     digest = hashlib.blake2b(digest_size=16)
     digest.update(json.dumps([[s.name, s.dtype, s.shape] for bucket in buckets for s in bucket.tensors]).encode())
     digest.update(torch.cat([part.cpu() for part in sums]).numpy().tobytes() if sums else b"")

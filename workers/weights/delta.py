@@ -56,18 +56,12 @@ class _Part:
 
 
 class ChangedWords:
-    """Collects what differs, piece by piece and from several threads, until it is too much.
-
-    If it is expected to be too much, only a sample is compared; it shows whether to expect it the next time.
-    """
+    """Collects what differs, piece by piece and from several threads, until it is too much. If it is expected to be too
+    much, only a sample is compared; it shows whether to expect it the next time."""
 
     def __init__(self, base: str, expect_dense: bool = False) -> None:
-        """Begin with nothing compared.
-
-        Args:
-            base: Digest of the version that the pieces are compared with.
-            expect_dense: Whether all weights will travel: there is no delta, but a share of changed words.
-        """
+        """Begin with nothing compared to the version with the digest `base`. If `expect_dense`, all weights will
+        travel: there is no delta, but a share of changed words."""
         self._base = base
         self._sampled = expect_dense
         self._parts: list[_Part] = []
@@ -87,13 +81,8 @@ class ChangedWords:
         self._parts = []
 
     def compare(self, start: int, old: Bytes, new: Bytes) -> None:
-        """Collect what differs in one piece.
-
-        Args:
-            start: Offset of the piece in the payload, an even number of bytes.
-            old: The bytes of the base.
-            new: The bytes that replace them, as many; an odd last byte is followed by padding.
-        """
+        """Collect what differs in the piece that begins at an even offset of the payload; an odd last byte is followed
+        by padding."""
         if self._given_up or (self._sampled and start // _STRETCH % _SAMPLED):
             return
         if old.nbytes != new.nbytes:
@@ -115,11 +104,7 @@ class ChangedWords:
             self._parts.append(_Part(start // WORD.itemsize, places.astype(np.uint32), steps))
 
     def encode(self, nbytes: int) -> Bytes:
-        """The delta; empty if it was given up, is a sample, or is not smaller than half of the payload.
-
-        Args:
-            nbytes: Size of the payload.
-        """
+        """The delta of a payload; empty if it was given up, is a sample, or is not smaller than half of it."""
         if self._given_up or self._sampled:
             return NOTHING
         schema = _SCHEMA.with_metadata({"base": self._base, "nbytes": str(nbytes)})
@@ -141,15 +126,8 @@ def base_of(delta: Bytes) -> str:
 
 
 def apply_delta(delta: Bytes, payload: Bytes) -> None:
-    """Change the payload of the base, in place, into the new version's. The caller verifies the result.
-
-    Args:
-        delta: From `ChangedWords.encode`.
-        payload: uint8, the whole payload of the base.
-
-    Raises:
-        DeltaRefused: It is no delta, is damaged, or is for a payload of another size.
-    """
+    """Change the payload of the base, in place, into the new version's. The caller verifies the result. Raises
+    DeltaRefused if it is no delta, is damaged, or is for a payload of another size."""
     reader = _open(delta)
     nbytes = _header(reader)[1]
     if nbytes != payload.nbytes or nbytes % WORD.itemsize:
@@ -179,10 +157,8 @@ def _grouped(parts: Sequence[_Part]) -> Iterator[list[_Part]]:
 
 
 def _planes(parts: Sequence[_Part]) -> list[npt.NDArray[np.uint8]]:
-    """The columns of one batch: distances and differences by byte, the lowest first.
-
-    A difference is zigzag-coded, so that a small one of either sign has a high byte of zero.
-    """
+    """The columns of one batch: distances and differences by byte, the lowest first. A difference is zigzag-coded, so
+    that a small one of either sign has a high byte of zero."""
     first = parts[0].start
     places = np.concatenate([part.places + np.uint32(part.start - first) for part in parts])
     gaps = np.diff(places, prepend=np.uint32(0))

@@ -47,20 +47,9 @@ def device_sender(
     device: torch.device,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> DeviceSender:
-    """The sender of a back-end, connected to the engines. Collective.
-
-    Args:
-        backend: Name of the back-end.
-        link: The engines; only rank 0 calls them.
-        shapes: Names, types and whole shapes, in the order of the weights.
-        rank: Rank of this trainer.
-        device: Device of the weights.
-        bucket_bytes: Limit of a bucket.
-
-    Raises:
-        TransferFailed: An engine did not join.
-        ValueError: The back-end does not send from device to device, or a type cannot be sent.
-    """
+    """The sender of a back-end, connected to the engines, which only rank 0 calls. Collective. `shapes` are names,
+    types and whole shapes, in the order of the weights. Raises TransferFailed if an engine did not join, and ValueError
+    if the back-end does not send from device to device, or a type cannot be sent."""
     row = BACKENDS[backend]
     if row.sender is None:
         raise ValueError(f"{backend} writes a file and has no sender")
@@ -78,15 +67,7 @@ class DeviceSender:
     def __init__(
         self, link: EngineLink, buckets: Sequence[Bucket], described: dict[str, Any], rank: int, device: torch.device
     ) -> None:
-        """Connects to the engines. Collective.
-
-        Args:
-            link: The engines.
-            buckets: The layout of all weights.
-            described: The layout as the engines receive it.
-            rank: Rank of this trainer; only rank 0 calls the engines.
-            device: Device of the weights.
-        """
+        """Connect to the engines, which only rank 0 calls. Collective."""
         self._link = link
         self._buckets = buckets
         self._rank = rank
@@ -96,11 +77,8 @@ class DeviceSender:
 
     @abstractmethod
     def send(self, version: int, tensors: NamedTensors) -> WeightsSent | None:
-        """Send these weights as `version`. Collective; only rank 0 returns what was sent.
-
-        Raises:
-            TransferFailed: An engine failed or did not answer; the sender is of no more use.
-        """
+        """Send these weights as `version`. Collective; only rank 0 returns what was sent. Raises TransferFailed if an
+        engine failed or did not answer; the sender is of no more use."""
 
     def close(self) -> None:
         """Leave the engines."""

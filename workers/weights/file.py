@@ -84,18 +84,12 @@ class WeightPublisher:
     def __init__(
         self, source: WeightSource, directory: Path, run_id: str, writes: bool = True, lasting: bool = False
     ) -> None:
-        """Prepare the file. Removes files that dead processes of the same run left.
+        """Prepare the file, whose name has `run_id`. Removes files that dead processes of the same run left.
 
-        Args:
-            source: The weights, iterated once per version. A tied weight must occur once, under one name.
-            directory: Folder of the file.
-            run_id: Part of the file's name.
-            writes: Whether this rank writes the file. If iterating is collective (ZeRO-3 gathers each parameter),
-                every rank has a publisher, and all but one iterate without writing.
-            lasting: Tensors stay valid when the next one is requested, so that several are written in parallel.
-
-        Raises:
-            ValueError: `run_id` cannot be part of a file name.
+        A tied weight must occur once in the source. If iterating is collective (ZeRO-3 gathers each parameter), every
+        rank has a publisher, and all but one iterate without writing. If the tensors are `lasting`, they stay valid
+        when the next one is requested, so that several are written in parallel. Raises ValueError if `run_id` cannot be
+        part of a file name.
         """
         self._source = source
         self._path = new_path(directory, run_id)
@@ -113,19 +107,9 @@ class WeightPublisher:
             remove_at_death(self._path)
 
     def publish(self, version: int, base: str = "") -> WeightUpdate | None:
-        """Write all tensors.
-
-        Args:
-            version: The version of the policy.
-            base: Digest of the previous version, if `delta` is to return the changes since.
-
-        Returns:
-            Layout and digest; None on a rank that only iterates.
-
-        Raises:
-            ValueError: the source is empty, or a name occurs twice.
-            OSError: the file cannot be written; the message has its path.
-        """
+        """Write all tensors; returns layout and digest, or None on a rank that only iterates. `base` is the digest of
+        the previous version, if `delta` is to return the changes since. Raises ValueError if the source is empty, or a
+        name occurs twice, and OSError if the file cannot be written; the message has its path."""
         source = self._source() if callable(self._source) else self._source
         if not self._writes:
             for _ in source:
@@ -162,11 +146,8 @@ class WeightPublisher:
         return update
 
     def delta(self, update: WeightUpdate) -> Bytes:
-        """The changes of `update` since its base; empty if all is cheaper, or it is not the last version.
-
-        Args:
-            update: The last published version, which is encoded once.
-        """
+        """The changes of `update`, the last published version, since its base; empty if all is cheaper, or it is not
+        the last."""
         if self._published != update or self._changes is None:
             return NOTHING
         changes, self._changes = self._changes, None
@@ -210,12 +191,8 @@ class MappedWeights:
         self.payload = payload
 
     def verify(self) -> None:
-        """Check payload and description against the published digest.
-
-        Raises:
-            WeightDigestMismatch: they are not the published ones.
-            WeightFileRefused: the description does not fit the payload.
-        """
+        """Check payload and description against the published digest. Raises WeightDigestMismatch if they are not the
+        published ones, and WeightFileRefused if the description does not fit the payload."""
         for spec in self.update.tensors:
             self._dtype(spec)
         pieces = list(self._pieces())
@@ -227,11 +204,8 @@ class MappedWeights:
             raise WeightDigestMismatch(self.update.path, self.update.digest, got)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names and tensors, without a copy. Writing to a tensor crashes the process.
-
-        Raises:
-            WeightFileRefused: the description does not fit the payload.
-        """
+        """Names and tensors, without a copy. Writing to a tensor crashes the process. Raises WeightFileRefused if the
+        description does not fit the payload."""
         with warnings.catch_warnings():  # torch warns that it has no read-only tensors
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
             payload = torch.from_numpy(self.payload)
@@ -255,17 +229,9 @@ class MappedWeights:
 
 @contextmanager
 def open_weights(update: WeightUpdate, mapping: FileMapping | None = None) -> Iterator[MappedWeights]:
-    """Map the file of `update` and lock out its publisher until the context ends.
-
-    Args:
-        update: The published version.
-        mapping: A mapping for reading that keeps the file mapped for the next version.
-
-    Raises:
-        WeightFileRefused: the file is a link or belongs to another user.
-        WeightDigestMismatch: the file is too short, or is not there any more.
-        BlockingIOError: the publisher is writing the file.
-    """
+    """Map the file of `update`, into a mapping that may be kept for the next version, and lock out its publisher until
+    the context ends. Raises WeightFileRefused if the file is a link or belongs to another user, WeightDigestMismatch if
+    the file is too short, or is not there any more, and BlockingIOError if the publisher is writing the file."""
     with ExitStack() as stack:
         try:
             fd, size = stack.enter_context(open_existing(update.path))
@@ -291,12 +257,8 @@ def read_payload(update: WeightUpdate) -> Bytes:
 
 
 def write_payload(update: WeightUpdate, payload: Bytes) -> None:
-    """Write the file of `update` on this node from its bytes. The caller removes the file.
-
-    Raises:
-        ValueError: `payload` has the wrong size.
-        WeightFileRefused: the path is not a weight file's.
-    """
+    """Write the file of `update` on this node from its bytes. The caller removes the file. Raises ValueError if
+    `payload` has the wrong size, and WeightFileRefused if the path is not a weight file's."""
     path = Path(update.path)
     if payload.nbytes != update.nbytes:
         raise ValueError(f"received {payload.nbytes} bytes of weights, expected {update.nbytes}")
@@ -309,12 +271,8 @@ def write_payload(update: WeightUpdate, payload: Bytes) -> None:
 
 def change_payload(update: WeightUpdate, delta: Bytes) -> None:
     """Turn the previous version's file into the file of `update`, in place. Engines verify it before they load it.
-
-    Raises:
-        DeltaRefused: the delta does not fit the file.
-        OSError: the file is gone, or a reader still uses it.
-        WeightFileRefused: the path is not a weight file's, or the file is a link or belongs to another user.
-    """
+    Raises DeltaRefused if the delta does not fit the file, OSError if the file is gone, or a reader still uses it, and
+    WeightFileRefused if the path is not a weight file's, or the file is a link or belongs to another user."""
     path = Path(update.path)
     check_name(path)
     with open_existing(path, change=True) as (fd, size):
@@ -329,15 +287,8 @@ class _PayloadWriter:
     def __init__(
         self, fd: int, path: Path, mapped: Bytes, cores: Executor, changes: ChangedWords | None = None
     ) -> None:
-        """Begin at the start of the file.
-
-        Args:
-            fd: The open file.
-            path: Its path, for messages.
-            mapped: Its beginning, mapped for writing: copying takes two thirds of the time of a write.
-            cores: Threads that hash and write.
-            changes: Collects what differs from the file's content.
-        """
+        """Begin at the start of the file, of which the beginning is `mapped` for writing: copying takes two thirds of
+        the time of a write. `changes` collects what differs from the file's content."""
         self._changes = changes
         self._fd = fd
         self._path = path
@@ -352,10 +303,7 @@ class _PayloadWriter:
 
     def append(self, data: Bytes) -> None:
         """Write `data` and zeros up to the next multiple of ALIGNMENT. `data` must stay valid until :meth:`flush`.
-
-        Raises:
-            OSError: this or an earlier write failed.
-        """
+        Raises OSError if this or an earlier write failed."""
         for start in range(0, data.nbytes, _PIECE):
             self._append(data[start : start + _PIECE])
         self._append(np.zeros(-self.size % ALIGNMENT, np.uint8))

@@ -51,12 +51,8 @@ def release_handle(handle: PlainHandle) -> None:
 
 
 def open_handle(handle: PlainHandle, device: torch.device) -> torch.Tensor:
-    """The buffer as this process sees it: uint8 [n], to be copied before the sender uses it again.
-
-    Args:
-        handle: From `export_handle` in the other process.
-        device: The GPU, as this process numbers it.
-    """
+    """The buffer as this process sees it, on the GPU as it numbers it: uint8 [n], to be copied before the sender uses
+    it again."""
     offset, length, _, *rest = handle
     types = (torch.Tensor, torch.Size([length]), (1,), offset, torch.storage.TypedStorage, torch.uint8)
     return rebuild_cuda_tensor(*types, device.index or 0, *rest)

@@ -51,11 +51,8 @@ class EngineWeights:
         """The policy's adapters that the engine has loaded."""
 
     def require_adapter(self) -> LoRARequest | None:
-        """The adapters of the current version, or None if the engine holds all weights of the policy.
-
-        Raises:
-            EngineClosed: The policy has adapters, and the engine has not loaded any yet.
-        """
+        """The adapters of the current version, or None if the engine holds all weights of the policy. Raises
+        EngineClosed if the policy has adapters, and the engine has not loaded any yet."""
         if self._adapts and self._adapter is None:
             raise EngineClosed(self._engine.name, "it has not loaded the policy's adapters yet")
         return self._adapter
@@ -63,14 +60,11 @@ class EngineWeights:
     async def update(self, update: WeightUpdate) -> WeightAck:
         """Load a published file of weights while running requests are paused.
 
-        The acknowledged version and digest are reported by the processes that hold the weights. After an error,
-        running and new requests end with EngineClosed until an update succeeds.
-
-        Raises:
-            WeightDigestMismatch: the loaded weights are not the published ones; names this worker.
-            EngineClosed: the update failed for another reason.
-            EngineDead: the engine's process has ended.
-            EngineOutOfStep: the update failed in one of several processes of the engine.
+        The acknowledged version and digest are reported by the processes that hold the weights. After an error, running
+        and new requests end with EngineClosed until an update succeeds. Raises WeightDigestMismatch, which names this
+        worker, if the loaded weights are not the published ones, EngineDead if the engine's process has ended,
+        EngineOutOfStep if the update failed in one of several processes of the engine, and EngineClosed if it failed
+        for another reason.
         """
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
@@ -107,10 +101,8 @@ class EngineWeights:
         await self._engine.call(engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info)))
 
     async def begin(self) -> None:
-        """Pause running requests for an update from device to device.
-
-        An update that did not end, because the trainer died in it, is forgotten.
-        """
+        """Pause running requests for an update from device to device. An update that did not end, because the trainer
+        died in it, is forgotten."""
         close_on_failure = self._engine.call_or_close
         async with self._engine.lock:
             engine = await self._engine.pause()
@@ -126,11 +118,8 @@ class EngineWeights:
         await self._engine.call_or_close(received)
 
     async def finish(self, version: int, digest: str) -> WeightAck:
-        """Serve the weights received as `version`, if every process of the engine has received this digest.
-
-        Raises:
-            WeightDigestMismatch: the loaded weights are not the ones that were sent; the engine stays closed.
-        """
+        """Serve the weights received as `version`, if every process of the engine has received this digest. Raises
+        WeightDigestMismatch if the loaded weights are not the ones that were sent; the engine stays closed."""
         engine, started = self._engine.require_live(), time.monotonic()
         await self._engine.call_or_close(engine.finish_weight_update(str(version)))
         await self._engine.call_or_close(self.confirm(version, digest))
@@ -164,11 +153,8 @@ class EngineWeights:
         return EngineClosed(self._engine.name, f"{self._engine.closed_because}: {error}")
 
     async def _use_adapter(self, engine: AsyncLLM) -> None:
-        """Put the received adapters in place, the first time after a probe with other adapters.
-
-        Raises:
-            RuntimeError: The engine's results do not depend on its adapters.
-        """
+        """Put the received adapters in place, the first time after a probe with other adapters. Raises RuntimeError if
+        the engine's results do not depend on its adapters."""
         call = self._engine.call
         if self._adapter is None:
             await call(engine.collective_rpc("troupe_use_probe"))
@@ -192,15 +178,8 @@ class NodeFile:
         """Path and digest of the file that was written whole, or empty without one."""
 
     async def write(self, update: WeightUpdate, payload: Bytes | StoredBytes) -> None:
-        """Write the weight file of `update`.
-
-        Args:
-            update: The published version.
-            payload: uint8 [update.nbytes], the bytes of the file, or their location in an object store.
-
-        Raises:
-            StoreFailed: The object store cannot be read.
-        """
+        """Write the weight file of `update` from its bytes, uint8, or their location in an object store. Raises
+        StoreFailed if the object store cannot be read."""
         from troupe.workers.weights.file import write_payload
 
         if update.path not in self._paths:
@@ -212,15 +191,9 @@ class NodeFile:
         self._kept = update.path, update.digest
 
     async def change(self, update: WeightUpdate, delta: Bytes | StoredBytes) -> bool:
-        """Turn the file that this worker wrote last into the file of `update`. Engines verify it before they load it.
-
-        Args:
-            update: The published version.
-            delta: uint8, the changes, or their location in an object store.
-
-        Returns:
-            False if this node does not have the delta's base: it needs the whole payload.
-        """
+        """Turn the file that this worker wrote last into the file of `update` by its changes, uint8, or their location
+        in an object store. Engines verify it before they load it. Returns False if this node does not have the delta's
+        base."""
         from troupe.workers.weights.delta import DeltaRefused, base_of
         from troupe.workers.weights.file import change_payload
 

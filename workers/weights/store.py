@@ -52,15 +52,9 @@ class WeightStore:
     """The policy's folder in an object store."""
 
     def __init__(self, url: str, run_id: str) -> None:
-        """Open the store. Removes what dead processes of this host left there for the same run.
-
-        Args:
-            url: `s3://bucket/folder`, `gs://...`, `abfs://...` or `file:///folder`, with pyarrow's options as a query.
-            run_id: Id of the run, part of the folder's name.
-
-        Raises:
-            StoreFailed: The store cannot be reached, or nothing can be written there.
-        """
+        """Open the store: `s3://bucket/folder`, `gs://...`, `abfs://...` or `file:///folder`, with pyarrow's options as
+        a query. Removes what dead processes of this host left there for the same run. Raises StoreFailed if the store
+        cannot be reached, or nothing can be written there."""
         self._url = url
         self._paths: set[str] = set()
         self._prefix = f"troupe-{run_id}-{socket.gethostname()}-"

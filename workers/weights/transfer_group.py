@@ -63,19 +63,9 @@ class TransferGroup:
         check: Callable[[], None] = lambda: None,
         bound_s: float = BOUND_S,
     ) -> None:
-        """Join. Every member does so at the same time.
-
-        Args:
-            store: Store of the group.
-            rank: Rank of this process; the sender has 0.
-            size: Number of members.
-            device: Device of the tensors, which decides the library: NCCL or gloo.
-            check: Raises if another member has failed; called while this one waits.
-            bound_s: Longest wait for the others, in seconds, here and in `broadcast`.
-
-        Raises:
-            TransferFailed: A member did not join.
-        """
+        """Join; every member does so at the same time, the sender as rank 0. The device decides the library: NCCL or
+        gloo. `check` is called during waits of at most `bound_s` seconds, and raises if another member has failed.
+        Raises TransferFailed if a member did not join."""
         self.check = check
         """Raises if another member has failed; called while this one waits."""
         self._bound_s = bound_s
@@ -93,10 +83,8 @@ class TransferGroup:
             raise
 
     def broadcast(self, tensor: torch.Tensor) -> Callable[[], None]:
-        """Begin to send the tensor (rank 0) or to receive it (the others); returns the wait for its end.
-
-        The wait raises TransferFailed if a member fails or the bound passes; the group is then of no more use.
-        """
+        """Begin to send the tensor (rank 0) or to receive it (the others); returns the wait for its end. The wait
+        raises TransferFailed if a member fails or the bound passes; the group is then of no more use."""
         if self._group is None:
             raise TransferFailed(f"rank {self._rank} has left the transfer group")
         work = self._group.broadcast(tensor, 0)

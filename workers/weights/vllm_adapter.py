@@ -70,13 +70,9 @@ class AdapterTransferEngine(FileReader):
         self.loaded = LoadedWeights(version=None, digest="", mismatch="")
 
     def receive_weights(self, update_info: FileUpdateInfo) -> None:
-        """Verify a version and keep it.
-
-        Raises:
-            WeightDigestMismatch: The file is not what was published.
-            AdapterRefused: The adapters were trained on another model, or are incomplete.
-            OSError: The file cannot be read.
-        """
+        """Verify a version and keep it. Raises WeightDigestMismatch if the file is not what was published,
+        AdapterRefused if the adapters were trained on another model, or are incomplete, and OSError if the file cannot
+        be read."""
         update = update_info.update()
         with self._verified(update) as weights:
             # vLLM scales B in place, and the next version is written to the same memory.

@@ -124,23 +124,16 @@ class FileReader(LoadingEngine[WeightTransferInitInfo, FileUpdateInfo]):
 
 
 class FileWeightTransferEngine(FileReader):
-    """Loads a verified weight file into the running model.
-
-    The model changes only after the digest has been verified: a corrupted update leaves the old weights in place.
-    """
+    """Loads a verified weight file into the running model. The model changes only after the digest has been verified: a
+    corrupted update leaves the old weights in place."""
 
     def start_weight_update(self) -> None:
         """Clear the last failure. The layerwise reload starts after the file has been verified."""
         self.loaded["mismatch"] = ""
 
     def receive_weights(self, update_info: FileUpdateInfo) -> None:
-        """Verify and load an update.
-
-        Raises:
-            WeightDigestMismatch: the file is not what was published.
-            IncompleteUpdate: weights of the model are missing.
-            OSError: the file cannot be read.
-        """
+        """Verify and load an update. Raises WeightDigestMismatch if the file is not what was published,
+        IncompleteUpdate if weights of the model are missing, and OSError if the file cannot be read."""
         update = update_info.update()
         with self._verified(update) as weights:
             self.loaded = LoadedWeights(version=None, digest="", mismatch="")
@@ -191,10 +184,8 @@ class SharedGpuUpdateInfo(DeviceUpdateInfo):
 
 
 class DeviceWeightTransferEngine(LoadingEngine[DeviceInitInfo, UpdateT]):
-    """Loads weights that a `DeviceSender` sends from device to device, and computes their checksums.
-
-    After a failure the model is a mixture of versions: the rollout worker stays closed until an update succeeds.
-    """
+    """Loads weights that a `DeviceSender` sends from device to device, and computes their checksums. After a failure
+    the model is a mixture of versions: the rollout worker stays closed until an update succeeds."""
 
     init_info_cls = DeviceInitInfo
 
@@ -218,11 +209,7 @@ class DeviceWeightTransferEngine(LoadingEngine[DeviceInitInfo, UpdateT]):
         self._reload.begin()
 
     def receive_weights(self, update_info: UpdateT) -> None:
-        """Receive buckets and load them.
-
-        Raises:
-            TransferFailed: The sender is gone, failed, or does not answer.
-        """
+        """Receive buckets and load them. Raises TransferFailed if the sender is gone, failed, or does not answer."""
         try:
             self._receive(update_info)
         except BaseException:

@@ -86,10 +86,8 @@ class Agent(Environment):
         return await self._next()
 
     async def close(self) -> None:
-        """End a command, close the endpoint and wait for the agent to end.
-
-        An agent that waits for a response gets an error instead. One that does not end then costs its process.
-        """
+        """End a command, close the endpoint and wait for the agent to end. An agent that waits for a response gets an
+        error instead. One that does not end then costs its process."""
         if self._program is not None:
             self._program.kill()
         for choice in (*self._pending, *self._waiting_now()):
@@ -205,11 +203,7 @@ class Program:
         return cls(process, mark, output, errors)
 
     async def last_line(self) -> str:
-        """Wait for its end; the last line of its output, or nothing.
-
-        Raises:
-            ProgramFailed: it has failed.
-        """
+        """Wait for its end; the last line of its output, or nothing. Raises ProgramFailed if it has failed."""
         code = await self._process.wait()
         await asyncio.gather(*(asyncio.to_thread(pipe.drain) for pipe in (self._output, self._errors)))
         if code:

@@ -58,20 +58,10 @@ class EnvironmentArgumentsError(EnvironmentLoadError):
 
 
 def load(name: str, args: Mapping[str, Any]) -> Callable[[], Environment]:
-    """Import an environment and check that it can be created with its arguments.
-
-    Args:
-        name: A built-in name, or `package.module:Class`. The class needs the methods `start`, `step` and `close`; it
-            need not derive from `Environment`.
-        args: Keyword arguments of the class.
-
-    Returns:
-        A function that creates the environment of one episode.
-
-    Raises:
-        EnvironmentLoadError: the import fails, or there is no such class, or it is not an environment.
-        EnvironmentArgumentsError: it does not take the arguments, or refuses them with a ValueError or TypeError.
-    """
+    """Import an environment and check that it can be created with its arguments; returns what creates one for an
+    episode. `name` is a built-in one or `package.module:Class`, of a class with the methods `start`, `step` and
+    `close`. Raises EnvironmentLoadError if the import fails, or there is no such class, or it is not an environment,
+    and EnvironmentArgumentsError if it does not take the arguments, or refuses them with a ValueError or TypeError."""
     try:
         place = locate(name, _HOMES, "environment", "package.module:Class")
         found = import_attribute(name, *place)
@@ -90,11 +80,8 @@ def load(name: str, args: Mapping[str, Any]) -> Callable[[], Environment]:
 
 
 def find_problem(environment: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """What is wrong with an environment (`name`, `args`).
-
-    Yields:
-        (field, message), once: `name` or `args`; both empty without a problem.
-    """
+    """Yield once what is wrong with an environment (`name`, `args`): the field and a message, both empty without a
+    problem."""
     try:
         load(environment["name"], environment["args"])
     except EnvironmentArgumentsError as error:
@@ -106,11 +93,8 @@ def find_problem(environment: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def rows(request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The rows of data that an environment has itself, at most `limit`; the request has also `name` and `args`.
-
-    Raises:
-        ValueError: It cannot be used, or has none.
-    """
+    """The rows of data that an environment has itself, at most `limit`; the request has also `name` and `args`. Raises
+    ValueError if it cannot be used, or has none."""
     try:
         environment: Any = load(request["name"], request["args"])()
     except EnvironmentLoadError as error:

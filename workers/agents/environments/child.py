@@ -38,10 +38,8 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(control: str, owner_pipe: str) -> None:
-    """Load the environment and fork an episode process for every request, until the socket closes.
-
-    The arguments are the ones of `troupe.workers.isolation.child.Child`.
-    """
+    """Load the environment and fork an episode process for every request, until the socket closes. The arguments are
+    the ones of `troupe.workers.isolation.child.Child`."""
     with connection(int(control), int(owner_pipe)) as parent:
         order = json.loads(_read_line(parent))
         try:

@@ -52,12 +52,9 @@ class Tool:
 
 
 def load_tools(names: Sequence[str]) -> list[Tool]:
-    """The tools of these names.
-
-    Raises:
-        ValueError: a name is neither built in nor `package.module:function`, or not a function with typed arguments,
-            two tools have the same name, or this machine permits no sandbox and a tool needs one.
-    """
+    """The tools of these names. Raises ValueError if a name is neither built in nor `package.module:function`, or not a
+    function with typed arguments, two tools have the same name, or this machine permits no sandbox and a tool needs
+    one."""
     tools = [function_tool(_load(name), in_thread=name in RUN_MODEL_CODE) for name in names]
     if twice := sorted({t.name for t in tools if sum(other.name == t.name for other in tools) > 1}):
         raise ValueError(f"two tools have the name {twice[0]}")
@@ -77,11 +74,8 @@ def _load(name: str) -> Callable[..., Any]:
 
 
 def function_tool(function: Callable[..., Any], *, in_thread: bool = False) -> Tool:
-    """A function as a tool. Raises ValueError for arguments without types.
-
-    With `in_thread` each call runs in a separate thread; otherwise calls of a function that is no coroutine run one
-    after another.
-    """
+    """A function as a tool. Raises ValueError for arguments without types. With `in_thread` each call runs in a
+    separate thread; otherwise calls of a function that is no coroutine run one after another."""
     checked = validate_call(function)
 
     async def call(arguments: dict[str, Any]) -> str:
@@ -99,11 +93,8 @@ def function_tool(function: Callable[..., Any], *, in_thread: bool = False) -> T
 
 
 def function_schema(function: Callable[..., Any]) -> dict[str, Any]:
-    """JSON schema of a function: types from its signature, descriptions from its Google docstring.
-
-    Raises:
-        ValueError: an argument has no type, or one that JSON does not have.
-    """
+    """JSON schema of a function: types from its signature, descriptions from its Google docstring. Raises ValueError if
+    an argument has no type, or one that JSON does not have."""
     name = function.__name__
     untyped = [p.name for p in inspect.signature(function).parameters.values() if p.annotation is p.empty]
     if untyped:

@@ -162,11 +162,8 @@ class Harbor(Environment):
         return self._container
 
     async def _tested(self) -> tuple[float, dict[str, float]]:
-        """What the task's tests say. The policy can have written none of it: both folders are emptied before.
-
-        Raises:
-            ContainerError: they said nothing that is a reward.
-        """
+        """What the task's tests say. The policy can have written none of it: both folders are emptied before. Raises
+        ContainerError if they said nothing that is a reward."""
         limit, container = float(_value(self._config, "verifier.timeout_sec") or 600), self._running
         await container.send(self._task / "tests", "/tests", _COPY_S)
         settings = {
@@ -224,11 +221,8 @@ def _value(config: Mapping[str, Any], key: str) -> Any:
 
 
 def _resolved(variables: Mapping[str, Any]) -> dict[str, str]:
-    """Environment variables; `${NAME}` and `${NAME:-default}` are read from those of the episode's process.
-
-    Raises:
-        ValueError: one of them is not set there.
-    """
+    """Environment variables; `${NAME}` and `${NAME:-default}` are read from those of the episode's process. Raises
+    ValueError if one of them is not set there."""
     found = dict[str, str]()
     for name, value in variables.items():
         text = str(value)
@@ -249,11 +243,8 @@ def _mib(size: str) -> float:
 
 
 def _read_reward(text: str) -> tuple[float, dict[str, float]]:
-    """The reward, and further numbers, that tests have written: a number, or an object with `reward`.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """The reward, and further numbers, that tests have written: a number, or an object with `reward`. Raises ValueError
+    if it is none."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

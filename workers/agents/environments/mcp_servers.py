@@ -64,11 +64,8 @@ class McpServerConfig(Frozen):
 
 
 def read_config(server: Mapping[str, Any]) -> McpServerConfig:
-    """A server's configuration from a spec.
-
-    Raises:
-        ValueError: a field is wrong, there is no such program, or a secret or the package `mcp` is missing.
-    """
+    """A server's configuration from a spec. Raises ValueError if a field is wrong, there is no such program, or a
+    secret or the package `mcp` is missing."""
     require_package("mcp", "servers")
     try:
         config = McpServerConfig.model_validate(server)
@@ -96,12 +93,8 @@ class McpServer:
         self._errors: BoundedOutput | None = None
 
     async def open(self) -> list[Tool]:
-        """Start the server, unless it runs; its tools.
-
-        Raises:
-            RuntimeError: the server cannot be started, or does not speak the protocol.
-            ValueError: it lacks a tool that the configuration names.
-        """
+        """Start the server, unless it runs; its tools. Raises RuntimeError if the server cannot be started, or does not
+        speak the protocol, and ValueError if it lacks a tool that the configuration names."""
         from mcp import MCPError
 
         if self._client is not None:

@@ -44,16 +44,7 @@ class EpisodeProcess:
         output: BoundedOutput,
         hint: str = "",
     ) -> None:
-        """A process that is connected.
-
-        Args:
-            reader: Its replies.
-            writer: Requests to it.
-            pid: Its process id.
-            mark: The loading process's mark.
-            output: What it writes.
-            hint: Why it may hang, for the message if it does.
-        """
+        """A connected process. `mark` is the loading process's; `hint` says in messages why it may hang."""
         self._reader = reader
         self._writer = writer
         self._mark = mark
@@ -92,11 +83,7 @@ class EpisodeProcess:
             return failed(f"{op}: error: {error}")
 
     async def _ask(self, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-        """The reply to a request.
-
-        Raises:
-            EpisodeProcessFailed: There is no reply.
-        """
+        """The reply to a request. Raises EpisodeProcessFailed if there is no reply."""
         self._output.forget()
         try:
             async with asyncio.timeout(timeout_s):
@@ -144,15 +131,8 @@ class EnvironmentProcesses:
         env: Collection[str] = (),
         python: str | None = None,
     ) -> None:
-        """Prepares the processes.
-
-        Args:
-            name: The environment.
-            args: Its arguments.
-            memory_limit_mib: Memory that each episode may allocate.
-            env: Names of variables with secrets that the environment may read.
-            python: The interpreter that it runs in, or None for Troupe's own.
-        """
+        """Prepare the processes; `memory_limit_mib` bounds each episode, and `env` names the secrets that it may
+        read."""
         self._python = python
         self._order = {"name": name, "args": dict(args), "memory_limit_mib": memory_limit_mib}
         self._env = tuple(env)
@@ -167,11 +147,7 @@ class EnvironmentProcesses:
         return self._child is not None and self._child.alive
 
     async def start(self) -> None:
-        """Start the loading process.
-
-        Raises:
-            LoadFailed: The environment cannot be loaded.
-        """
+        """Start the loading process. Raises LoadFailed if the environment cannot be loaded."""
         reply = await asyncio.to_thread(self._load)
         self.pid = int(reply["pid"])
         if threads := reply["threads"]:
@@ -188,11 +164,8 @@ class EnvironmentProcesses:
             raise
 
     async def fork(self) -> EpisodeProcess:
-        """Fork a process for one episode after another.
-
-        Raises:
-            EpisodeProcessFailed: the loading process has died, or cannot fork.
-        """
+        """Fork a process for one episode after another. Raises EpisodeProcessFailed if the loading process has died, or
+        cannot fork."""
         if (child := self._child) is None:
             raise EpisodeProcessFailed("the environment's processes are closed")
         ours, theirs = socket.socketpair()

@@ -62,12 +62,8 @@ class OfferedTools:
         return {"tool_calls": float(self._calls), "failed_tool_calls": float(self._failed)}
 
     async def answer(self, message: Message, call_reward: float = 0.0) -> Observation | None:
-        """The results of a turn's calls, or what is wrong with it; None for a turn that calls no tool.
-
-        Args:
-            message: The turn.
-            call_reward: Reward of a turn all of whose calls succeed.
-        """
+        """The results of a turn's calls, or what is wrong with it; None for a turn that calls no tool. `call_reward` is
+        the reward of a turn all of whose calls succeed."""
         calls: list[dict[str, Any]] = message.get("tool_calls") or []
         if calls:
             before = self._failed

@@ -62,12 +62,8 @@ class Verifiers(Agent):
 
 
 async def play(row: Row, client: AsyncOpenAI, request: str) -> dict[str, float]:
-    """Play one episode and score it; the reward, its parts and the metrics.
-
-    Raises:
-        RuntimeError: The episode has failed.
-        ValueError: The row names no task.
-    """
+    """Play one episode and score it; the reward, its parts and the metrics. Raises RuntimeError if the episode has
+    failed, and ValueError if the row names no task."""
     api = importlib.import_module("verifiers.v1")
     env, task = _load(request), _task_of(row, request)
     os.environ[_KEY] = client.api_key
@@ -88,9 +84,7 @@ async def play(row: Row, client: AsyncOpenAI, request: str) -> dict[str, float]:
 
 class _Servers:
     """What an environment runs for all episodes of a process, such as shared tool servers, which take seconds to start.
-
-    They end with the process, or with an episode that fails: the next one starts them again.
-    """
+    They end with the process, or with an episode that fails: the next one starts them again."""
 
     def __init__(self, env: Any) -> None:
         self._env = env
@@ -145,11 +139,8 @@ def _task_of(row: Row, request: str) -> Any:
 
 @functools.cache
 def _load(request: str) -> Any:
-    """The environment, once in a process and those forked from it: it has no state of an episode.
-
-    Raises:
-        ValueError: The package is missing, or the environment cannot be loaded, or has several agents for the policy.
-    """
+    """The environment, once in a process and those forked from it: it has no state of an episode. Raises ValueError if
+    the package is missing, or the environment cannot be loaded, or has several agents for the policy."""
     taskset, harness, settings = json.loads(request)
     try:
         loaders = importlib.import_module("verifiers.v1.utils.loaders")

@@ -84,18 +84,8 @@ class _Direct:
 async def rehearse(
     rehearsal: Rehearsal, server: Server, rows: Sequence[Row], said: Sequence[str], seed: int = 0
 ) -> list[Played]:
-    """Play one episode for every row.
-
-    Args:
-        rehearsal: Reader and bounds.
-        server: The environment worker, not started.
-        rows: Rows of the data.
-        said: Texts of the turns, the last one again and again; if empty, turns have random tokens.
-        seed: Seed of the random tokens.
-
-    Raises:
-        ValueError: the environment cannot be loaded.
-    """
+    """Play one episode for every row, with the texts in `said` as turns, the last one again and again, or with random
+    tokens if there are none. Starts and closes the server. Raises ValueError if the environment cannot be loaded."""
     reader, sizes = rehearsal.reader, (rehearsal.max_tokens, rehearsal.max_model_len)
     config = rehearsal.config.model_copy(update={"players": dict.fromkeys(rehearsal.config.players, POLICY)})
     rng, played, link = random.Random(seed), list[Played](), _Direct(server)

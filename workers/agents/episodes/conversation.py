@@ -67,16 +67,8 @@ class Conversation:
         messages: Sequence[Message],
         tools: Sequence[Any] | None = None,
     ) -> None:
-        """Render the beginning.
-
-        Args:
-            tokenizer: Tokenizer with a chat template.
-            messages: The messages before the first turn.
-            tools: Tools that the template offers, as JSON schemas of functions.
-
-        Raises:
-            ConversationError: the template raised, or wrote a token that the model has no embedding for.
-        """
+        """Render the messages before the first turn, with `tools` as JSON schemas of functions. Raises
+        ConversationError if the template raised, or wrote a token that the model has no embedding for."""
         self._tokenizer = tokenizer
         self._tools: list[Any] | None = as_text(tokenizer, list(tools)) if tools else None
         self._shown: list[Message] = as_text(tokenizer, list(messages))
@@ -101,15 +93,8 @@ class Conversation:
 
     def compacted(self, keep: int, note: str, new: Sequence[Message]) -> Conversation:
         """A new conversation: the messages before the first turn with a note below them, the last turns, and `new`.
-
-        Args:
-            keep: Turns that are kept, at least one, with the messages behind them; fewer than there are.
-            note: What the policy reads in place of the others.
-            new: The messages behind the last turn.
-
-        Raises:
-            ConversationError: as `add_messages`.
-        """
+        `keep` turns stay with the messages behind them: at least one, and fewer than there are. Raises as
+        `add_messages`."""
         short, _ = self.asked(new)  # its last turn has the form that the template reads
         places = [place for place, message in enumerate(self._shown) if message["role"] == "assistant"]
         *before, last = self._begun
@@ -130,23 +115,15 @@ class Conversation:
         self._tokenizer = tokenizer
 
     def add_response(self, ids: Sequence[int], message: Message) -> None:
-        """Append a turn of the policy.
-
-        Args:
-            ids: The sampled tokens.
-            message: The turn as the history shows it: `content` is the text of the tokens without the one that ends the
-                turn (`without_end`, `sampled_text`); `tool_calls` may be there as well.
-        """
+        """Append a turn of the policy. The content of the message is the text of the tokens without the one that ends
+        the turn (`without_end`, `sampled_text`)."""
         self._response = list(ids)
         self.prompt_ids = [*self.prompt_ids, *ids]
         self._shown.append(message)
 
     def add_messages(self, messages: Sequence[Message]) -> Added:
-        """Append what follows a turn of the policy, up to the opening of its next turn.
-
-        Raises:
-            ConversationError: the template raised, or wrote a token that the model has no embedding for.
-        """
+        """Append what follows a turn of the policy, up to the opening of its next turn. Raises ConversationError if the
+        template raised, or wrote a token that the model has no embedding for."""
         *before, turn = self._shown
         new = as_text(self._tokenizer, list(messages))
         # What was sampled is the text of the turn. Templates that need the structure of its calls get that instead. The
@@ -186,11 +163,9 @@ class Conversation:
         return ids
 
     def _behind(self, text: str, until_turn: Sequence[Message]) -> str | None:
-        """The part of a rendering behind the policy's turn, and behind its end if that was sampled.
-
-        None if the template has changed the text before it, or does not write the end of the turn there (it merges
-        messages of one role, or writes something instead of an empty turn).
-        """
+        """The part of a rendering behind the policy's turn, and behind its end if that was sampled. None if the
+        template has changed the text before it, or does not write the end of the turn there (it merges messages of one
+        role, or writes something instead of an empty turn)."""
         content = until_turn[-1]["content"]
         if not text.startswith(self._text):
             return None
@@ -233,11 +208,8 @@ class Conversation:
         return str(self._tokenizer.decode(self._response[len(own) :], skip_special_tokens=False))
 
     def _tokenize_behind(self, text: str) -> list[int]:
-        """Tokens of the text behind a turn.
-
-        If the turn's end was sampled, the text is tokenized together with it, because some tokenizers put a space
-        before a text that follows nothing.
-        """
+        """Tokens of the text behind a turn. If the turn's end was sampled, the text is tokenized together with it,
+        because some tokenizers put a space before a text that follows nothing."""
         last = self._response[-1:]
         if not self._sampled_end():
             return text_ids(self._tokenizer, text)
@@ -253,14 +225,9 @@ class RawConversation(Conversation):
         self.prompt_ids = self._known(self._ids(messages, lambda text: token_ids(tokenizer, text)))
 
     def add_messages(self, messages: Sequence[Message]) -> Added:
-        """Append texts or token ids.
-
-        The text of a turn lacks its end, so that a text behind it repeats that. If it does not, the policy's end is not
-        in the prompt: the conversation forks.
-
-        Raises:
-            ConversationError: a token has no embedding.
-        """
+        """Append texts or token ids. The text of a turn lacks its end, so that a text behind it repeats that. If it
+        does not, the policy's end is not in the prompt: the conversation forks. Raises ConversationError if a token has
+        no embedding."""
         end, new = self._sampled_end(), list(messages)
         repeats = bool(new) and new[0]["content"].startswith(end)
         forked = bool(new and end) and "token_ids" not in new[0] and not repeats

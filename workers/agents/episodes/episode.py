@@ -103,13 +103,8 @@ class EpisodeRunner:
     all."""
 
     async def play(self, key: str, row: Row, sample: SampleTurn) -> Played:
-        """Play one episode. A failure of the environment is a status; errors of the engine are raised.
-
-        Args:
-            key: Name of the episode, unique over all engines.
-            row: The row of the data.
-            sample: Samples one turn.
-        """
+        """Play one episode, whose key is unique over all engines. A failure of the environment is a status; errors of
+        the engine are raised."""
         deadline = asyncio.get_running_loop().time() + self.config.episode_timeout_s
         restarts = 0
         while True:
@@ -283,10 +278,7 @@ class EpisodeRunner:
 
     async def _open(self, state: _OpenEpisode, observation: Observation, *, beside: bool = False) -> _Asked:
         """Begin or continue the conversation of an observation; `beside` others, one without a name is a new one.
-
-        Raises:
-            EpisodeFailed: it has no tokens, or continues a request that was refused.
-        """
+        Raises EpisodeFailed if it has no tokens, or continues a request that was refused."""
         player, name = self._player(observation), (observation.player or "", observation.conversation)
         before = None if observation.restart or (beside and not any(name)) else state.conversations.get(name)
         if before is not None and before.refusal is not None:
@@ -358,11 +350,8 @@ class EpisodeRunner:
         return player
 
     async def _refusal(self, conversation: Conversation, observation: Observation) -> Message | None:
-        """The answer to a request that is refused or counted, or None if a turn is sampled.
-
-        Raises:
-            EpisodeFailed: the form cannot be used, and the observation is no request.
-        """
+        """The answer to a request that is refused or counted, or None if a turn is sampled. Raises EpisodeFailed if the
+        form cannot be used, and the observation is no request."""
         tokens, most, refused = len(conversation.prompt_ids), self.max_model_len, None
         if tokens >= most:
             why = f"This model's maximum context length is {most} tokens. However, your messages have {tokens} tokens."

@@ -12,16 +12,9 @@ _Span = tuple[int, int]
 
 
 def cut_observation(text: str, longest: int, prompts: Sequence[str]) -> str:
-    """A message, with at most `longest` characters that are not from the prompts, and a note at the cut.
-
-    An environment can trim the prompt, show a part of it, join its messages, or put it behind other text. What is left
-    of it is kept as it is shown. Of the rest, the longest pieces are cut.
-
-    Args:
-        text: The message.
-        longest: Most characters besides the prompts'.
-        prompts: Texts of the prompt's messages.
-    """
+    """A message with at most `longest` characters that are not from the prompts, and a note at each cut. An environment
+    can trim the prompt, show a part of it, join its messages, or put it behind other text. What is left of it is kept
+    as it is shown. Of the rest, the longest pieces are cut."""
     if len(text) <= longest:
         return text
     spans = [*_merged(_shown(text, prompts)), (len(text), len(text))]

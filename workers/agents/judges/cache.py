@@ -58,11 +58,8 @@ class AnswerCache:
         return taken
 
     def begin(self, budget: str, tokens: int, most: tuple[int | None, int | None]) -> tuple[int, float]:
-        """Counts a request if the last minute has room for it: for `most` requests and tokens, or any number if None.
-
-        Returns:
-            (number of the request, 0), or (0, seconds after which to try again).
-        """
+        """Count a request if the last minute has room for it, for `most` requests and tokens; returns its number and 0,
+        or 0 and the seconds after which to try again."""
         with self._database:
             now = time.time()
             old = "DELETE FROM minute WHERE at NOT BETWEEN ? AND ?"  # the clock may have been set back

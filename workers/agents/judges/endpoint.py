@@ -125,16 +125,8 @@ class HttpJudge:
     """Asks an endpoint. A request that cannot be answered is a failure of its sample alone."""
 
     def __init__(self, config: HttpJudgeConfig, cache: AnswerCache | None = None, *, logprobs: bool = False) -> None:
-        """Asks nothing yet.
-
-        Args:
-            config: The endpoint.
-            cache: Counts the requests of the last minute, if they have a bound.
-            logprobs: Whether the answers have the log-probs of their tokens.
-
-        Raises:
-            JudgeError: the key's variable is not set.
-        """
+        """Prepare to ask. `cache` counts the requests of the last minute, if they have a bound; with `logprobs` answers
+        have the log-probs of their tokens. Raises JudgeError if the key's variable is not set."""
         limits = (config.requests_per_minute, config.tokens_per_minute)
         self._config, self._limits = config, limits
         self._cache = None if limits == (None, None) else cache
@@ -214,10 +206,8 @@ class HttpJudge:
 
 
 def read_completion(body: bytes) -> tuple[JudgeAnswer, int]:
-    """The first choice in the body of a response, or what the body is instead, and the tokens used (0: not said).
-
-    Of an answer that was cut at `max_tokens`, the last word is left out.
-    """
+    """The first choice in the body of a response, or what the body is instead, and the tokens used (0: not said). Of an
+    answer that was cut at `max_tokens`, the last word is left out."""
     said = body[:_SHOWN_BYTES].decode("utf-8", "replace")
     try:
         completion = json.loads(body)

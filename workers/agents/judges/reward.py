@@ -35,12 +35,8 @@ class JudgeReward:
         )
 
     def start(self) -> None:
-        """Open the cache and the endpoint, and read the baseline's answers.
-
-        Raises:
-            JudgeError: the key of the endpoint is not set.
-            OSError: the cache or the baseline cannot be opened.
-        """
+        """Open the cache and the endpoint, and read the baseline's answers. Raises JudgeError if the key of the
+        endpoint is not set, and OSError if the cache or the baseline cannot be opened."""
         self._cache = AnswerCache(self._args.cache)
         self._baseline = Baseline(self._args.baseline)
         if self._args.endpoint is not None:
@@ -95,10 +91,8 @@ class JudgeReward:
 
 
 def _outcomes(samples: int, asked: Sequence[Asked], read: Sequence[Points]) -> list[RewardResult]:
-    """The weighted mean of each sample's points, or the first failure if there is one.
-
-    Of comparisons in both orders, also the share in which both say the same.
-    """
+    """The weighted mean of each sample's points, or the first failure if there is one. Of comparisons in both orders,
+    also the share in which both say the same."""
     parts: list[list[tuple[float, float | RewardResult]]] = [[] for _ in range(samples)]
     agreed: list[list[bool]] = [[] for _ in range(samples)]
     by_order = {(one.order, one.part): points for one, points in zip(asked, read, strict=True)}

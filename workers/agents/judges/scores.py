@@ -53,11 +53,8 @@ class JudgeError(ValueError):
 
 
 def read_score(answer: str, low: float, high: float) -> float:
-    """The last score in an answer, behind its thought.
-
-    Raises:
-        JudgeError: there is no score, a range or a calculation, or one that is not on the scale from low to high.
-    """
+    """The last score in an answer, behind its thought. Raises JudgeError if there is no score, a range or a
+    calculation, or one that is not on the scale from low to high."""
     text = plain(visible(answer))
     found = ((list(pattern.finditer(text)), closed) for pattern, closed in _FORMS)
     last, closed = next(((matches[-1], closed) for matches, closed in found if matches), (None, False))
@@ -93,13 +90,9 @@ def read_better(answer: str) -> tuple[float, float]:
 
 
 def expected_score(answer: JudgeAnswer, low: float, high: float) -> float:
-    """The mean of the scores that the answer could have, by the log-probs of the token of its score.
-
-    G-Eval, arXiv 2303.16634, sec. 2. Scores are digits, each of which is one token.
-
-    Raises:
-        JudgeError: the answer has no score, or the log-probs of its token are missing.
-    """
+    """The mean of the scores that the answer could have, by the log-probs of the token of its score. G-Eval, arXiv
+    2303.16634, sec. 2. Scores are digits, each of which is one token. Raises JudgeError if the answer has no score, or
+    the log-probs of its token are missing."""
     texts = [token.text for token in answer.tokens]
 
     def score(place: int, text: str) -> float | None:

@@ -28,10 +28,8 @@ def said(messages: str) -> str:
 
 
 def played(messages: str, conversation: str) -> str:
-    """All that was said in an episode, without the messages of the prompt at its beginning.
-
-    An environment can show the prompt, a part of it, other messages before it, or something else.
-    """
+    """All that was said in an episode, without the messages of the prompt at its beginning. An environment can show the
+    prompt, a part of it, other messages before it, or something else."""
     prompt, turns = json.loads(messages), json.loads(conversation)
     words, read = list[str](), 0
     for place, turn in enumerate(turns):
@@ -58,10 +56,8 @@ def _behind(turn: Message, asked: Message) -> str | None:
 
 
 def _is_example(prompt: Sequence[Message], at: int, turns: Sequence[Message], place: int) -> bool:
-    """Whether the turn at `place` is the prompt's answer `at`, not the same answer of the policy.
-
-    Then it is between the messages that the prompt has it between.
-    """
+    """Whether the turn at `place` is the prompt's answer `at`, not the same answer of the policy. Then it is between
+    the messages that the prompt has it between."""
     for step in (-1, 1):
         if not 0 <= at + step < len(prompt):
             continue
@@ -83,14 +79,8 @@ class Baseline:
     """One answer to each prompt."""
 
     def __init__(self, name: str) -> None:
-        """Reads the answers if they are stored.
-
-        Args:
-            name: A column of `metadata`, a file, or empty for the data's answer.
-
-        Raises:
-            OSError: the file cannot be read, or has no answers.
-        """
+        """Read the stored answers if `name` is a file; otherwise it is a column of `metadata`, or empty for the data's
+        answer. Raises OSError if the file cannot be read, or has no answers."""
         self._name = name
         self._stored = _stored(Path(name)) if is_file(name) else None
 

@@ -57,13 +57,9 @@ class Assertions:
 def parse_assertions(text: str, function: str = "") -> Assertions:
     """Split the assertions of a text: `assert` lines, in HumanEval's `check(candidate)`, or in functions `test...()`.
 
-    Args:
-        text: Python source.
-        function: Name of the function that is tested, which `candidate` stands for; if empty, what the text calls.
-
-    Raises:
-        ValueError: the text is not Python, contains anything but imports, assignments and assertions, or an assertion
-            whose expected result would have to enter the sandbox, cannot be computed or is too large.
+    `candidate` stands for the tested function; if it has no name, what the text calls is tested. Raises ValueError if
+    the text is not Python, contains anything but imports, assignments and assertions, or an assertion whose expected
+    result would have to enter the sandbox, cannot be computed or is too large.
     """
     try:
         body = ast.parse(text).body
@@ -169,11 +165,8 @@ class _Splitter:
         return Insert().visit(node)
 
     def _split(self, node: ast.expr, calls: list[str], truth: bool = False) -> ast.expr:
-        """The expression with a placeholder for every call that the sandbox makes; appends these calls.
-
-        Args:
-            truth: Whether only the truth value counts.
-        """
+        """The expression with a placeholder for every call that the sandbox makes, of which only the truth may count;
+        appends these calls."""
 
         def part(child: ast.expr, truth: bool = False) -> ast.expr:
             return self._split(child, calls, truth)
@@ -258,10 +251,8 @@ class _Splitter:
 
 
 def _require_values(node: ast.AST) -> None:
-    """Raise ValueError if a part of an assertion that holds no result of the sandbox has no value.
-
-    No program could pass: the assertion says nothing about the program.
-    """
+    """Raise ValueError if a part of an assertion that holds no result of the sandbox has no value. No program could
+    pass: the assertion says nothing about the program."""
     if any(isinstance(inner, ast.Name) and inner.id.startswith(_RESULT) for inner in ast.walk(node)):
         called = isinstance(node, ast.Call)
         children = [*node.args, *(one.value for one in node.keywords)] if called else ast.iter_child_nodes(node)

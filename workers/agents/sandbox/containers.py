@@ -179,10 +179,8 @@ class RunningContainer:
         user: str = "",
         stdin: bytes = b"",
     ) -> CommandResult:
-        """Run a command of bash, or of sh if the image has no bash. What it starts in the background continues.
-
-        If its time is over, every process of the container is ended but the first.
-        """
+        """Run a command of bash, or of sh if the image has no bash. What it starts in the background continues. If its
+        time is over, every process of the container is ended but the first."""
         argv = self._runtime.execute(self._name, ["sh", "-c", _SHELL, "sh", command], variables or {}, user)
         process, output = await _process(argv, stdin=asyncio.subprocess.PIPE), _Output()
         try:

@@ -94,10 +94,8 @@ def _call(step: str, result: int) -> int:
 
 
 def main() -> NoReturn:
-    """Run programs, each in a sandbox, until the caller closes the socket whose descriptor is the argument.
-
-    A message in it carries the descriptors of one sandbox (see `DESCRIPTORS`).
-    """
+    """Run programs, each in a sandbox, until the caller closes the socket whose descriptor is the argument. A message
+    in it carries the descriptors of one sandbox (see `DESCRIPTORS`)."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to the caller too, who closes the owner pipe
     requests = socket.socket(fileno=int(sys.argv[1]))
     requests.set_inheritable(False)
@@ -180,10 +178,8 @@ def _raise_memory_limit(wanted: int) -> None:
 
 
 def _can_drop_user() -> bool:
-    """Whether the program can run as a different user from the caller, who is root.
-
-    Root in a container may be an ordinary user outside, with a map that contains no other user.
-    """
+    """Whether the program can run as a different user from the caller, who is root. Root in a container may be an
+    ordinary user outside, with a map that contains no other user."""
     if os.geteuid() != 0:
         return False
     with open("/proc/self/uid_map", encoding="ascii") as users, open("/proc/self/gid_map", encoding="ascii") as groups:
@@ -335,10 +331,8 @@ def _watch(program: int, limit: int) -> bool:
 
 
 def _used_memory() -> int:
-    """Private memory of all processes but this one, in bytes.
-
-    Shared memory is in files, within the limit of the disk: the filter refuses every other.
-    """
+    """Private memory of all processes but this one, in bytes. Shared memory is in files, within the limit of the disk:
+    the filter refuses every other."""
     pages = 0
     for name in os.listdir("/proc"):
         if name.isdigit() and name != "1":

@@ -248,11 +248,8 @@ def _find_leaks(facts: dict[str, Any]) -> list[str]:
 
 @cache
 def _interpreter(packages: bool) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
-    """Path of the interpreter, the folders that it needs, and the folders with packages.
-
-    Raises:
-        SandboxUnavailable: one of the folders contains the home folder.
-    """
+    """Path of the interpreter, the folders that it needs, and the folders with packages. Raises SandboxUnavailable if
+    one of the folders contains the home folder."""
     executable = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
     prefixes = {os.path.realpath(path) for path in (sys.base_prefix, sys.base_exec_prefix)}
     if not any(Path(executable).is_relative_to(prefix) for prefix in prefixes):
@@ -348,11 +345,8 @@ class SandboxStarter:
 
     @contextlib.contextmanager
     def start(self, request: dict[str, Any]) -> Iterator[_Ends]:
-        """Start a sandbox. What is left of it is killed at the end of the block.
-
-        Raises:
-            SandboxError: the process has ended.
-        """
+        """Start a sandbox. What is left of it is killed at the end of the block. Raises SandboxError if the process has
+        ended."""
         with contextlib.ExitStack() as ours:
             with contextlib.ExitStack() as theirs:
                 file = theirs.enter_context(open(os.memfd_create("request"), "wb", buffering=0))
@@ -411,17 +405,9 @@ class _Transfer:
             self._selector.register(stream.fileno(), kind, action)
 
     def run(self, timeout_s: float) -> bool:
-        """Transfer until the sandbox has ended, at the end of the status pipe.
-
-        Waits for the start of the program, `_START_S` at most; for the program, until its time is up; then for the end
-        of the processes that were killed.
-
-        Returns:
-            Whether the program's time limit ended it.
-
-        Raises:
-            SandboxError: the sandbox did not start, or did not end.
-        """
+        """Transfer until the sandbox has ended, at the end of the status pipe; returns whether the time limit ended the
+        program. Waits for the start of the program, `_START_S` at most; for the program, until its time is up; then for
+        the end of the processes that were killed. Raises SandboxError if the sandbox did not start, or did not end."""
         deadline = time.monotonic() + _START_S
         started = cut = False
         status = self._ends.status.fileno()
@@ -479,12 +465,8 @@ class _Transfer:
 
 
 def _check_report(report: dict[str, Any], timed_out: bool) -> dict[str, Any]:
-    """What the sandbox reported.
-
-    Raises:
-        SandboxUnavailable: the machine does not permit a step of the setup.
-        SandboxError: it did not report the program's end, though the program was not killed.
-    """
+    """What the sandbox reported. Raises SandboxUnavailable if the machine does not permit a step of the setup, and
+    SandboxError if it did not report the program's end, though the program was not killed."""
     if "failure" in report:
         raise _explain(report)
     if not timed_out and "wait_status" not in report:

@@ -108,11 +108,8 @@ def is_supported(machine: str | None = None) -> bool:
 
 
 def build_filter(machine: str | None = None) -> bytes:
-    """The filter as an array of the kernel's `struct sock_filter`.
-
-    Raises:
-        KeyError: This architecture has no filter.
-    """
+    """The filter as an array of the kernel's `struct sock_filter`. Raises KeyError if this architecture has no
+    filter."""
     column, architecture = _ARCHITECTURES[machine or platform.machine()]
     steps = [
         *((_LOAD, 0, 0, _ARCHITECTURE), (_EQUAL, 1, 0, architecture), (_RETURN, 0, 0, _KILL)),

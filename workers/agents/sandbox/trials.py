@@ -16,15 +16,12 @@ _PROGRAMS, _REFERENCES, _CASES = 8, 3, 10
 
 
 def try_programs(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The column with test cases that most rows have, and what right and wrong programs earn; nothing without one.
+    """Yield the column with test cases that most rows have, and what right and wrong programs earn; nothing without
+    one.
 
-    Args:
-        request: `rows`, by column; `tests` and `programs`, columns that may have test cases and reference programs; and
-            `prompts`.
-
-    Yields:
-        `column`, `usable` (rows whose cases can be used), `earned` of `tried` rows with programs, and `paid`, a kind of
-        wrong programs that earns 1, or "".
+    The request has `rows`, by column, the names of columns that may have `tests` and `programs`, and `prompts`. The
+    answer has `column`, `usable` (rows whose cases can be used), `earned` of `tried` rows with programs, and `paid`, a
+    kind of wrong programs that earns 1, or "".
     """
     rows = list(zip(request["rows"], request["prompts"], strict=True))
     usable = {name: [one for one in rows if has_tests(one[0].get(name), one[0])] for name in request["tests"]}

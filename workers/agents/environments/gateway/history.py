@@ -47,10 +47,7 @@ class Conversations:
 
     def place(self, choice: Choice, new: str, taken: set[str]) -> str:
         """Give a request the longest conversation that it continues and that is not `taken` already, or a new one.
-
-        Returns:
-            How it repeats a conversation with a difference; empty if it does not.
-        """
+        Returns how it repeats a conversation with a difference; empty if it does not."""
         repeated, beside = "", False
         choice.conversation, choice.added = new, choice.messages
         for name, kept in sorted(self._kept.items(), key=lambda item: item[1].size, reverse=True):

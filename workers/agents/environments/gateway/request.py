@@ -79,13 +79,8 @@ def forced_tool(tools: Sequence[Mapping[str, Any]], choice: Any) -> bool | str:
 
 
 def forced_schema(tools: Sequence[Mapping[str, Any]], forced: bool | str, one_call: bool = False) -> dict[str, Any]:
-    """JSON schema of a response that calls one named tool, as its arguments, or any tools, as a list of calls.
-
-    Args:
-        tools: Tools of the request.
-        forced: Name of the tool; True: any tools.
-        one_call: The list has one call.
-    """
+    """JSON schema of a response that calls the tool `forced`, as its arguments, or any tools (True), as a list of
+    calls."""
     functions = [tool["function"] for tool in tools]
     definitions: dict[str, Any] = {}
     calls = []
@@ -173,10 +168,8 @@ class Choice:
         )
 
     def read(self, message: Message, prefix: str) -> Message:
-        """The response with the calls that the request forced, whose ids begin with a prefix, or with its first.
-
-        A text that ended the turn because the request named it is its `stop_sequence`, and is left out of the content.
-        """
+        """The response with the calls that the request forced, whose ids begin with a prefix, or with its first. A text
+        that ended the turn because the request named it is its `stop_sequence`, and is left out of the content."""
         calls = message.get("tool_calls") or ()
         found = [(place, text) for text in self.stop if (place := message["content"].find(text)) >= 0]
         if found and not calls and message.get("finish_reason") == "stop":
