@@ -23,13 +23,7 @@ from troupe.workers.contract.messages import Peak, RankPlan, ScoreSummary, Worke
 from troupe.workers.data.teacher_prompts import TeacherPrompts, within
 from troupe.workers.isolation.lifetime import exit_with
 from troupe.workers.models.capabilities import adapt
-from troupe.workers.models.modeling import (
-    CausalLogprobs,
-    head_chunks,
-    load_causal,
-    score_plan,
-    torch_dtype,
-)
+from troupe.workers.models.modeling import CausalLogprobs, head_chunks, load_causal, score_plan, torch_dtype
 from troupe.workers.models.ragged import ragged
 from troupe.workers.telemetry.start_activity import Activity, announce
 from troupe.workers.training.group import LOOPBACK, join_group, leave_group, open_store

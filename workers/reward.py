@@ -175,11 +175,7 @@ class RewardWorker:
     """Scores groups of samples. Every reward function runs in its own process."""
 
     def __init__(
-        self,
-        config: RewardConfig,
-        name: str,
-        device: Device = "cpu",
-        policy: ModelConfig | None = None,
+        self, config: RewardConfig, name: str, device: Device = "cpu", policy: ModelConfig | None = None
     ) -> None:
         """Set up the components. A `ScoringConfig` has further reward functions by name. `policy` is the model whose
         tokenizer made the responses: needed for process rewards, and to know whether its chat template opens the

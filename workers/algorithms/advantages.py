@@ -270,10 +270,7 @@ def _standardised(rewards: torch.Tensor, mean: float, std: float) -> torch.Tenso
 
 
 def shaped_rewards(
-    rewards: torch.Tensor,
-    lengths: torch.Tensor,
-    kl: torch.Tensor | None,
-    kl_coef: float,
+    rewards: torch.Tensor, lengths: torch.Tensor, kl: torch.Tensor | None, kl_coef: float
 ) -> torch.Tensor:
     """float64 [sum(lengths)]: token rewards of concatenated sequences.
 

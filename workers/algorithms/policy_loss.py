@@ -460,17 +460,9 @@ def value_loss(
         bounded = (near - returns).square()
         worst, clipped = torch.maximum(error, bounded), bounded > error
     loss = 0.5 * (weights * worst).sum()
-    sums = {
-        "tokens": loss_mask.float(),
-        "value_clip_fraction": clipped.float(),
-        "value_error": error,
-        "value": values,
-    }
+    sums = {"tokens": loss_mask.float(), "value_clip_fraction": clipped.float(), "value_error": error, "value": values}
     return LossOutput(
-        loss=loss,
-        terms=_totals({"loss": loss}),
-        sums=_totals(sums),
-        maxima={"value_abs_max": _maximum(values.abs())},
+        loss=loss, terms=_totals({"loss": loss}), sums=_totals(sums), maxima={"value_abs_max": _maximum(values.abs())}
     )
 
 

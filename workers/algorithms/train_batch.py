@@ -336,10 +336,7 @@ def _kl_metrics(batch: _Batch) -> dict[str, float]:
 def _text_metrics(batch: _Batch) -> dict[str, float]:
     """Perplexity of the samples under the sampler, and their repetition."""
     sampled = batch.rollout_logprobs[batch.by_policy].double()
-    return {
-        "perplexity": float((-sampled.mean()).exp()) if len(sampled) else 0.0,
-        "repetition": _repetition(batch),
-    }
+    return {"perplexity": float((-sampled.mean()).exp()) if len(sampled) else 0.0, "repetition": _repetition(batch)}
 
 
 def _repetition(batch: _Batch) -> float:

@@ -616,15 +616,7 @@ class PolicyLossConfig(Frozen):
     """The policy's loss on one micro-batch."""
 
     objective: Literal[
-        "clip",
-        "policy_gradient",
-        "soft_gate",
-        "geometric",
-        "divergence",
-        "cispo",
-        "kl_penalty",
-        "likelihood",
-        "custom",
+        "clip", "policy_gradient", "soft_gate", "geometric", "divergence", "cispo", "kl_penalty", "likelihood", "custom"
     ] = "clip"
     """`clip`: PPO's clipped ratio (arXiv 1707.06347, eq. 7); `policy_gradient`: -advantage * ratio, not clipped (eq.
     6), which has REINFORCE's gradient in the first update on a batch and is corrected for the policy's change in later

@@ -19,8 +19,7 @@ Preference = Annotated[
 RewardLevel = Literal["sequence", "token"]
 """The places of the scores that a reward model's loss compares."""
 LabelSmoothing = Annotated[
-    float,
-    Field(ge=0.0, lt=0.5, description="Chance that the labels of a pair are swapped, or a ranking is reversed."),
+    float, Field(ge=0.0, lt=0.5, description="Chance that the labels of a pair are swapped, or a ranking is reversed.")
 ]
 
 

@@ -5,13 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from troupe.workers.contract.config import (
-    ALL_LINEAR,
-    EngineProcess,
-    LoraConfig,
-    RolloutConfig,
-    StructuredConfig,
-)
+from troupe.workers.contract.config import ALL_LINEAR, EngineProcess, LoraConfig, RolloutConfig, StructuredConfig
 from troupe.workers.contract.model_files import check_model_files
 from troupe.workers.contract.weight_backends import TransferBackend
 from troupe.workers.engine.process import FOLDER_VARIABLE, OWNER_VARIABLE, private_shared_memory, temporary_folder
@@ -55,11 +49,7 @@ def set_import_environment(engine: EngineProcess) -> None:
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "PYTHONFAULTHANDLER": "1",  # ranks that an engine spawns write where a signal has met them
     }
-    for name, value in {
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "HF_HUB_OFFLINE": "1",
-        "HF_HUB_DISABLE_TELEMETRY": "1",
-    }.items():
+    for name, value in {"VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}.items():
         os.environ.setdefault(name, value)
     if engine.device == "cuda":
         os.environ.pop("OMP_NUM_THREADS", None)  # Ray sets it to the actor's CPUs, and vLLM would keep it
@@ -162,12 +152,7 @@ def structured_outputs(config: StructuredConfig | None) -> StructuredOutputsPara
     from vllm.sampling_params import StructuredOutputsParams
 
     choice = None if config.choice is None else list(config.choice)
-    return StructuredOutputsParams(
-        json=config.json_schema,
-        regex=config.regex,
-        choice=choice,
-        grammar=config.grammar,
-    )
+    return StructuredOutputsParams(json=config.json_schema, regex=config.regex, choice=choice, grammar=config.grammar)
 
 
 def check_structured(config: StructuredConfig | None) -> None:

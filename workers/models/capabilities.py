@@ -62,11 +62,7 @@ def _samples() -> TokenTable:
 
 @ieee_float32()
 def adapt(
-    module: ModelModule,
-    model: PreTrainedModel,
-    device: Device,
-    packing: bool,
-    sequence: SequenceGroup | None = None,
+    module: ModelModule, model: PreTrainedModel, device: Device, packing: bool, sequence: SequenceGroup | None = None
 ) -> bool:
     """Make the model as fast as its results allow, and return whether it packs: takes several sequences in one row.
 

@@ -38,10 +38,7 @@ class HostCopies:
         """Copy nothing yet."""
         on_gpu = device.type == "cuda"
         options = StagingOptions(
-            use_pinned_memory=on_gpu,
-            use_shared_memory=False,
-            use_async_staging=False,
-            use_non_blocking_copy=on_gpu,
+            use_pinned_memory=on_gpu, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=on_gpu
         )
         self._stager = DefaultStager(options)
 

@@ -47,11 +47,7 @@ def adamw(module: nn.Module, config: TrainerConfig) -> torch.optim.AdamW:
         {"params": [p for p in parameters if len(whole_shape(p)) < 2], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=0.0,
-        betas=config.adam_betas,
-        eps=config.adam_eps,
-        fused=True,
+        [group for group in groups if group["params"]], lr=0.0, betas=config.adam_betas, eps=config.adam_eps, fused=True
     )
 
 

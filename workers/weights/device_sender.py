@@ -23,15 +23,7 @@ from troupe.workers.contract.messages import WeightsSent
 from troupe.workers.contract.roles import EngineLink
 from troupe.workers.contract.weight_backends import BACKENDS, TransferBackend
 from troupe.workers.training.group import open_store, own_address
-from troupe.workers.weights.buckets import (
-    BUCKET_BYTES,
-    Bucket,
-    Shape,
-    buckets_of,
-    checksums,
-    pack,
-    weights_digest,
-)
+from troupe.workers.weights.buckets import BUCKET_BYTES, Bucket, Shape, buckets_of, checksums, pack, weights_digest
 from troupe.workers.weights.gpu_handles import PlainHandle, export_handle, gpu_id, release_handle
 from troupe.workers.weights.transfer_group import BOUND_S, TransferFailed, TransferGroup
 

@@ -23,12 +23,7 @@ from troupe.workers.models.adapter_files import DESCRIPTION, Description
 from troupe.workers.models.digests import base_digest
 from troupe.workers.weights.adapter_slots import LayerAdapter, missing_parts, slot_problem
 from troupe.workers.weights.cpu_kernels import multiply_at_once, multiply_experts_without_adapters
-from troupe.workers.weights.vllm_transfer import (
-    EngineExtension,
-    FileReader,
-    FileUpdateInfo,
-    LoadedWeights,
-)
+from troupe.workers.weights.vllm_transfer import EngineExtension, FileReader, FileUpdateInfo, LoadedWeights
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

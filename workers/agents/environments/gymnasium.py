@@ -27,11 +27,7 @@ class Gymnasium(Environment):
     """
 
     def __init__(
-        self,
-        id: str,
-        args: Mapping[str, Any] | None = None,
-        actions: list[str] | None = None,
-        instructions: str = "",
+        self, id: str, args: Mapping[str, Any] | None = None, actions: list[str] | None = None, instructions: str = ""
     ) -> None:
         """Create the environment.
 

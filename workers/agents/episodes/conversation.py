@@ -62,10 +62,7 @@ class Conversation:
     """One conversation, and the prompt of its next turn."""
 
     def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        messages: Sequence[Message],
-        tools: Sequence[Any] | None = None,
+        self, tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: Sequence[Any] | None = None
     ) -> None:
         """Render the messages before the first turn, with `tools` as JSON schemas of functions. Raises
         ConversationError if the template raised, or wrote a token that the model has no embedding for."""
