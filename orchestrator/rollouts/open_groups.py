@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Samples:
-    """Finished samples of one group."""
+    """Finished samples of one group, maybe none, and turns of its unfinished episodes."""
 
     summary: FinishedSamples
     rollouts: TableRef
@@ -75,14 +75,14 @@ class ScheduledGroup:
     """Samples that failed since the last batch."""
 
     def progress(self, partial: Samples | None) -> GroupProgress | None:
-        """What a checkpoint keeps of it, or None without finished samples.
+        """What a checkpoint keeps of it, or None without finished samples and turns.
 
         Args:
-            partial: Its samples that the engine has finished, if it says so.
+            partial: Its samples and turns that the engine has finished, if it says so.
         """
         # The engine may have answered before it finished the rest.
         parts = [part for part in (self.finished, partial) if part is not None]
-        finished = max(parts, key=lambda part: len(part.summary.samples), default=None)
+        finished = max(parts, key=lambda part: (len(part.summary.samples), part.summary.turns), default=None)
         if self.scored is None and finished is None:
             return None
         return GroupProgress(self.pick.prompt_uid, self.attempt, self.started_at_version, self.scored, finished)

@@ -242,7 +242,7 @@ class RolloutSource(BatchSource):
         if parts.texts is not None:
             state["texts"] = parts.texts.state()
         samples = sum(group.samples for group in groups)
-        write = partial(self._write_open, groups) if samples else None
+        write = partial(self._write_open, groups) if groups else None
         return SourceSnapshot(state, parts.ledger.state(), samples, write)
 
     async def _write_open(self, groups: Sequence[GroupProgress], folder: Path) -> int:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pyarrow as pa
 import pytest
 import pytest_asyncio
 import torch
@@ -75,6 +76,7 @@ async def rows(
     environment: str,
     bounds: EpisodeConfig = BOUNDS,
     request: GroupRequest = REQUEST,
+    finished: pa.Table | None = None,
     **args: Any,
 ) -> list[dict[str, Any]]:
     """The rows of a group played in an environment; checks that the environment's processes end."""
@@ -87,7 +89,7 @@ async def rows(
     worker.generation.config = before.model_copy(update={"episodes": {"": bounds}})
     try:
         await worker.connect_environments("", LocalLink(environments))
-        summary, table = await worker.generate(request, PROMPTS)
+        summary, table = await worker.generate(request, PROMPTS, finished)
         assert table.schema.equals(ROLLOUTS, check_metadata=True)
         assert [length for sample in summary.samples for length in sample.row_lengths] == [
             len(row["prompt_ids"]) + len(row["response_ids"]) for row in table.to_pylist()
@@ -109,6 +111,45 @@ async def test_one_turn_is_the_plain_path_bit_by_bit(worker: RolloutWorker) -> N
         for timing in ("generate_s", "first_token_s"):
             del own[timing], plain[timing]
         assert own == plain
+
+
+async def test_an_interrupted_episode_continues_with_its_turns(
+    worker: RolloutWorker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its group is interrupted while the environment considers the second of three turns, and continues elsewhere."""
+    gate, asked = tmp_path / "gate", list[int]()
+    sample = worker.generation._sample
+
+    async def counted(request: GroupRequest, index: int, ids: list[int], limits: Any = None) -> Any:
+        asked.append(limits.number)
+        return await sample(request, index, ids, limits)
+
+    monkeypatch.setattr(worker.generation, "_sample", counted)
+    interrupted = asyncio.create_task(rows(worker, f"{HERE}:Gated", gate=str(gate)))
+    while True:
+        found, table = await worker.finished_samples()
+        if found and found[0].turns == 2 * REQUEST.samples:
+            break
+        await asyncio.sleep(0.02)
+    assert found[0].samples == () and Counter(asked) == {0: 4, 1: 4}
+    interrupted.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await interrupted
+    asked.clear()
+    gate.touch()
+    again = await rows(worker, f"{HERE}:Gated", request=replace(REQUEST, attempt=3), finished=table, gate=str(gate))
+    assert Counter(asked) == {2: 4}
+    whole = await rows(worker, f"{HERE}:Gated", request=replace(REQUEST, attempt=3), gate=str(gate))
+    of_the_batch = ("generate_s", "first_token_s", "rollout_logprobs")  # the last to round-off
+    assert [{k: v for k, v in row.items() if k not in of_the_batch} for row in again] == [
+        {k: v for k, v in row.items() if k not in of_the_batch} for row in whole
+    ]
+    recorded = {(row["sample_index"], row["segment"]): row["rollout_logprobs"] for row in table.to_pylist()}
+    for row in again:
+        spans = [turn for turn in row["turns"] if turn["name"] == "assistant"][:2]
+        for number, turn in enumerate(spans):
+            own = row["rollout_logprobs"][turn["start"] : turn["end"]]
+            assert own == recorded[row["sample_index"], number]
 
 
 async def test_the_tokens_of_every_turn_are_those_that_the_engine_sampled(

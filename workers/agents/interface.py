@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from troupe.workers.agents.episodes.episode import EpisodeRunner as EpisodeRunner
     from troupe.workers.agents.episodes.episode import LongReader as LongReader
     from troupe.workers.agents.episodes.turns import Played as Played
+    from troupe.workers.agents.episodes.turns import RecordedTurns as RecordedTurns
     from troupe.workers.agents.episodes.turns import SampledTurn as SampledTurn
     from troupe.workers.agents.episodes.turns import Segment as Segment
     from troupe.workers.agents.episodes.turns import TurnLimits as TurnLimits
@@ -37,7 +38,7 @@ _HOMES = {
     **dict.fromkeys(("Rehearsal", "describe", "rehearse", "stretches"), "episodes.check"),
     **dict.fromkeys(("EpisodeRunner", "LongReader"), "episodes.episode"),
     **dict.fromkeys(("MalformedCall", "ParseCalls", "TurnReader", "read_row"), "episodes.conversation"),
-    **dict.fromkeys(("Played", "SampledTurn", "Segment", "TurnLimits"), "episodes.turns"),
+    **dict.fromkeys(("Played", "RecordedTurns", "SampledTurn", "Segment", "TurnLimits"), "episodes.turns"),
     "JudgeReward": "judges.reward",
     "judge_problem": "judges.arguments",
     "python_tests": "sandbox.python_tests",

@@ -322,11 +322,17 @@ def engine_prompt_tokens(samples: Iterable[SampleSummary]) -> list[int]:
 
 @dataclass(frozen=True)
 class FinishedSamples:
-    """Samples of a running group that are finished while others of the group still run."""
+    """Samples of a running group that are finished while others of the group still run.
+
+    Of an episode that is not finished, the ROLLOUTS table beside it has a row for each sampled turn: `segment` is its
+    place among them, the prompt is left out, and `response` is the digest of its request (`RecordedTurns`).
+    """
 
     prompt_uid: str
     attempt: int
     samples: tuple[SampleSummary, ...]
+    turns: int = 0
+    """Sampled turns of episodes that are not finished."""
 
 
 @dataclass(frozen=True)

@@ -162,11 +162,12 @@ class RolloutEngine(Replica, Protocol):
         self, request: GroupRequest, prompts: TableRef, finished: TableRef | None = None
     ) -> Reply[tuple[GroupSummary, TableRef]]:
         """Samples one group, or the rest of it; returns its summary and a ROLLOUTS table. `finished` has the rows of
-        `request.finished`, the samples that exist; None if there are none."""
+        `request.finished`, the samples that exist, and of the turns of unfinished episodes, which are not sampled
+        again; None if there are none."""
         ...
 
     def finished_samples(self) -> Reply[tuple[tuple[FinishedSamples, ...], TableRef]]:
-        """The finished samples of the groups that run, and a ROLLOUTS table with their rows."""
+        """The finished samples and turns of the groups that run, and a ROLLOUTS table with their rows."""
         ...
 
     def update_weights(self, update: WeightUpdate) -> Reply[WeightAck]:

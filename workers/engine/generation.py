@@ -19,6 +19,7 @@ from troupe.workers.agents.interface import (
     EpisodeRunner,
     LongReader,
     Played,
+    RecordedTurns,
     SampledTurn,
     TurnLimits,
     TurnReader,
@@ -37,9 +38,11 @@ from troupe.workers.engine.opponent import Opponent
 from troupe.workers.engine.rows import (
     Built,
     RowBuilder,
+    Rows,
     RunningGroup,
     episode_samples,
     merged,
+    recorded_turns,
     sample_summary,
     sampled_turn,
 )
@@ -174,6 +177,8 @@ class Generation:
             long=self._long[environment],
         )
 
+        turns = recorded_turns(request, finished)
+
         async def play(index: int) -> Played:
             async def sample(ids: Sequence[int], limits: TurnLimits) -> SampledTurn:
                 return sampled_turn(await self._sample(request, index, list(ids), limits), records)
@@ -181,16 +186,20 @@ class Generation:
             row = read_row(prompt, sample_seed(request.seed, index))
             opponent = Opponent(lambda: self._judge, request.seed, index, bounds.episode_timeout_s)
             key = f"{self._engine.name}/{request.prompt_uid}/{request.attempt}/{index}/{next(self._serial)}"
-            return await replace(runner, opponent=opponent).play(key, row, sample)
+            recorded = turns.setdefault(index, RecordedTurns())
+            return await replace(runner, opponent=opponent).play(key, row, partial(recorded.sample, sample))
 
         builder = RowBuilder(self._engine.name, self._require_tokenizer(), request, prompt, [], records)
 
         def build(index: int, played: Played) -> Built:
             return episode_samples(builder, index, played, bounds.trained, self._engine.version)
 
+        def open_rows(index: int) -> Rows:
+            return builder.turns(index, turns.get(index, RecordedTurns()))
+
         # A sample is the part of one player: the samples of an episode follow each other.
         playing = {index: play(index) for index in request.missing if index % max(1, len(bounds.trained)) == 0}
-        episodes = await self._all_or_none(request, playing, build, finished)
+        episodes = await self._all_or_none(request, playing, build, finished, open_rows)
         for kind, note in [item for played in episodes.values() for item in played.notes.items()]:
             if (environment, kind) not in self._noted:
                 self._noted.add((environment, kind))
@@ -202,9 +211,9 @@ class Generation:
         return summary, merged(request, finished, [row for _, rows in built for row in rows])
 
     def finished_samples(self) -> tuple[tuple[FinishedSamples, ...], pa.Table]:
-        """The samples that are finished of all groups that run, and their rows; held-out samples are not among them."""
+        """What all groups that run keep of themselves (`FinishedSamples`), and the rows, without held-out samples."""
         found = [group.finished() for group in self._groups if _as_in_training(group.request)]
-        found = [(samples, table) for samples, table in found if samples.samples]
+        found = [(samples, table) for samples, table in found if samples.samples or samples.turns]
         tables = [ROLLOUTS.empty_table(), *(table for _, table in found)]
         return tuple(samples for samples, _ in found), pa.concat_tables(tables).combine_chunks()
 
@@ -331,12 +340,14 @@ class Generation:
         samples: Mapping[int, Coroutine[Any, Any, T]],
         build: Callable[[int, T], Built],
         earlier: pa.Table | None,
+        open_rows: Callable[[int], Rows] = lambda index: [],
     ) -> dict[int, T]:
         """Outputs of all samples by index; the first failure cancels the others and is raised. Until then
-        `finished_samples` finds the finished ones: `build` makes their rows, `earlier` has older ones."""
+        `finished_samples` finds the finished ones: `build` makes their rows, `earlier` has older ones, and `open_rows`
+        makes those of the others."""
         engine = self._engine
         by_index = {index: asyncio.create_task(sample) for index, sample in samples.items()}
-        tasks, group = list(by_index.values()), RunningGroup(request, by_index, build, earlier)
+        tasks, group = list(by_index.values()), RunningGroup(request, by_index, build, earlier, open_rows)
         engine.running.update(tasks)
         self._groups[group] = None
         try:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import pyarrow as pa
 
-from troupe.workers.agents.interface import Played, SampledTurn, Segment
+from troupe.workers.agents.interface import Played, RecordedTurns, SampledTurn, Segment
 from troupe.workers.contract.environments import OK
 from troupe.workers.contract.messages import (
     IDENTITY_NAMES,
@@ -41,6 +41,11 @@ Rows = list[dict[str, Any]]
 Built = tuple[Sequence[SampleSummary], Rows]
 """The samples of a response or an episode, and their rows."""
 _NOT_FINITE = "a log-prob of the response is not finite"
+_PROBLEM = "engine: "
+_TURN_COLUMNS = [
+    *("prompt_uid", "sample_index", "response", "response_ids", "rollout_logprobs", "kept_tokens"),
+    *("weight_versions", "finish_reason", "episode_status"),
+]
 
 
 @dataclass(frozen=True)
@@ -100,6 +105,25 @@ class RowBuilder:
             for number, segment in enumerate(segments)
         ]
 
+    def turns(self, index: int, recorded: RecordedTurns) -> Rows:
+        """The rows of an episode that is not finished; see `FinishedSamples`."""
+        return [
+            self._response(index, list(turn.ids))
+            | {
+                "segment": number,
+                "prompt_ids": [],
+                "rollout_logprobs": turn.logprobs,
+                "kept_tokens": turn.kept if self.records else None,
+                "episode_status": _status(OK, turn),
+                "response": request,
+                "weight_versions": turn.versions,
+                "finish_reason": turn.finish_reason,
+                "generate_s": turn.generate_s,
+                "first_token_s": turn.first_token_s,
+            }
+            for number, (request, turn) in enumerate(recorded.by_request.items())
+        ]
+
     def candidate(self, index: int, ids: list[int]) -> dict[str, Any]:
         """The row of an answer from another source: no engine sampled it, so it has no log-probs and no versions."""
         return self._response(index, ids) | {
@@ -136,7 +160,7 @@ class RowBuilder:
 
 def _status(status: str, *turns: SampledTurn) -> str:
     """The status of a sample: a sample with a turn that cannot be trained has failed."""
-    return next((f"engine: {turn.problem}" for turn in turns if turn.problem), OK) if status == OK else status
+    return next((_PROBLEM + turn.problem for turn in turns if turn.problem), OK) if status == OK else status
 
 
 def sampled_turn(output: RequestOutput, records: bool = False) -> SampledTurn:
@@ -235,6 +259,8 @@ class RunningGroup(Generic[T]):
     """Summaries and rows of what a finished task has sampled."""
     earlier: pa.Table | None = None
     """Rows of `request.finished`."""
+    open_rows: Callable[[int], Rows] = lambda index: []
+    """Rows of what the unfinished sample of an index keeps of itself; see `FinishedSamples`."""
 
     def finished(self) -> tuple[FinishedSamples, pa.Table]:
         """The samples that are finished now, including `request.finished`, and their ROLLOUTS table."""
@@ -242,8 +268,27 @@ class RunningGroup(Generic[T]):
         built = [self.build(i, task.result()) for i, task in done.items() if task.exception() is None]
         summaries = (*self.request.finished, *(summary for own, _ in built for summary in own))
         rows = [row for _, own in built for row in own]
-        found = FinishedSamples(self.request.prompt_uid, self.request.attempt, summaries)
-        return found, merged(self.request, self.earlier, rows)
+        turns = [row for i, task in self.tasks.items() if not task.done() for row in self.open_rows(i)]
+        found = FinishedSamples(self.request.prompt_uid, self.request.attempt, summaries, len(turns))
+        return found, merged(self.request, self.earlier, rows + turns)
+
+
+def recorded_turns(request: GroupRequest, earlier: pa.Table | None) -> dict[int, RecordedTurns]:
+    """The recorded turns of the request's unfinished samples that have some, by index; `earlier`: see `merged`."""
+    found: dict[int, list[tuple[str, SampledTurn]]] = {}
+    for row in [] if earlier is None else earlier.select(_TURN_COLUMNS).to_pylist():
+        if row["prompt_uid"] != request.prompt_uid or row["sample_index"] not in request.missing:
+            continue
+        turn = SampledTurn(
+            ids=row["response_ids"],
+            logprobs=row["rollout_logprobs"],
+            versions=row["weight_versions"],
+            finish_reason=row["finish_reason"],
+            kept=row["kept_tokens"] or (),
+            problem="" if row["episode_status"] == OK else row["episode_status"].removeprefix(_PROBLEM),
+        )
+        found.setdefault(row["sample_index"], []).append((row["response"], turn))
+    return {index: RecordedTurns(turns) for index, turns in found.items()}
 
 
 def merged(request: GroupRequest, finished: pa.Table | None, rows: Rows) -> pa.Table:

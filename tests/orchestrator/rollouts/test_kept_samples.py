@@ -119,6 +119,39 @@ def test_no_finished_sample_is_sampled_again_wherever_a_run_is_stopped(tmp_path:
     assert max(line["staleness/max"] for line in last.lines()) <= 2
 
 
+class TurnByTurn(OneByOne):
+    """Finishes no sample before the run stops, but turns of all."""
+
+    def __init__(self, name: str, rng: random.Random, stop: asyncio.Event) -> None:
+        super().__init__(name, rng, stop)
+        self.given: dict[str, FakeTable | None] = {}
+
+    async def generate(
+        self, request: GroupRequest, prompts: object, finished: FakeTable | None = None
+    ) -> tuple[GroupSummary, FakeTable]:
+        assert not request.finished
+        self.given.setdefault(request.prompt_uid, finished)
+        return await self._sample(request)
+
+    async def finished_samples(self) -> tuple[tuple[FinishedSamples, ...], FakeTable]:
+        self.ended = self.stop.is_set()
+        found = tuple(FinishedSamples(request.prompt_uid, request.attempt, (), turns=2) for request in self.running)
+        return found, FakeTable("rollouts", tuple(one.prompt_uid for one in found))
+
+
+def test_the_turns_of_episodes_that_nobody_finished_go_on_in_the_resumed_run(tmp_path: Path) -> None:
+    runs = [slow_run(tmp_path, 0), slow_run(tmp_path, 1, resume=True)]
+    for number, run in enumerate(runs):
+        run.engines = [TurnByTurn(f"rollout-{i}", random.Random(10 * number + i), run.stop) for i in range(2)]
+    stop_after(runs[0], 3 * GROUP_SIZE)
+    kept = json.loads((newest(tmp_path).path / SAMPLES / GROUPS).read_text())["groups"]
+    open_groups = {group["prompt_uid"] for group in kept if group["finished"] and group["finished"]["turns"]}
+    assert open_groups and runs[1].run().ledger["trained"] == 6 * 3 * GROUP_SIZE
+    given = {uid: table for engine in runs[1].engines for uid, table in cast(TurnByTurn, engine).given.items()}
+    assert {uid for uid, table in given.items() if table is not None} == open_groups
+    assert all(uid in table.uids for uid, table in given.items() if table is not None)
+
+
 def test_a_run_that_keeps_none_samples_them_again(tmp_path: Path) -> None:
     """What the test above would find without kept samples; the counts of the ledger are right there too."""
     run = slow_run(tmp_path, 0, checkpoint={"every_steps": 1, "samples_mib": 0})

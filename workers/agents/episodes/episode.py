@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from troupe.workers.agents.episodes.conversation import Added, Conversation, ConversationError
 from troupe.workers.agents.episodes.observations import cut_observation
-from troupe.workers.agents.episodes.turns import Played, SampledTurn, Segment, TurnLimits
+from troupe.workers.agents.episodes.turns import Played, SampledTurn, SampleTurn, Segment, TurnLimits
 from troupe.workers.contract.config import EpisodeConfig, StructuredConfig
 from troupe.workers.contract.environments import (
     OK,
@@ -39,8 +39,6 @@ _LONG_TURN = 512
 _MESSAGE_CHARS = 50
 """What a message counts besides its content."""
 
-SampleTurn = Callable[[Sequence[int], TurnLimits], Awaitable[SampledTurn]]
-"""Samples the turn behind these tokens."""
 Opponent = Callable[[list[Message], int], Awaitable[JudgeAnswer]]
 """A frozen model's turn of this number, by what its player has seen."""
 

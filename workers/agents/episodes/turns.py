@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from array import array
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
@@ -45,6 +47,32 @@ class SampledTurn:
     first_token_s: float = 0.0
     text: str | None = None
     """Text of the turn of another model, which has no tokens; None if the policy sampled it."""
+
+
+SampleTurn = Callable[[Sequence[int], TurnLimits], Awaitable[SampledTurn]]
+"""Samples the turn behind these tokens."""
+
+
+class RecordedTurns:
+    """The sampled turns of an episode until it is finished, so that it can be played again without sampling them.
+
+    A turn is given again if its request is the same to the last token and limit: the turns of an environment that
+    answers otherwise than before are sampled from there on.
+    """
+
+    def __init__(self, turns: Iterable[tuple[str, SampledTurn]] = ()) -> None:
+        """`turns`: those of an earlier play, each with the digest of its request."""
+        self.by_request = dict(turns)
+        """The turns by the digest of their request, in the order in which they were sampled."""
+
+    async def sample(self, sample: SampleTurn, ids: Sequence[int], limits: TurnLimits) -> SampledTurn:
+        """The recorded turn of this request, or one that `sample` samples, which is recorded then."""
+        form = limits.structured and limits.structured.model_dump_json()
+        own = repr((limits.number, limits.max_tokens, limits.stop, form)).encode()
+        request = hashlib.blake2b(array("i", ids).tobytes() + own, digest_size=16).hexdigest()
+        if request not in self.by_request:
+            self.by_request[request] = await sample(ids, limits)
+        return self.by_request[request]
 
 
 @dataclass

@@ -7,6 +7,7 @@ import ctypes
 import os
 import subprocess
 import time
+from pathlib import Path
 from typing import Any
 
 from troupe.workers.agents.environments import Environment, Message, Observation, Row
@@ -33,6 +34,19 @@ class AsyncEcho(Echo):
 
     async def step(self, message: Message) -> Observation:  # pyright: ignore[reportIncompatibleMethodOverride]
         await asyncio.sleep(0.01)
+        return super().step(message)
+
+
+class Gated(Echo):
+    """The same, and its second answer waits until the file `gate` exists."""
+
+    def __init__(self, gate: str) -> None:
+        super().__init__()
+        self.gate = Path(gate)
+
+    async def step(self, message: Message) -> Observation:  # pyright: ignore[reportIncompatibleMethodOverride]
+        while self.left == 2 and not self.gate.exists():
+            await asyncio.sleep(0.01)
         return super().step(message)
 
 
