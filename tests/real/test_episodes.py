@@ -117,7 +117,8 @@ async def test_an_interrupted_episode_continues_with_its_turns(
     worker: RolloutWorker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its group is interrupted while the environment considers the second of three turns, and continues elsewhere."""
-    gate, asked = tmp_path / "gate", list[int]()
+    gate, asked, three = tmp_path / "gate", list[int](), replace(REQUEST, samples=3)  # the environment holds three
+    bounds = BOUNDS.model_copy(update={"turn_timeout_s": 60.0})
     sample = worker.generation._sample
 
     async def counted(request: GroupRequest, index: int, ids: list[int], limits: Any = None) -> Any:
@@ -125,21 +126,21 @@ async def test_an_interrupted_episode_continues_with_its_turns(
         return await sample(request, index, ids, limits)
 
     monkeypatch.setattr(worker.generation, "_sample", counted)
-    interrupted = asyncio.create_task(rows(worker, f"{HERE}:Gated", gate=str(gate)))
-    while True:
-        found, table = await worker.finished_samples()
-        if found and found[0].turns == 2 * REQUEST.samples:
-            break
+    interrupted = asyncio.create_task(rows(worker, f"{HERE}:Gated", bounds, three, gate=str(gate)))
+    while not (found := await worker.finished_samples())[0] or found[0][0].turns < 6:
+        assert not interrupted.done()
         await asyncio.sleep(0.02)
-    assert found[0].samples == () and Counter(asked) == {0: 4, 1: 4}
+    (progress,), table = found
+    assert progress.samples == () and Counter(asked) == {0: 3, 1: 3}
     interrupted.cancel()
     with pytest.raises(asyncio.CancelledError):
         await interrupted
     asked.clear()
     gate.touch()
-    again = await rows(worker, f"{HERE}:Gated", request=replace(REQUEST, attempt=3), finished=table, gate=str(gate))
-    assert Counter(asked) == {2: 4}
-    whole = await rows(worker, f"{HERE}:Gated", request=replace(REQUEST, attempt=3), gate=str(gate))
+    three = replace(three, attempt=3)
+    again = await rows(worker, f"{HERE}:Gated", bounds, three, table, gate=str(gate))
+    assert Counter(asked) == {2: 3}
+    whole = await rows(worker, f"{HERE}:Gated", bounds, three, gate=str(gate))
     of_the_batch = ("generate_s", "first_token_s", "rollout_logprobs")  # the last to round-off
     assert [{k: v for k, v in row.items() if k not in of_the_batch} for row in again] == [
         {k: v for k, v in row.items() if k not in of_the_batch} for row in whole
