@@ -12,9 +12,9 @@ import pytest
 from tests.workers.agents.episodes.test_episode import USER, Script, play, reply, sampled
 from troupe.workers.agents.episodes.turns import RecordedTurns, SampledTurn, TurnLimits
 from troupe.workers.contract.config import StructuredConfig
-from troupe.workers.contract.environments import EnvironmentGone
+from troupe.workers.contract.environments import EnvironmentGone, EpisodeReply
 
-THREE = [reply(USER, reward=0.25), reply(USER), reply(done=True, reward=1.0)]
+THREE: list[EpisodeReply | Exception] = [reply(USER, reward=0.25), reply(USER), reply(done=True, reward=1.0)]
 
 
 class Engine:
