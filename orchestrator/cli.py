@@ -143,7 +143,7 @@ _START = {
     ),
     "doctor": Entry(
         "check:doctor",
-        "Check this machine: packages, GPUs, memory, disks, limits, network. Each finding names its remedy.",
+        "Check this machine: vLLM, compiler, GPUs, memory, disks, limits, network. Each finding names its remedy.",
     ),
     "algorithms": Entry(
         "check:algorithms", "List the algorithms, or describe one with its formula, source and defaults."
@@ -276,7 +276,7 @@ def main() -> NoReturn:
     except OSError as error:
         fail(f"error: {os_error(error)}", FAILURE)
     except ImportError as error:
-        fail(f"error: {error}; `troupe doctor` lists the packages that are missing here", FAILURE)
+        fail(f"error: {error}; `troupe --version` lists the packages that are installed", FAILURE)
     sys.exit(code)
 
 
@@ -285,8 +285,6 @@ def fail(text: str, code: int, problems: Sequence[object] = ()) -> NoReturn:
 
     Args:
         text: The error; empty if everything is said.
-        code: The exit code.
-        problems: Each problem of a spec, as `FoundProblem`.
     """
     if text and "--json" in sys.argv:
         echo_json({"error": text.removeprefix("error: "), "exit_code": code, "problems": problems})

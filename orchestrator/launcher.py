@@ -51,8 +51,6 @@ class WorkerLauncher:
         """Starts nothing.
 
         Args:
-            spec: The spec, with models that are folders.
-            cluster: The cluster of the workers.
             snapshots: The folders that are snapshots of the hub, which nodes without them download.
             classes: Worker classes to start instead of the classes of the table, by its rows.
         """
@@ -67,10 +65,6 @@ class WorkerLauncher:
 
     async def open(self, only: frozenset[str] | None = None, progress: Progress = lambda *_: None) -> Workers:
         """Reserves resources and starts the workers of all roles (or of the roles in `only`) concurrently.
-
-        Args:
-            only: Sections of `roles` to start, or None for all.
-            progress: Called with the progress of the start.
 
         Raises:
             DoesNotFit: The cluster has no room.
@@ -104,7 +98,6 @@ class WorkerLauncher:
         return Workers({role: task.result() for role, task in started.items()})
 
     async def _role(self, role: str) -> Started:
-        """Starts the workers of a role that are placed."""
         row, names = row_of(self._spec, role), self._placements.names(role)
         if row.trains:
             workers = [self._actors.spawn(name) for name in names]
@@ -168,11 +161,8 @@ class WorkerLauncher:
         return worker
 
     async def restart(self, groups: Sequence[TrainerGroup[Any]]) -> None:
-        """Ends the processes of these groups, and starts the same ranks with their initial model.
-
-        Raises:
-            WorkerError: One does not start.
-        """
+        """Ends the processes of these groups, and starts the same ranks with their initial model. Raises WorkerError if
+        one does not start."""
         for worker in (worker for group in groups for worker in group.workers):
             self._actors.kill(worker.name)
         timeout_s = self._spec.schedule.start_timeout_s
@@ -188,10 +178,7 @@ class WorkerLauncher:
     async def make_room(self, name: str) -> None:
         """Reserves resources for one more worker of a role whose workers are placed one by one.
 
-        The placement of a worker that is gone is reused.
-
-        Raises:
-            DoesNotFit: The cluster has no room.
+        The placement of a worker that is gone is reused. Raises DoesNotFit if the cluster has no room.
         """
         if name not in self._placements:
             await self._placements.add(name)

@@ -422,7 +422,6 @@ def _in_place(planned: PlannedRun, stream: TextIO, *, resume: bool = False) -> P
 
 
 def _stream(progress: bool | TextIO) -> TextIO:
-    """Stream to which progress is printed."""
     if isinstance(progress, bool):
         return sys.stdout if progress else io.StringIO()
     return progress

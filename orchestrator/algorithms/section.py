@@ -149,11 +149,7 @@ def is_custom(name: str) -> bool:
 
 
 def row_of(config: AlgorithmConfig) -> Algorithm:
-    """The algorithm's row.
-
-    Raises:
-        ValueError: It is a custom algorithm and cannot be used.
-    """
+    """The algorithm's row. Raises ValueError if it is a custom algorithm and cannot be used."""
     if not is_custom(config.name):
         return ALGORITHMS[config.name]
     return custom_row(CustomConfig(name=config.name, args=config.args))
@@ -161,10 +157,7 @@ def row_of(config: AlgorithmConfig) -> Algorithm:
 
 def custom_row(config: CustomConfig) -> Algorithm:
     """The row of the shipped algorithm that the user's own is based on, with the user's functions in their places.
-
-    Raises:
-        ValueError: The user's algorithm cannot be used.
-    """
+    Raises ValueError if the user's algorithm cannot be used."""
     from troupe.workers.algorithms.custom import load_custom  # imports torch, which a spec without one does not need
 
     custom = load_custom(config)
@@ -275,5 +268,4 @@ def unused_options(config: AlgorithmConfig) -> list[str]:
 
 
 def _given(config: AlgorithmConfig) -> dict[str, Any]:
-    """The fields that a spec sets."""
     return {name: value for name, value in config if value is not None}

@@ -31,7 +31,6 @@ class WorkerPlacements(Mapping[str, tuple[Placement, WorkerPlacement]]):
     """The places of the workers of a spec, by worker name. A place is kept while its worker is replaced."""
 
     def __init__(self, spec: RunSpec, cluster: Cluster) -> None:
-        """Reserves nothing."""
         self._cluster = cluster
         self._timeout_s = spec.schedule.start_timeout_s
         self._sizes = {size.role: size for size in role_sizes(spec)}
@@ -55,11 +54,8 @@ class WorkerPlacements(Mapping[str, tuple[Placement, WorkerPlacement]]):
         return [f"{role}-{index}" for index in sorted(s.index for _, s in self.values() if s.role == role)]
 
     async def reserve(self, only: frozenset[str] | None = None) -> None:
-        """Reserves the resources of all workers of the spec, or of the sections of `roles` in `only`.
-
-        Raises:
-            DoesNotFit: The cluster has no room.
-        """
+        """Reserves the resources of all workers of the spec, or of the sections of `roles` in `only`. Raises DoesNotFit
+        if the cluster has no room."""
         placements = [
             placement
             for placement in place(list(self._sizes.values()))
@@ -70,11 +66,8 @@ class WorkerPlacements(Mapping[str, tuple[Placement, WorkerPlacement]]):
             self._take(placement, only)
 
     async def add(self, name: str) -> None:
-        """Reserves the resources of one more worker, of a role whose workers are placed one by one.
-
-        Raises:
-            DoesNotFit: The cluster has no room.
-        """
+        """Reserves the resources of one more worker, of a role whose workers are placed one by one. Raises DoesNotFit
+        if the cluster has no room."""
         role, index = name.rsplit("-", 1)
         placement = place_one(self._sizes[role], int(index))
         await self._cluster.reserve([placement], self._timeout_s)
@@ -105,9 +98,6 @@ class RunActors:
         """Creates nothing.
 
         Args:
-            spec: The spec, with models that are folders.
-            cluster: The cluster of the actors.
-            placements: The places of the workers.
             classes: Worker classes to use instead of the classes of the table of roles, by its rows.
         """
         self.served: set[str] = set()
@@ -195,7 +185,6 @@ def actor_class(path: str, protocol: type[Any], *, concurrent: bool) -> type[Any
 
     Args:
         path: The worker class, as `module:Class`.
-        protocol: The methods that can be called.
         concurrent: Whether the methods of the worker class are coroutines.
     """
     module, _, name = path.partition(":")

@@ -33,11 +33,8 @@ _by_loop: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[float, _Waits]] = We
 
 
 async def within(timeout_s: float, answer: Awaitable[T]) -> T:
-    """Awaits `answer` for at most `timeout_s` seconds.
-
-    Raises:
-        TimeoutError: The timeout expired; `answer` is cancelled.
-    """
+    """Awaits `answer` for at most `timeout_s` seconds. Raises TimeoutError if the timeout expired; `answer` is
+    cancelled."""
     loop = asyncio.get_running_loop()
     async with asyncio.timeout(None) as wait:
         waits = _enter(loop, timeout_s, wait)

@@ -135,11 +135,8 @@ class ActorJudges:
         self._lost = lost
 
     def ask(self, questions: Sequence[Question], timeout_s: float) -> list[JudgeAnswer]:
-        """One answer to each question. The workers share the questions; a lost worker's go to the others.
-
-        Raises:
-            JudgeGone: There is no worker, and one can still start.
-        """
+        """One answer to each question. The workers share the questions; a lost worker's go to the others. Raises
+        JudgeGone if there is no worker, and one can still start."""
         deadline = time.monotonic() + timeout_s
         answers: dict[int, JudgeAnswer] = {}
         while len(answers) < len(questions):

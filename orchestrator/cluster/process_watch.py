@@ -116,13 +116,6 @@ class ProcessWatch:
     """Watches the processes of all workers of a run."""
 
     def __init__(self, logs: Path, stopped_s: float, exit_code: Callable[[int], int | None] = exit_code) -> None:
-        """Watches nothing yet.
-
-        Args:
-            logs: Folder of the workers' logs on this node.
-            stopped_s: Seconds for which a process may be stopped.
-            exit_code: Exit code of a process of this node that has ended, or None if unknown.
-        """
         self.node: str = ray.get_runtime_context().get_node_id()
         """Ray's id of the driver's node."""
         self._logs = logs
@@ -201,8 +194,6 @@ class ProcessWatch:
 
         Args:
             own: Further processes of this node by id, such as the driver.
-            paths: Folders whose disks matter.
-            timeout_s: Longest wait for the other nodes.
         """
         roots: dict[str, dict[int, str]] = {self.node: dict(own)}
         for name, process in self.locations().items():

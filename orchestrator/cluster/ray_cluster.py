@@ -84,11 +84,6 @@ class ActorWorker(Generic[W_co]):
         """A worker that runs.
 
         Args:
-            name: Role and index.
-            actor: The Ray actor.
-            peaks: Collects the peak memory that the worker reports along with its answers.
-            calls: Records every call.
-            watch: Reports more about the end of its process.
             on_loss: Called once with its name and the reason when its process is found to be gone.
         """
         self._name = name
@@ -275,7 +270,6 @@ class Cluster:
 
         Args:
             needed: Resources of the run; only `CPU` is used.
-            address: HOST:PORT of a Ray head, or `auto`.
             server: From which the workers of a cluster that is started here are forked, closed with the connection. In
                 another cluster, Ray starts them all: with the environment of their node, and not below this process,
                 which a job of Ray ends with its whole tree. If None, Ray starts them all as well.
@@ -366,11 +360,8 @@ class Cluster:
     async def prepare_nodes(
         self, function: Callable[P, object], timeout_s: float, *args: P.args, **_: P.kwargs
     ) -> None:
-        """Calls a function in a process on every live node but this one, unless it has prepared the node before.
-
-        Raises:
-            WorkerError: It failed on a node, or did not end in time.
-        """
+        """Calls a function in a process on every live node but this one, unless it has prepared the node before. Raises
+        WorkerError if it failed on a node, or did not end in time."""
         here = ray.get_runtime_context().get_node_id()
         nodes = [node for node in ray_nodes.nodes() if node.id not in self._prepared | {here}]
 
@@ -394,11 +385,7 @@ class Cluster:
         """Calls a function in a separate process on the node of a worker; it reserves nothing itself.
 
         Args:
-            placement: A reserved placement group.
             placed: The worker in it, on whose node the function runs.
-            env: Environment variables of the process.
-            function: What to call.
-            timeout_s: Timeout for the result.
             args: Arguments; references to tables become tables.
 
         Raises:
@@ -413,10 +400,8 @@ class Cluster:
     async def reserve(self, placements: Sequence[Placement], timeout_s: float) -> None:
         """Reserves every placement group, waiting for resources for at most `timeout_s` seconds in total.
 
-        In a cluster started by the run, the wait is at most `_OWN_ROOM_TIMEOUT_S`.
-
-        Raises:
-            DoesNotFit: A group could not be reserved in time; the message lists requested and free resources.
+        In a cluster started by the run, the wait is at most `_OWN_ROOM_TIMEOUT_S`. Raises DoesNotFit if a group could
+        not be reserved in time; the message lists requested and free resources.
         """
         limit_s = min(timeout_s, _OWN_ROOM_TIMEOUT_S) if self._owned else timeout_s
         deadline = time.monotonic() + limit_s

@@ -71,10 +71,8 @@ def full_disks(sessions: Path) -> Iterator[str]:
 def start(cpus: int) -> Path:
     """Starts a cluster on this machine; returns its session folder.
 
-    Ray's token authentication (the default for local clusters) protects its ports.
-
-    Raises:
-        ClusterUnreachable: Ray did not start, or lacks shared memory or room for its sockets.
+    Ray's token authentication (the default for local clusters) protects its ports. Raises ClusterUnreachable if Ray did
+    not start, or lacks shared memory or room for its sockets.
     """
     if wrong := sockets_problem(temporary_folder()):
         raise ClusterUnreachable(f"Ray cannot start: {wrong}")

@@ -126,9 +126,6 @@ class WorkerGroup(Generic[W]):
         """The ranks of a role.
 
         Args:
-            role: The role's name in metrics and checkpoints.
-            workers: The ranks, by number.
-            micro_batch_tokens: Most tokens of a micro-batch.
             hung_s: As in `AdaptiveTimeouts`; bounds the calls that compute, not calls that read or write files.
             sequence_parallel_size: Adjacent ranks that share each micro-batch.
             calls: Repeats calls of trainers, which share it, or None if a lost rank is an error.
@@ -371,10 +368,8 @@ class PolicyGroup(TrainerGroup[Policy]):
 
         Args:
             plans: Rows of the batch (and of `texts`), one plan for each share.
-            batch: TRAIN table.
             kl_old_coef: Weight of KL(old || new) in this update.
             texts: TEXTS table whose pieces are learned in the same step (PPO-ptx).
-            timeout_s: Bound on the call, in seconds.
         """
         self.updates += 1
         return await self._run_plans(Policy.update, timeout_s, plans, batch, kl_old_coef, texts)

@@ -47,12 +47,7 @@ class WorkerServer:
     """
 
     def __init__(self, engine: EngineProcess, stopped_s: float = 5.0) -> None:
-        """Start the process; it serves when its imports are done.
-
-        Args:
-            engine: The engine of the run, on the CPU.
-            stopped_s: Seconds for which the process may be stopped.
-        """
+        """Start the process; it serves when its imports are done."""
         self.engine = engine
         self._folder = Path(tempfile.mkdtemp(prefix="troupe-"))
         remove_at_death(self._folder)

@@ -137,7 +137,7 @@ def doctor(
     set_: SetOption = [],  # noqa: B006
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
-    """Check this machine: packages, GPUs, memory, disks, limits, network. Each finding names its remedy."""
+    """Check this machine: vLLM, compiler, GPUs, memory, disks, limits, network. Each finding names its remedy."""
     runs = None if spec is None else plan_runs(read_document(spec, set_))
     from troupe.orchestrator.insight.doctor import checks
     from troupe.orchestrator.insight.doctor.machine import gather
@@ -228,7 +228,6 @@ def algorithms(
 
 
 def _echo(value: Any, text: str, as_json: bool) -> None:
-    """Print a value as JSON, or as text."""
     if as_json:
         echo_json(value)
     else:
@@ -236,7 +235,6 @@ def _echo(value: Any, text: str, as_json: bool) -> None:
 
 
 def _custom_algorithm(name: str, args: str, check: bool, as_json: bool) -> None:
-    """Describe or check a custom algorithm."""
     from troupe.orchestrator.algorithms.custom import report
     from troupe.orchestrator.algorithms.description import describe_row, described_row
     from troupe.orchestrator.algorithms.section import custom_row
@@ -328,7 +326,6 @@ def rows(
 
 
 def _play(spec: RolloutSpec, model: ModelConfig, say: list[str], episodes: int) -> list[dict[str, Any]]:
-    """Play the episodes of one spec, in each of its environments; none without an environment."""
     environments = spec.roles.environments()
     if not environments:
         return []

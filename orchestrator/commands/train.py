@@ -246,7 +246,6 @@ def resume_steps(arguments: Sequence[str], runs: Sequence[PlannedRun], report: P
 
 
 def _results(runs: Sequence[PlannedRun]) -> Path:
-    """Folder of a run, or of all runs of a chain."""
     return runs[-1].out.parent if runs[-1].stage else runs[-1].out
 
 

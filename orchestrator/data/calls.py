@@ -17,10 +17,8 @@ CALLED = '"tool_calls": ['
 def tool_schemas(value: Any) -> list[dict[str, Any]]:
     """The tools of a row as JSON schemas of functions, as chat templates read them; empty if there are none.
 
-    A bare function is wrapped (APIGen-MT), and parameters that are properties alone (xLAM) become an object's.
-
-    Raises:
-        BadRow: The value is something else.
+    A bare function is wrapped (APIGen-MT), and parameters that are properties alone (xLAM) become an object's. Raises
+    BadRow if the value is something else.
     """
     parsed = _parsed(value)
     try:
@@ -44,10 +42,7 @@ def _schema(tool: Any) -> Any:
 def tool_calls(value: Any) -> list[dict[str, Any]]:
     """The calls of a turn: one or a list, each with `name` and `arguments`, or with `function` around them.
 
-    Arguments stay as they are, an object or the JSON of one.
-
-    Raises:
-        BadRow: The value is something else.
+    Arguments stay as they are, an object or the JSON of one. Raises BadRow if the value is something else.
     """
     parsed = _parsed(value)
     return [_call(number, one) for number, one in enumerate(parsed if isinstance(parsed, list) else [parsed])]

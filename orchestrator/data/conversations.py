@@ -64,8 +64,6 @@ def chat_messages(prompt: Any, source: PromptText, system: Any = None, *, plain:
     """The chat messages of a prompt given as text or as a list of messages.
 
     Args:
-        prompt: The prompt, as the data have it.
-        source: How a row's text becomes a prompt.
         system: The row's own system message; null or empty if it has none.
         plain: Without a chat template (`model.chat_template: none`): the prompt must be text.
 
@@ -129,7 +127,6 @@ def split_conversation(value: Any, *, last: bool) -> tuple[list[Message], list[M
     """Prompt and response of a whole conversation.
 
     Args:
-        value: The conversation, as the data have it.
         last: The response is the last message; otherwise it begins with the first of the assistant's.
 
     Raises:
@@ -160,9 +157,7 @@ def split_answers(values: Sequence[Any], names: Sequence[str]) -> tuple[list[Mes
     """Prompt and responses of whole conversations with a common beginning, which is the prompt.
 
     As `extract_prompt` of TRL, except that each response keeps at least one message, and begins with the assistant's.
-
-    Raises:
-        BadRow: They are no conversations, or do not have a prompt in common.
+    Raises BadRow if they are no conversations, or do not have a prompt in common.
     """
     for value, name in zip(values, names, strict=True):
         if not isinstance(value, list) or not value:
@@ -181,10 +176,8 @@ def split_answers(values: Sequence[Any], names: Sequence[str]) -> tuple[list[Mes
 def marked_steps(text: str, labels: str) -> tuple[str, list[str], list[str]]:
     """Prompt, steps and labels of a text in which `ки` ends each step, and of the same text with + or - there instead.
 
-    The first step begins with `Step 1:`, and the prompt is before it (Math-Shepherd).
-
-    Raises:
-        BadRow: The texts differ otherwise, or there is no step.
+    The first step begins with `Step 1:`, and the prompt is before it (Math-Shepherd). Raises BadRow if the texts differ
+    otherwise, or there is no step.
     """
     *steps, rest = text.split(STEP_END)
     found = re.fullmatch(r"([+-])".join(map(re.escape, [*steps, rest])), labels, re.DOTALL)
@@ -207,11 +200,8 @@ def require_template(plain: bool) -> None:
 
 
 def read_messages(items: list[Any]) -> list[Message]:
-    """Messages with `role` and `content`, with `from` and `value` (ShareGPT), or pairs of `input` and `output`.
-
-    Raises:
-        BadRow: They are no messages, or have a field that decides what is trained and is not read.
-    """
+    """Messages with `role` and `content`, with `from` and `value` (ShareGPT), or pairs of `input` and `output`. Raises
+    BadRow if they are no messages, or have a field that decides what is trained and is not read."""
     if items and all(isinstance(item, dict) and set(item) == {"input", "output"} for item in items):
         turns = [(role, item[name]) for item in items for role, name in (("user", "input"), ("assistant", "output"))]
         items = [{"role": role, "content": text} for role, text in turns]

@@ -40,16 +40,6 @@ def draw_probability(pass_rate: float, floor: float) -> float:
     return max(floor, 4.0 * pass_rate * (1.0 - pass_rate))
 
 
-@dataclass(frozen=True)
-class CurriculumSource:
-    """One source of prompts, to its curriculum."""
-
-    name: str
-    """Empty if there is one source."""
-    solved_at: float
-    """A sample with at least this reward counts as solved."""
-
-
 class Curriculum:
     """Decides which prompts a pass over the data draws, from the results of finished steps alone.
 
@@ -57,19 +47,11 @@ class Curriculum:
     depends on the seed, the epoch, the row and these results, so that a resumed run decides alike.
     """
 
-    def __init__(self, config: CurriculumConfig, seed: int, sources: RowTable[CurriculumSource]) -> None:
-        """Starts without results.
-
-        Args:
-            config: How results decide.
-            seed: Seed of the run.
-            sources: The sources of prompts, by row.
-        """
+    def __init__(self, config: CurriculumConfig, seed: int, solved_at: RowTable[float]) -> None:
         self._config = config
         self._seed = seed
-        self._sources = sources
-        self._of_sources: dict[str, Results] = {}
-        """Results of each source."""
+        self._solved_at = solved_at
+        """Least reward of a solved sample, by row."""
         self._results: dict[int, Results] = {}
         """Results by row; rows without results are absent."""
         self._step: dict[int, Results] = {}
@@ -92,13 +74,12 @@ class Curriculum:
         component = self._config.component
         values = rewards.rewards if component is None else rewards.components[component]
         usable = [v for v, reward in zip(values, rewards.rewards, strict=True) if v is not None and reward is not None]
-        solved_at = self._sources[row].solved_at
+        solved_at = self._solved_at[row]
         solved = sum(is_solved(value, solved_at) for value in usable)
         self._step[row] = self._step.get(row, Results()).followed_by(Results(solved, len(usable)), decay=1.0)
 
     def mark_trained(self) -> None:
         """Ends a step: its results count for the draws that follow."""
-        self._add_to_sources()
         for row, results in self._step.items():
             before = self._results.get(row, Results())
             self._results[row] = before.followed_by(results, self._config.decay)
@@ -112,40 +93,22 @@ class Curriculum:
         }
         self._step, self._skipped = {}, 0
 
-    def source_factor(self, row: int) -> float:
-        """Factor on the weight of the row's source: with `over_sources` as for prompts, from its own pass rate."""
-        if not self._config.over_sources:
-            return 1.0
-        return self._probability(self._of_sources.get(self._sources[row].name, Results()))
-
-    def _add_to_sources(self) -> None:
-        """Adds the step's results to their sources' results."""
-        step: dict[str, Results] = {}
-        for row, results in self._step.items():
-            name = self._sources[row].name
-            step[name] = step.get(name, Results()).followed_by(results, decay=1.0)
-        for name, results in step.items():
-            before = self._of_sources.get(name, Results())
-            self._of_sources[name] = before.followed_by(results, self._config.decay)
-
     def metrics(self) -> dict[str, float]:
         """Metrics of the last finished step."""
         return self._metrics
 
     def state(self) -> dict[str, Any]:
         """All results, JSON-ready; its size follows the prompts that have some."""
-        state = {"results": _listed(self._results), "step": _listed(self._step), "skipped": self._skipped}
-        return state | {"sources": {name: [one.solved, one.samples] for name, one in self._of_sources.items()}}
+        return {"results": _listed(self._results), "step": _listed(self._step), "skipped": self._skipped}
 
     def restore(self, state: Any, rows: int) -> None:
         """Resume from a value of `state`, for a pool of `rows` prompts. Raises DataError if it is damaged."""
         try:
             results, step = _results(state["results"], rows), _results(state["step"], rows)
             skipped = int(state["skipped"])
-            sources = {str(name): Results(*map(float, counts)) for name, counts in state.get("sources", {}).items()}
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             raise DataError(f"cannot resume: the curriculum's state is damaged ({error!r})") from None
-        self._results, self._step, self._skipped, self._of_sources = results, step, skipped, sources
+        self._results, self._step, self._skipped = results, step, skipped
         self._set_aside = sum(map(self._is_set_aside, results.values()))
 
     def _probability(self, results: Results) -> float:

@@ -78,9 +78,6 @@ def load_pool(spec: OfflineSpec, source: ExampleSource, label: str, without: Poo
     """Read a source into a pool with schema EXAMPLE_TEXTS; `failures.on_bad_row` sets what an unusable row does.
 
     Args:
-        spec: The spec.
-        source: The source's section of the spec.
-        label: Path of that section, for error messages.
         without: Exclude the prompts of this pool.
 
     Raises:

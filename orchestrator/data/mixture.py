@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from troupe.orchestrator.data.curriculum import Curriculum, CurriculumSource
+from troupe.orchestrator.data.curriculum import Curriculum
 from troupe.orchestrator.data.pools import Pool, RowTable
 from troupe.orchestrator.data.prompts import Ordered, PromptOrder, PromptPick, PromptSource
 from troupe.orchestrator.errors import DataError
@@ -52,15 +52,6 @@ class PromptMixture:
         curriculum: Curriculum | None = None,
         section: str = "data.train",
     ) -> None:
-        """Starts with nothing drawn.
-
-        Args:
-            pools: The pool of each source.
-            shares: Name, weight and passes of each.
-            seed: Seed of the run.
-            curriculum: Decides by rows, as they are numbered in all pools together.
-            section: Path of the sources, for error messages.
-        """
         self._section = section
         starts = (0, *accumulate(pool.rows for pool in pools))
         self._curriculum = curriculum
@@ -84,9 +75,8 @@ class PromptMixture:
             row = drawn.start + pick.row
             if self._curriculum is not None and not self._curriculum.draws(row, pick.epoch):
                 continue
-            factor = 1.0 if self._curriculum is None else self._curriculum.source_factor(row)
             self._time = drawn.due
-            drawn.due += 1.0 / (drawn.share.weight * factor)
+            drawn.due += 1.0 / drawn.share.weight
             draws = sum(source.order.draws for source in self._sources)
             return PromptPick(f"{drawn.share.name}-{pick.prompt_uid}", row, pick.epoch, draws)
 
@@ -100,11 +90,8 @@ class PromptMixture:
         return {"sources": sources, "time": self._time, **curriculum}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Resume from a position that `state` returned. Weights and passes may differ: they count from here on.
-
-        Raises:
-            DataError: The sources, their rows or the seed differ, or the state is damaged.
-        """
+        """Resume from a position that `state` returned. Weights and passes may differ: they count from here on. Raises
+        DataError if the sources, their rows or the seed differ, or the state is damaged."""
         saved, names = state.get("sources"), [source.share.name for source in self._sources]
         if not isinstance(saved, dict) or list(saved) != names:
             had = ", ".join(saved) if isinstance(saved, dict) else "one without a name"
@@ -128,7 +115,6 @@ class PromptMixture:
 
 
 def _number(state: Mapping[str, Any], name: str) -> float:
-    """A number of a state. Raises DataError."""
     value = state.get(name)
     if not isinstance(value, float) or not 0.0 <= value < math.inf:
         raise DataError(f"cannot resume: the order's state is damaged ({name} {value!r})")
@@ -154,12 +140,10 @@ def curriculum_of(spec: RolloutSpec, settings: RowTable[GroupSettings]) -> Curri
     config = spec.data.curriculum
     if config is None:
         return None
-    sources = tuple(
-        CurriculumSource(own.source, own.solved_at) for own in settings.entries if own.solved_at is not None
-    )
-    if len(sources) < len(settings.entries):
+    solved_at = tuple(own.solved_at for own in settings.entries if own.solved_at is not None)
+    if len(solved_at) < len(settings.entries):
         raise DataError("the curriculum does not know which samples are solved: set data.curriculum.solved_at")
-    return Curriculum(config, spec.seed, RowTable(settings.starts, sources))
+    return Curriculum(config, spec.seed, RowTable(settings.starts, solved_at))
 
 
 def epochs(state: Mapping[str, Any]) -> dict[str, int]:
@@ -173,13 +157,7 @@ DrawnSource = tuple[str, Mapping[str, Any], str]
 
 
 def drawn_rows(section: str, pool: Pool, state: Mapping[str, Any]) -> list[DrawnSource]:
-    """Every source that a checkpoint has drawn from.
-
-    Args:
-        section: Path of the sources.
-        pool: Their rows.
-        state: State of its order in the checkpoint.
-    """
+    """Every source that a checkpoint has drawn from."""
     sources = state.get("sources")
     if not pool.parts or not isinstance(sources, dict):
         return [(section, state, pool.digest)]

@@ -14,8 +14,6 @@ def with_options(prompt: Any, options: Any, answer: Any, *, mixed: bool) -> tupl
     """The prompt with its options, and the letter of the right one.
 
     Args:
-        prompt: The question.
-        options: Its options.
         answer: The right one: its text, its letter, or its number from 0 on.
         mixed: It is one of the options itself, which are put in an order that follows from the question alone.
 

@@ -40,7 +40,6 @@ class Pool:
     digest: str
     """Digest of the rows' content; equal pools have equal digests."""
     bad_rows: int = 0
-    """Rows that could not be used."""
     problems: tuple[str, ...] = ()
     """`file:row: reason` of the first unusable rows."""
     left_out: int = 0
@@ -150,12 +149,7 @@ def collect(
     """The usable rows of a source.
 
     Args:
-        source: Its rows.
         read: A row as the pool holds it; raises BadRow.
-        label: Path of its section, for error messages.
-        on_bad_row: What a row that cannot be used does.
-        is_left_out: Whether another pool has the row.
-        repeats: Finds repeated rows, or None not to count them.
 
     Raises:
         DataError: The source cannot be read, a row has another form than the spec's, a row is bad with `stop`, or no
@@ -254,13 +248,7 @@ class Named(Protocol):
 def of_sources(
     given: SourceT | tuple[NamedT, ...], section: str, load: Callable[[SourceT | NamedT, str], Pool]
 ) -> Pool:
-    """The pool of a source, or one pool of several in their order, whose rows name their source in a column `source`.
-
-    Args:
-        given: The source, or sources with names.
-        section: Their path in the spec.
-        load: Reads the source at a path.
-    """
+    """The pool of a source, or one pool of several in their order, whose column `source` names each row's source."""
     if not isinstance(given, tuple):
         return load(given, section)
     parts = {source.name: load(source, f"{section}.{number}") for number, source in enumerate(given)}

@@ -53,13 +53,7 @@ def column_names(fields: Mapping[str, Any]) -> list[str]:
 
 
 def doubts(chosen: str, rejected: str, rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Contradictions between unread columns and the order of two answers, with the number of rows.
-
-    Args:
-        chosen: Column with the better answer.
-        rejected: Column with the worse answer.
-        rows: The first rows, with all columns.
-    """
+    """Contradictions between unread columns and the order of two answers, with the number of rows."""
     ours, theirs = (_PARTS.findall(name) for name in (chosen, rejected))
     differing = [pair for pair in zip(ours, theirs, strict=False) if pair[0] != pair[1]]
     names = list(rows[0]) if rows else []

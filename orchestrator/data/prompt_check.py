@@ -57,8 +57,6 @@ def check_prompts(spec: RunSpec, pools: Pools, most: int = PROMPTS) -> PromptChe
     A model that does not exist yet (an earlier stage of a chain writes it) is not checked.
 
     Args:
-        spec: The spec.
-        pools: Its data.
         most: Prompts that are rendered of each section, as far as the time suffices.
     """
     if not (Path(spec.model.path) / "config.json").is_file():
@@ -136,10 +134,7 @@ def _unseen_in_examples(name: str, pool: Pool, dropped: Sequence[str], template:
 
 
 def _as_seen(spec: RunSpec, pool: Pool, environment: str | None, most: int) -> tuple[list[str], list[str | None]]:
-    """The first prompts of a pool as the engine or the trainer sees them, and the tools of each, as JSON.
-
-    Some environments add a system message and tools; tools of servers are known in a run alone.
-    """
+    """The first prompts of a pool as the engine or the trainer sees them, and the tools of each, as JSON."""
     prompts = _first(pool, "messages", most)
     if "tools" in pool.table.column_names:
         return prompts, _first(pool, "tools", most)
@@ -188,15 +183,7 @@ def _first(pool: Pool, column: str, most: int) -> list[Any]:
 def classify(
     name: str, replies: Sequence[int | str], template: str, room: PromptRoom, origins: Sequence[str]
 ) -> PromptCheck:
-    """What the lengths of prompts (or why they have none) mean: a problem if it is so for all, else a line.
-
-    Args:
-        name: The prompts' section in `data`, of a mixture with the source.
-        replies: Length of each prompt in tokens, or why it has none.
-        template: The field that decides how prompts are rendered.
-        room: Tokens that a prompt may have.
-        origins: `file:row` of each prompt.
-    """
+    """What the lengths of prompts (or why they have none) mean: a problem if it is so for all, else a line."""
     if not replies:
         return PromptCheck()
     count = f"the first {len(replies)} prompts of data.{name}"

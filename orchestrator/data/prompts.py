@@ -138,11 +138,7 @@ def load_pool(
     """Read a source into a pool with schema PROMPTS, whose column `row` counts from 0.
 
     Args:
-        source: The source's section of the spec.
-        on_bad_row: `skip` rows that cannot be used and report them, or `stop` at the first.
-        label: Path of that section, for error messages.
         without: Exclude the prompts of this pool.
-        plain: There is no chat template: prompts are texts.
         earlier: Prompts of the sources before, with their answers; this one's are added.
 
     Raises:
@@ -272,7 +268,6 @@ class PromptSource:
         return passes > 0 and (self._epoch, self._position) >= (passes - 1, self._rows)
 
     def _advance(self) -> int:
-        """The next row of the order."""
         if self._position == self._rows:
             self._epoch += 1
             self._position = 0
@@ -294,10 +289,7 @@ class PromptSource:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Resume from a position that `state` returned. A curriculum that it does not know starts without results.
-
-        Raises:
-            DataError: The pool or the seed differs, so that the order cannot continue, or the state is damaged.
-        """
+        Raises DataError if the pool or the seed differs, so that the order cannot continue, or the state is damaged."""
         for name, mine in (("rows", self._rows), ("digest", self._pool_digest), ("seed", self._seed)):
             if state.get(name) != mine:
                 what = "the seed is" if name == "seed" else "the training data are"

@@ -74,9 +74,7 @@ class RawValues:
     values: dict[str, Any] = field(default_factory=dict)
     """The values by column."""
     error: str = ""
-    """Why the row could not be read; empty if it could."""
     left_out: bool = False
-    """Whether the row does not meet `where`."""
     padded: bool = False
     """Whether an object's key may be null because the object of another row has it (Arrow)."""
 
@@ -87,15 +85,7 @@ Fields = Mapping[str, str] | None
 
 
 def read_rows(source: DataSource, label: str) -> Iterator[RawRow]:
-    """Rows of a source, in its own order.
-
-    Args:
-        source: The source's section of the spec.
-        label: Path of that section (`data.train`), for error messages.
-
-    Raises:
-        DataError: The source as a whole cannot be used.
-    """
+    """Rows of a source, in its own order. Raises DataError if the source as a whole cannot be used."""
     if isinstance(source, ReasoningGymSource):
         return _reasoning_gym(source, label)
     return _prompt_rows(source, label)
@@ -105,9 +95,7 @@ def read_table(source: TableSource | Columns, fields: Fields, label: str) -> Ite
     """Rows of a source with named columns, in its own order, and the rows that do not meet `where`.
 
     Args:
-        source: The source's section of the spec.
         fields: Column of each field of that section (`answer`, `metadata.0`), or None for all columns, as they are.
-        label: Path of that section (`data.train`), for error messages.
 
     Raises:
         DataError: The source as a whole cannot be used.
@@ -389,10 +377,7 @@ def find_column(row: Tree, name: str) -> Any:
     """Value of a column of a row.
 
     A column of exactly this name comes first. Otherwise a dot leads into a struct, or into each struct of a list; a
-    struct that is null has null values.
-
-    Raises:
-        KeyError: The row has no such column.
+    struct that is null has null values. Raises KeyError if the row has no such column.
     """
     if name in row:
         return row[name]
@@ -421,14 +406,7 @@ def has_column(row: Tree, name: str) -> bool:
 
 
 def require_columns(fields: Mapping[str, str] | None, label: str, where: str, there: Tree) -> None:
-    """Raise DataError for a source without the columns that the spec names.
-
-    Args:
-        fields: Column of each field of the source's section of the spec, or None if no column is needed.
-        label: Path of that section (`data.train`).
-        where: The file, for the message.
-        there: Its columns.
-    """
+    """Raise DataError for a source without the columns that the spec names."""
     for name, column in (fields or {}).items():
         if not has_column(there, column):
             field_ = "where" if name.startswith("where.") else name

@@ -85,7 +85,6 @@ def data_metrics(pools: Pools, refused: Mapping[str, int] | None = None) -> dict
     """Used, bad and otherwise left out rows of each pool.
 
     Args:
-        pools: The pools of a run.
         refused: Prompts that do not fit the model, by pool (`check_prompts`), or None if they are among the bad rows.
     """
     metrics = {}

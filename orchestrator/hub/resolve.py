@@ -53,11 +53,8 @@ class LocalFiles(Generic[SpecT_co]):
 
 
 def pin_run(planned: PlannedRun, *, resume: bool) -> PlannedRun:
-    """The run with every name on the hub pinned to a commit; a resumed run keeps the commits it is pinned to.
-
-    Raises:
-        SpecError: A repository, a revision or a file of it does not exist or cannot be read.
-    """
+    """The run with every name on the hub pinned to a commit; a resumed run keeps the commits it is pinned to. Raises
+    SpecError if a repository, a revision or a file of it does not exist or cannot be read."""
     spec = planned.spec
     if not uses_hub(spec):
         return planned
@@ -127,11 +124,8 @@ def describe(spec: RunSpec) -> list[str]:
 
 
 def fetch(spec: SpecT, console: Console) -> LocalFiles[SpecT]:
-    """Downloads the models and data of a pinned spec that are not in the cache.
-
-    Raises:
-        HubError: A file cannot be downloaded.
-    """
+    """Downloads the models and data of a pinned spec that are not in the cache. Raises HubError if a file cannot be
+    downloaded."""
     sections: dict[str, Frozen] = {}
     snapshots = _snapshots(spec)
     models, data = hub_models(spec), hub_data(spec)
@@ -173,7 +167,6 @@ def _snapshots(spec: RunSpec) -> dict[str, Snapshot]:
 
 
 def _repo(source: HubFiles) -> Repo:
-    """The repository of a section's dataset."""
     return Repo("dataset", source.dataset_name)
 
 
@@ -226,15 +219,8 @@ def with_first_file(source: HubFiles) -> HubFiles:
 
 
 def choose_files(source: HubFiles, names: Sequence[str]) -> list[str]:
-    """The files of a dataset that a section of the spec selects, sorted, all of one format.
-
-    Args:
-        source: The section.
-        names: Every file of the dataset.
-
-    Raises:
-        NoFiles: The section selects no file, or files of several subsets.
-    """
+    """The files of a dataset that a section of the spec selects, sorted, all of one format. Raises NoFiles if the
+    section selects no file, or files of several subsets."""
     dataset = source.dataset_name
     readable = [name for name in sorted(names) if file_format(name)]
     if not readable:

@@ -55,12 +55,8 @@ class ReplayPlan:
 
 
 def plan_replay(run: Path, step: int) -> ReplayPlan:
-    """The shortest replay of a run that includes a step: from the newest valid checkpoint before it.
-
-    Raises:
-        UsageError: A step that is needed is not kept or was changed, or the spec of the trainers changed between the
-            steps.
-    """
+    """The shortest replay of a run that includes a step: from the newest valid checkpoint before it. Raises UsageError
+    if a step that is needed is not kept or was changed, or the spec of the trainers changed between the steps."""
     folder = read_step(run / REPLAY, step)
     checkpoint = CheckpointStore(run / "checkpoints", keep=1).latest(before=step)
     first = 1 if checkpoint is None else checkpoint.step + 1
@@ -182,8 +178,6 @@ class Replayer:
 
         Args:
             updates: The updates and the trainers, whose weights are those before the first step.
-            put: Places a table in the object store.
-            timeout_s: Bound on a call.
         """
         self._updates = updates
         self._put = put
@@ -261,10 +255,7 @@ def replay(run: Path, step: int, console: Console, each: Each, address: str | No
     """Repeats the shortest part of a run that includes a step.
 
     Args:
-        run: Folder of the run.
         step: The last step that is repeated.
-        console: Shows the progress.
-        each: Called with every step.
         address: Ray cluster to join, or None for a local one.
 
     Raises:

@@ -120,7 +120,6 @@ def _files(run: RunFolder, step: int | None) -> dict[int, Path]:
 def _matching(
     connection: duckdb.DuckDBPyConnection, run: RunFolder, query: SampleQuery, files: dict[int, Path]
 ) -> duckdb.DuckDBPyRelation:
-    """The samples in these files that match the query, in the order of the files."""
     samples = connection.from_arrow(open_samples(files))
     if query.group is not None:
         samples = samples.filter(f"prompt_uid = {_literal(_group_uid(run, query.step, query.group))}")

@@ -187,7 +187,6 @@ def refusal(host: str, site: str) -> str:
     A page elsewhere may have a name that resolves to this machine (DNS rebinding): its requests carry that name.
 
     Args:
-        host: Header `Host`.
         site: Header `Sec-Fetch-Site`; empty if the client sends none.
     """
     try:

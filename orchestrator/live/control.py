@@ -109,7 +109,6 @@ def ask(run_folder: Path, changes: dict[str, Any], timeout_s: float) -> tuple[Ro
     """Ask a run to change its spec.
 
     Args:
-        run_folder: Folder of the run.
         changes: New values by dotted path; if empty, only report the state.
         timeout_s: Longest wait for the answer, in seconds.
 

@@ -21,8 +21,7 @@ _ROLE = re.compile(r"[a-z_]+|environment\.[a-z0-9-]+")
 _READ_AT_START = "it is read only when a run starts; stop this run, which saves it, and resume with --resume"
 _LONGEST = 120
 """Most characters of a value that are shown."""
-_ENGINES = ("roles.rollout.workers", "roles.rollout.autoscale")
-_COLOCATED = "rollout is colocated with the policy, whose workers set the number of engines"
+_REFUSALS = {"roles.rollout.workers": "rollout is colocated with the policy, whose workers set the number of engines"}
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,7 @@ def differences(running: RolloutSpec, wanted: RolloutSpec) -> tuple[FieldDiffere
     """Every field that differs between the running spec and `wanted`; relative and absolute paths compare equal."""
     live = live_fields(running)
     return tuple(
-        FieldDifference(field, old, new, "" if field in live else _COLOCATED if field in _ENGINES else _READ_AT_START)
+        FieldDifference(field, old, new, "" if field in live else _REFUSALS.get(field, _READ_AT_START))
         for field, old, new in field_changes(running, wanted)
     )
 
@@ -92,16 +91,7 @@ def field_changes(old: RunSpec, new: RunSpec) -> list[tuple[str, Any, Any]]:
 
 
 def changed(running: RolloutSpec, changes: Mapping[str, Any], file: str) -> RolloutSpec:
-    """The running spec with new values for some fields.
-
-    Args:
-        running: The current spec.
-        changes: Dotted path to value.
-        file: File name in error messages.
-
-    Raises:
-        SpecError: The changed spec is invalid.
-    """
+    """The running spec with new values for some fields. Raises SpecError if the changed spec is invalid."""
     data = running.model_dump(mode="json")
     for field, value in changes.items():
         *path, last = parse_path(field)

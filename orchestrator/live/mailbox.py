@@ -50,7 +50,6 @@ class Mailbox:
     """
 
     def __init__(self, folder: Path) -> None:
-        """Neither creates nor reads the folder."""
         self.folder = folder
 
     def open(self) -> None:
@@ -78,7 +77,6 @@ class Mailbox:
         """Sends a request and returns its answer. A disk that hangs does not block this process.
 
         Args:
-            content: The request.
             timeout_s: Longest wait for the answer, in seconds.
             write_s: Longest wait until the request is written, in seconds, or None for `timeout_s`.
 

@@ -1,4 +1,4 @@
-"""Scaling of an active run: workers are added and removed on request, and by how long the trainer waits for samples.
+"""Scaling of an active run: workers are added and removed on request.
 
 The spec holds the number of workers of each role and may change while the run is active (`orchestrator/live/diff.py`).
 :class:`WorkerScaler` brings every role that scales to that number: a new engine serves once it has the current weights,
@@ -51,7 +51,6 @@ logger = logging.getLogger(__name__)
 _FAILURES = (TroupeError, TimeoutError)
 """Errors with which a worker may fail to start."""
 CLOSE_TIMEOUT_S = 10.0
-"""Timeout for closing one worker."""
 
 
 class WorkerResources(Protocol):
@@ -86,12 +85,7 @@ class WorkerScaler(RunPart):
         """Scale the given roles.
 
         Args:
-            spec: The spec of the run at its start.
-            pools: The workers of each role that scales.
-            resources: Where their workers run.
-            console: Receives a line for every change.
             save: Takes over each changed spec, and writes it to `file`.
-            file: The run's spec file, as error messages name it.
         """
         self.spec = spec
         self._pools = pools
@@ -101,7 +95,6 @@ class WorkerScaler(RunPart):
         self._file = file
         self._wanted = {role: config.workers for role, config in spec.roles.scaled().items()}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._waits: list[float] = []
 
     def change(self, changes: Mapping[str, Any]) -> None:
         """Change fields of the spec; workers are added and removed in the background.
@@ -124,7 +117,6 @@ class WorkerScaler(RunPart):
             self._save(wanted)
         except OSError as error:
             logger.warning("the spec cannot be saved, a resumed run will not have this change: %s", error)
-        self._waits.clear()
         for role, config in wanted.roles.scaled().items():
             self._wanted[role] = config.workers
             if not self._is_scaling(role):
@@ -146,21 +138,7 @@ class WorkerScaler(RunPart):
         )
 
     async def after_step(self, step: UpdatedStep, metrics: Mapping[str, float]) -> Metrics:
-        """Apply the autoscaling rule to the fraction of the step for which the trainer waited for samples.
-
-        Returns:
-            The number of workers of each role that scales, as `workers/ROLE`.
-        """
-        wait = metrics.get("utilisation/generate", 0.0)
-        rule, rollout = self.spec.roles.rollout.autoscale, self.spec.roles.rollout
-        if rule is not None and not self._is_scaling("rollout"):
-            self._waits.append(wait)
-            wanted = self._wanted["rollout"] + rule.change(self._waits)
-            if rollout.min_workers <= wanted <= (rollout.max_workers or wanted) and wanted != self._wanted["rollout"]:
-                self._console.message(
-                    f"autoscale: the trainer waited for {wait:.0%} of the step; scaling to {wanted} engine(s)"
-                )
-                self.change({"roles.rollout.workers": wanted})
+        """The number of workers of each role that scales, as `workers/ROLE`."""
         return {f"workers/{state.role}": float(state.running) for state in self.states()}
 
     async def close(self) -> None:

@@ -268,7 +268,6 @@ def _mixture(config: Mapping[str, Any], shape: ModelShape) -> int:
 
 
 def _sparse_layers(config: Mapping[str, Any], layers: int) -> int:
-    """Layers with experts."""
     kind = config.get("model_type")
     if kind == "mixtral":
         return layers

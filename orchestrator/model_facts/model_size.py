@@ -129,11 +129,8 @@ def config_or_empty(folder: Path) -> dict[str, Any]:
 
 
 def check_weights(folder: Path) -> None:
-    """Verify that the weight files of a folder are there and complete, by their headers.
-
-    Raises:
-        SizeUnknown: A file is missing, is no safetensors file, or ends before its tensors do.
-    """
+    """Verify that the weight files of a folder are there and complete, by their headers. Raises SizeUnknown if a file
+    is missing, is no safetensors file, or ends before its tensors do."""
     for path in _weight_files(folder):
         tensors = list(tensors_of(path))
         header = 8 + _header_length(path)
@@ -143,11 +140,8 @@ def check_weights(folder: Path) -> None:
 
 
 def lacks_head(folder: Path) -> bool:
-    """Whether the files of a folder hold a model with a separate output head, but not that head.
-
-    Raises:
-        SizeUnknown: The folder cannot be read.
-    """
+    """Whether the files of a folder hold a model with a separate output head, but not that head. Raises SizeUnknown if
+    the folder cannot be read."""
     if not has_own_head(read_config(folder)):
         return False
     names = {tensor.name for tensor in _tensors(folder)}
@@ -223,10 +217,7 @@ METADATA = "__metadata__"
 
 def read_header(path: Path) -> dict[str, Any]:
     """The header of a safetensors file: the file begins with its length (8 bytes, little-endian) and a JSON object.
-
-    Raises:
-        SizeUnknown: The file cannot be read or is not valid.
-    """
+    Raises SizeUnknown if the file cannot be read or is not valid."""
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
@@ -244,11 +235,8 @@ def read_header(path: Path) -> dict[str, Any]:
 
 
 def tensors_of(path: Path) -> Iterator[Tensor]:
-    """Every tensor of a safetensors file, from its header.
-
-    Raises:
-        SizeUnknown: The file cannot be read or is not valid.
-    """
+    """Every tensor of a safetensors file, from its header. Raises SizeUnknown if the file cannot be read or is not
+    valid."""
     for name, entry in read_header(path).items():
         if name == METADATA:
             continue

@@ -62,7 +62,6 @@ class Division:
     sampling: int
     training: int
     step_s: float
-    """Seconds of a step."""
 
     def changes(self, spec: RolloutSpec) -> dict[str, int]:
         """The fields of a spec that make the division."""
@@ -83,10 +82,8 @@ def divisions(stages: Stages, gpus: tuple[int, int], groups: tuple[int, int], st
     (A + B), which makes the longer one shortest; their sum is least at R = N sqrt(A) / (sqrt(A) + sqrt(B)).
 
     Args:
-        stages: The stages with the GPUs as they are divided now.
         gpus: The numbers of GPUs that sample, and that train.
         groups: GPUs of an engine, and trainers that share a micro-batch; the numbers are multiples of them.
-        staleness: The limit of staleness.
     """
     (sampling, training), (engine, sharing) = gpus, groups
     both = sampling + training

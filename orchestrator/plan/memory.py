@@ -134,7 +134,6 @@ class Sizes:
         """Size of the model, or None if unknown.
 
         Args:
-            model: The model.
             packed: Whether the role uses quantized weights as they are. All but a judge's engine need plain ones.
         """
         path = model.path
@@ -396,10 +395,8 @@ def _engine_shares(
     """Shares of its GPU that the policy leaves an engine there: with room to spare, and without.
 
     Args:
-        policy: Memory of the policy's rank.
         bare: Memory of the engine without a cache.
         sleep: What the engine releases while it sleeps.
-        gpu: Memory of the GPU in bytes.
         reserved: What the two reserve of it, in bytes.
     """
     held = PERIODS if sleep == "none" else ("sampling",)

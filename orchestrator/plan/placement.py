@@ -174,8 +174,6 @@ def fit(
     A bundle with the strategy `SPREAD` goes, among the nodes with room for it, to the one with the fewest of its role.
 
     Args:
-        placements: The placement groups.
-        nodes: The nodes, with what is free on them.
         reserved: Number of bundles that are already reserved, by role and name of the node.
     """
     free = {node.name: [node.cpus, node.gpus] for node in nodes}

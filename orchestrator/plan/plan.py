@@ -48,7 +48,6 @@ class Plan:
     """Empty, or the first reservation or memory that does not fit, and what to change if that was looked for."""
     memory: MemoryPlan
     steps: int
-    """Steps of the run."""
     remedies: tuple[MisfitRemedy, ...] = ()
     """Changes after which the misfit is gone."""
     predicted: Prediction | None = None
@@ -61,8 +60,6 @@ def plan(spec: RunSpec, nodes: Sequence[Node], known: Sizes | None = None, *, ad
     """Place every worker of a spec on nodes, and add up its memory.
 
     Args:
-        spec: The spec.
-        nodes: The nodes.
         known: Sizes of models that were read before, or that an earlier stage will write, or None.
         advise: Look for changes with which the workers fit, or for a faster division of GPUs; each that is tried is
             planned as well.
@@ -172,7 +169,6 @@ def described_nodes(text: str, cpus: int, node_gib: float = 0.0) -> list[Node]:
 
     Args:
         text: NODESxGPUS (2x8: two nodes of eight GPUs) or NODESxGPUSxTYPE (2x8xH200).
-        cpus: CPUs of each node.
         node_gib: Host memory of each node in GiB; 0: not known.
 
     Raises:
@@ -238,9 +234,7 @@ def plan_stages(
     trains.
 
     Args:
-        runs: The runs of one file.
         nodes: The nodes of the cluster, or None for this machine.
-        advise: Look for changes with which a run fits.
     """
     sizes = Sizes()
     for run in runs:

@@ -92,10 +92,6 @@ def predict(
     """The speed of a spec whose workers are placed, or None without a known type of GPU and size of the model.
 
     Args:
-        spec: The spec.
-        rows: Its workers on the nodes.
-        nodes: The nodes.
-        sizes: Sizes of models.
         caches: KV caches by engine.
     """
     known = [gpu_peaks(node.gpu_type) for node in nodes if node.gpus]

@@ -369,7 +369,6 @@ def tiled_head(size: ModelSize, width: int, tokens: int, gpu: bool) -> int:
 
 
 def _tile(size: ModelSize, tokens: int, gpu: bool) -> int:
-    """Logits of a tile."""
     return min(GPU_TILE_COLUMNS * tokens if gpu else TILE_LOGITS, size.vocabulary * tokens)
 
 
@@ -474,9 +473,7 @@ def sequence_bytes(size: ModelSize, per_token: int, tokens: int, block: int, bat
     (`_get_kv_cache_groups_uniform_page_size`).
 
     Args:
-        size: Size of the model.
         per_token: Bytes that one layer caches of one token.
-        tokens: Tokens of the sequence.
         block: Tokens in a block.
         batch: Tokens of the largest batch (`max_num_batched_tokens`).
     """
@@ -509,10 +506,6 @@ def engine(
     room for any sequence the cache holds 0 sequences.
 
     Args:
-        worker: The engine's name.
-        size: Size of the model.
-        dtype: Type of the weights.
-        config: The engine's settings.
         gpu: Memory of one GPU in bytes, 0 if unknown, or None if the engine runs on the CPU.
         process: Host memory of the engine's processes without the model, in bytes.
         transfer: Memory of the buffers for new weights, in bytes.
@@ -567,8 +560,6 @@ def adapter_numbers(size: ModelSize, lora: LoraConfig, rank: int | None = None) 
     """Numbers of the adapters of a model. A layer of another name counts as one from the states to the feed-forward.
 
     Args:
-        size: Size of the model.
-        lora: The adapters.
         rank: Another rank than theirs.
     """
     names = tuple(_LAYERS) if lora.targets == ALL_LINEAR else lora.targets

@@ -65,7 +65,6 @@ def copy_folder(folder: Path, target: Path) -> Sent:
     and what is neither a file nor a folder.
 
     Args:
-        folder: The user's folder.
         target: An empty folder.
 
     Raises:

@@ -103,9 +103,6 @@ def batch_script(
     """Build an sbatch script.
 
     Args:
-        request: The spec and the shared flags.
-        nodes: Size of a node.
-        flags: The job.
         environment: Virtual environment with Troupe, at the same path on every node.
 
     Returns:

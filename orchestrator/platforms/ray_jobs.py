@@ -87,7 +87,6 @@ class JobServer:
     """Client of a cluster's job server. Every method raises TroupeError if it does not answer or the job is unknown."""
 
     def __init__(self, address: str) -> None:
-        """Connect to the server at `address`, an http(s) URL."""
         from ray.job_submission import JobSubmissionClient
 
         if not address.startswith(("http://", "https://")):
@@ -102,8 +101,6 @@ class JobServer:
         What is sent is a copy: the user's folder is only read.
 
         Args:
-            spec: What to run.
-            submission: What to send along.
             note: Called with what of the working directory is not sent.
 
         Returns:
@@ -153,11 +150,8 @@ class JobServer:
         return status == JobStatus.SUCCEEDED
 
     def stop(self, job: str, timeout_s: float) -> JobState:
-        """Stop the job, which saves and exits, and wait for its end.
-
-        Raises:
-            TroupeError: The job has not ended within `timeout_s` seconds.
-        """
+        """Stop the job, which saves and exits, and wait for its end. Raises TroupeError if the job has not ended within
+        `timeout_s` seconds."""
         with self._reported():
             self._client.stop_job(job)
             deadline = time.monotonic() + timeout_s

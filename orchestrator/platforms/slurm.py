@@ -87,10 +87,7 @@ def script(
     """Build the sbatch script.
 
     Args:
-        name: Name of the Slurm job.
         command: Arguments of `troupe run` without the address: the spec's absolute path and the overrides.
-        runs: Every run of the file.
-        options: Resources of the job.
 
     Returns:
         The script, and notes for the user, one line each.
@@ -168,7 +165,6 @@ def _container(options: SlurmOptions) -> dict[str, list[str]]:
 
 
 def _plans(runs: Sequence[PlannedRun], options: SlurmOptions) -> Iterator[Plan]:
-    """The plan of each run."""
     memory = (options.gib_per_node or 0) * GIB
     size = (float(options.cpus_per_node), float(options.gpus_per_node), memory)
     nodes = [Node(f"node-{i}", *size) for i in range(options.nodes)]

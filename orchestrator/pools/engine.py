@@ -83,7 +83,6 @@ class Dispatch:
         """Nothing is assigned yet.
 
         Args:
-            engines: The engines that receive groups.
             max_load: Most unfinished samples of one engine, running and queued.
             lost: Why no engine will receive groups again, or None.
         """
@@ -209,7 +208,6 @@ class GenerationMeter:
         self._active += 1
 
     def __exit__(self, *raised: object) -> None:
-        """Ends it."""
         self._active -= 1
         if self._active == 0:
             self._seconds += self._clock() - self._since

@@ -61,15 +61,6 @@ class EnginePool(ReplicaPool[Engine]):
         weights: PoolWeights,
         on_loss: Callable[[str], Awaitable[None]] | None = None,
     ) -> None:
-        """Dispatches nothing yet.
-
-        Args:
-            engines: The started engines.
-            spawn: Starts a replacement.
-            spec: Load, timeouts and restarts of the engines.
-            weights: How an engine that joins gets the current weights.
-            on_loss: As in `ReplicaPool`.
-        """
         super().__init__(engines, spawn, RestartBudget.of_role(spec, "rollout"), _RETRY_S, on_loss)
         self.spec = spec
         self.weights = weights
@@ -123,11 +114,8 @@ class EnginePool(ReplicaPool[Engine]):
         return summary, rollouts
 
     async def acquire(self, samples: int) -> Engine:
-        """Waits for a serving engine with room for `samples` and reserves them on the least-loaded one.
-
-        Raises:
-            EnginesLost: No engine is left and none is starting.
-        """
+        """Waits for a serving engine with room for `samples` and reserves them on the least-loaded one. Raises
+        EnginesLost if no engine is left and none is starting."""
         waiter = self.dispatch.wait(samples)
         try:
             return await waiter
@@ -185,8 +173,6 @@ class EnginePool(ReplicaPool[Engine]):
         """Probes an engine after a failed call, and replaces it unless it answers as healthy.
 
         Args:
-            engine: The engine.
-            error: How the call failed.
             in_transfer: The call was part of a transfer of weights, whose lock is held by the caller. Otherwise an
                 engine that a transfer has closed is probed again once the transfer, which may open it, has ended.
         """
@@ -377,7 +363,6 @@ async def trainer_memory(pool: EnginePool, policy: PolicyGroup, timeout_s: float
 
     Args:
         pool: The engines. One that does not sleep is replaced, once the trainers have returned the memory.
-        policy: The trainers on the engines' GPUs.
         timeout_s: Bound on the sleep of an engine and on the move of a trainer's states, in seconds.
 
     Raises:

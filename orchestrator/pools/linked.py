@@ -60,12 +60,8 @@ class LinkedPool(ReplicaPool[WorkerHandle[WorkerT]], Generic[WorkerT, CallerT, L
         """Watches nothing yet.
 
         Args:
-            role: Name of the role, for messages.
-            workers: The started workers.
             callers: The workers that call them.
             make_link: Makes the link to these workers; the text is why no worker will serve again, or empty.
-            launch: Starts the worker of this name.
-            budget: Restarts of the role.
             watch_s: Longest time to notice a frozen worker.
         """
         super().__init__(workers, launch, budget, retry_s=None)

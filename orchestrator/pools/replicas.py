@@ -49,7 +49,6 @@ class RestartBudget:
 
         Args:
             role: `failures.{role}_restarts` is the limit.
-            limit: Restarts that can be in use at once.
             steps_per_restart: Steps without a lost worker after which one restart is refunded, or 0 for never.
         """
         self.role = role
@@ -124,7 +123,6 @@ class ReplicaPool(Generic[ReplicaT]):
         """Starts nothing.
 
         Args:
-            workers: The started workers.
             launch: Starts the worker of a name, ready for work; raises WorkerError. None to start no worker.
             budget: Restarts of the role, or None to replace no worker.
             retry_s: Wait before a failed start of a replacement is repeated, or None to not repeat it.
@@ -160,10 +158,8 @@ class ReplicaPool(Generic[ReplicaT]):
     async def call(self, call: Callable[[ReplicaT], Awaitable[T]]) -> T:
         """Runs a call on the least-loaded worker; the call of a lost worker is repeated on another one.
 
-        Without a serving worker it waits for the one that is being started.
-
-        Raises:
-            WorkerError: The call failed, or every worker was lost and none can be replaced.
+        Without a serving worker it waits for the one that is being started. Raises WorkerError if the call failed, or
+        every worker was lost and none can be replaced.
         """
         while True:
             if not (serving := self.serving):
@@ -271,7 +267,6 @@ class ReplicaPool(Generic[ReplicaT]):
         await asyncio.gather(*self._replacing, return_exceptions=True)
 
     async def _start(self, name: str) -> None:
-        """Starts a worker and adds it to the pool."""
         if self._launch is None:
             raise WorkerError(name, "start", "the pool starts no workers")
         self._add(await self._launch(name))

@@ -37,9 +37,7 @@ class Role:
     """One row: a class of workers, and how the rest of the orchestrator treats it."""
 
     kind: str
-    """Name of the row."""
     worker: str
-    """Path of the worker class."""
     protocol: type[Any]
     """Protocol of its workers' calls."""
     settings: Callable[[Any], WorkerSettings | Mapping[str, WorkerSettings] | None]
@@ -224,11 +222,7 @@ def row_of(spec: RunSpec, role: str) -> Role:
 
 
 def settings_of(spec: RunSpec, role: str) -> WorkerSettings:
-    """Settings with which each worker of a role is started.
-
-    Raises:
-        KeyError: The spec has no workers of this role.
-    """
+    """Settings with which each worker of a role is started. Raises KeyError if the spec has no workers of this role."""
     found = row_of(spec, role).settings(spec) if role in spec.roles.present() else None
     if isinstance(found, Mapping):
         found = found.get(role)

@@ -123,9 +123,6 @@ def sets_of(
     """The held-out sets of a spec.
 
     Args:
-        spec: The spec, with an evaluation.
-        pools: The prompts by the name of their section.
-        put: Puts a table where its rows are sampled, and returns the reference.
         say: Receives a line for each set whose accuracy is not reported.
     """
     sets: list[HeldOutSet] = []
@@ -157,10 +154,6 @@ class Evaluator:
         """Evaluates nothing yet.
 
         Args:
-            seed: Seed of the run.
-            sets: The held-out prompts.
-            sample: Samples them.
-            rewards: The reward workers.
             responses: Folder for the samples of every evaluation, or None to write none.
             log: Keeps the results, or None to return them only.
         """
@@ -179,7 +172,6 @@ class Evaluator:
         Args:
             step: Steps that these weights were trained for; names the file of the samples.
             progress: Called with (finished prompts, all prompts).
-            sample: Samples the prompts, or None for the default.
 
         Returns:
             `SetResult.metrics` of every set, under `eval/`, or `eval/NAME/` of a set with a name.

@@ -27,12 +27,7 @@ Json = dict[str, Any]
 
 
 def described_sets(spec: RolloutSpec, pools: Mapping[str, Pool]) -> dict[str, Json]:
-    """Settings with which each set is sampled and scored, by its label.
-
-    Args:
-        spec: The spec.
-        pools: The rows of each, by the name of their section in `data`.
-    """
+    """Settings with which each set is sampled and scored, by its label."""
     reward = spec.roles.reward
     forms = spec.sampling.model_dump(mode="json", include={"stop", "structured"}, exclude_defaults=True)
     found: dict[str, Json] = {}

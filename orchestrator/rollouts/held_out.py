@@ -68,12 +68,7 @@ class PromptResult:
 def comparisons(
     components: Mapping[str, Sequence[float | None]], compared: Sequence[str]
 ) -> dict[str, list[float | None]]:
-    """`PromptResult.comparisons`: of several components that compare with a baseline, the mean of each sample.
-
-    Args:
-        components: Values by component, for each sample.
-        compared: These components.
-    """
+    """`PromptResult.comparisons`: of several components that compare with a baseline, the mean of each sample."""
     found: dict[str, list[float | None]] = {}
     for name, suffix in zip(COMPARISONS, ("", f"_{CONSISTENCY}"), strict=True):
         columns = [components[f"{label}{suffix}"] for label in compared if f"{label}{suffix}" in components]
@@ -144,7 +139,6 @@ def held_out_lines(first: Mapping[str, float], last: Mapping[str, float]) -> dic
 
     Args:
         first: Metrics of the first evaluation of this process, or empty in a resumed run.
-        last: Metrics of the last one.
     """
     lines: dict[str, str] = {}
     for name, value in last.items():
@@ -176,13 +170,10 @@ def summarize(
     """The result of a set.
 
     Args:
-        results: Its prompts, without refused ones.
-        refused: Number of refused prompts.
         samples: Samples per prompt, in a game of each player.
         solved_at: Smallest reward of a solved sample, or None if undefined.
         average: Name of the share of solved samples: `avg` is the mean over prompts of each one's share, `accuracy`
             the share of all samples. They differ only if samples have failed.
-        pass_at: Every k of pass@k.
         players: The players of a game that the policy plays, if they are several.
     """
     scored = _scored(results)
@@ -278,7 +269,6 @@ def vote(answers: Sequence[int], solved: Sequence[bool]) -> float:
 
     Args:
         answers: Number of each sample's answer; `NO_ANSWER`: it states none.
-        solved: Whether each sample is solved.
     """
     counts = Counter(answer for answer in answers if answer != NO_ANSWER)
     most = max(counts.values(), default=0)

@@ -104,12 +104,6 @@ async def write_samples(
 ) -> tuple[int, int]:
     """Makes reward workers write the samples of open groups to a new folder, scored groups first.
 
-    Args:
-        folder: The folder of a checkpoint that is being written.
-        spec: Has the bound in bytes.
-        groups: The open groups.
-        rewards: The workers.
-
     Returns:
         Number of finished samples that are written, and number of the others.
 

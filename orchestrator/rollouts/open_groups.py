@@ -224,10 +224,6 @@ class ResumedGroups:
         reach, is sampled again like a group without progress.
 
         Args:
-            groups: Progress of open groups.
-            settings: How groups are sampled, by the row of their prompt.
-            schedule: Has the staleness limit.
-            version: Version of the policy.
             failed: Failed samples of open groups, by prompt_uid.
         """
         known = {group.prompt_uid: (group.attempt, settings[group.row].samples) for group in self.waiting}

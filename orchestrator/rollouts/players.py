@@ -14,7 +14,6 @@ def player_metrics(groups: Sequence[ScoredGroup], settings: RowTable[GroupSettin
     """Mean reward and shares of won and drawn episodes of each player that the policy plays; empty without a game.
 
     Args:
-        groups: Scored groups.
         settings: Environment of each row. The players of a named one have its name in theirs.
     """
     rewards: dict[str, list[float]] = {}

@@ -46,11 +46,8 @@ class RunWeights:
         self._loaded(await self._calls.retry(lambda: self._sync.push(version)))
 
     async def publish(self, version: int) -> None:
-        """Pushes, but waits only until the policy may train again: a task makes the engines load the version.
-
-        Raises:
-            TroupeError: The weights are not published, or the engines could not load the previous version.
-        """
+        """Pushes, but waits only until the policy may train again: a task makes the engines load the version. Raises
+        TroupeError if the weights are not published, or the engines could not load the previous version."""
         await self.settle()
         await self._calls.retry(lambda: self._sync.publish(version))
         self._loading = asyncio.create_task(self._load(version), name=f"load version {version}")

@@ -106,13 +106,7 @@ class RolloutScheduler:
         """Opens no group yet.
 
         Args:
-            spec: The spec.
-            pool: The engines.
-            scorer: Scores finished groups.
             ledger: Accounts for samples; its open groups are dispatched first.
-            next_prompt: The order of prompts.
-            prompt_pool: The table that they are rows of.
-            version: Version of the policy, which the engines serve.
             observe: Called with groups that are replaced although they are scored.
             settings: How groups are sampled, by the row of their prompt, or None if all alike.
         """
@@ -146,7 +140,6 @@ class RolloutScheduler:
         """Takes over the checkpoint's progress of open groups, before the start.
 
         Args:
-            state: A value of `state`.
             groups: Progress of open groups; those that `ResumedGroups.keep` does not keep are sampled again.
 
         Returns:
@@ -273,7 +266,6 @@ class RolloutScheduler:
             self._opening = False
 
     def _launch(self, pick: PromptPick, attempt: int) -> None:
-        """Starts the task of a group."""
         self._create_task(pick.prompt_uid, self._run, self.groups.add(pick, attempt, self.settings[pick.row]))
 
     def _continue(self, pick: PromptPick, progress: GroupProgress, failed: int) -> None:
@@ -315,11 +307,7 @@ class RolloutScheduler:
         self._replace(group, f"its data were lost {self._failures.max_attempts} times", failed=True)
 
     async def _attempt(self, group: ScheduledGroup) -> None:
-        """Generates and scores a group once, and keeps, drops or replaces it.
-
-        Raises:
-            DataLost: The samples were lost with their node.
-        """
+        """Generates and scores a group once, and keeps, drops or replaces it."""
         try:
             (summary, rollouts), *greedy = await self._generate(group)
         except WorkerError as error:
@@ -349,9 +337,6 @@ class RolloutScheduler:
 
         Returns:
             (summary, ROLLOUTS reference) of the group, followed by the greedy response's pair, if any.
-
-        Raises:
-            WorkerError: The error of the last attempt.
         """
         settings, tries = group.settings, 0
         while True:

@@ -118,7 +118,6 @@ class SignalTest:
         """Why the group is worth replacing, or empty if it is not.
 
         Args:
-            group: The group.
             settings: The source's settings: which component must differ between the samples, and whether truncated ones
                 carry no loss.
         """
@@ -159,10 +158,7 @@ class RewardPool(ReplicaPool[WorkerHandle[Reward]]):
         """Creates the pool (see `ReplicaPool`).
 
         Args:
-            workers: The started workers.
             timeout_s: Bound on a call, for one group.
-            launch: Starts a worker.
-            budget: Restarts of the role.
             judge_start_s: Longest time to replace a judge that has died.
         """
         super().__init__(workers, launch, budget)
@@ -178,7 +174,6 @@ class RewardPool(ReplicaPool[WorkerHandle[Reward]]):
         """Scores one group on the least-loaded worker. Without a judge the group waits until there is one again.
 
         Args:
-            rollouts: The group's ROLLOUTS table.
             rewards: Name of a set of reward functions in `ScoringConfig.sets`, or empty for the role's.
             vote: Whether the summary records which samples give the same answer.
 
@@ -263,9 +258,6 @@ class TokenScorer:
         """Scores nothing yet.
 
         Args:
-            group: The ranks.
-            score: A method of the group.
-            timeout_s: Bound on a wave.
             pool: The workers of the group, if they are independent of each other: it replaces lost ones, and
                 workers join and leave the group between two waves. If None, the group does not change, and losing a
                 worker is an error.
@@ -290,10 +282,6 @@ class TokenScorer:
 
         Args:
             lengths: Tokens of each sample, prompt included.
-            rollouts: The group's ROLLOUTS table.
-
-        Returns:
-            The scores of the group's wave.
 
         Raises:
             WorkerError: The wave failed.
@@ -333,16 +321,11 @@ class TokenScorer:
                 future.set_result(scores)
 
     async def _on_all_ranks(self, lengths: Sequence[int], rollouts: Sequence[TableRef]) -> Scores:
-        """The scores of a wave. Raises WorkerError."""
         plans = plan_rows(lengths, self._group)
         return await self._score_tokens(plans, *rollouts, timeout_s=self._timeout_s)
 
     async def _on_pool(self, pool: ReplicaPool[Any], lengths: Sequence[int], rollouts: Sequence[TableRef]) -> Scores:
-        """The scores of a wave on the workers that serve; repeated after a lost worker was replaced.
-
-        Raises:
-            WorkerError: A lost worker cannot be replaced, or the call failed.
-        """
+        """The scores of a wave on the workers that serve; repeated after a lost worker was replaced."""
         while True:
             workers = pool.serving
             if not workers:
@@ -368,17 +351,8 @@ class Scorer:
         self._faults = FaultLog("role")
 
     async def score(self, summary: GroupSummary, rollouts: TableRef, row: int, settings: GroupSettings) -> ScoredGroup:
-        """Scores one group concurrently with all that score its source.
-
-        Args:
-            summary: The group's summary.
-            rollouts: The group's ROLLOUTS table.
-            row: Row of the prompt in the prompt pool.
-            settings: Its source and its reward functions.
-
-        Raises:
-            WorkerError: The first call that failed; the others are cancelled.
-        """
+        """Scores one group concurrently with all that score its source. Raises the WorkerError of the
+        first call that failed; the others are cancelled."""
         scorers = [scorer for scorer in self.token_scorers if scorer.scores(settings.source)]
         lengths = row_lengths(summary) if scorers else []
         calls = (scorer.score(lengths, rollouts) for scorer in scorers)

@@ -349,9 +349,7 @@ def batch_metrics(groups: Sequence[ScoredGroup], version: int, seconds: float) -
     """Metrics of the groups of a batch.
 
     Args:
-        groups: Scored groups.
         version: Version of the policy before the updates.
-        seconds: Duration of the step.
 
     Returns:
         Rewards by component, lengths (tokens), truncation, staleness (versions), throughput (tokens/s over `seconds`),
@@ -393,8 +391,6 @@ def source_metrics(
     """Metrics of the groups of a batch by the source of their prompt.
 
     Args:
-        groups: Scored groups.
-        settings: Source of each row.
         component: Reward component that defines solved samples, or None for the reward.
 
     Returns:
@@ -434,10 +430,6 @@ def _measured(group: ScoredGroup, component: str | None) -> list[float]:
 
 def episode_metrics(groups: Sequence[ScoredGroup], settings: RowTable[GroupSettings]) -> dict[str, float]:
     """Turns, ends and waits of the episodes of a batch, and the means of the numbers that environments report.
-
-    Args:
-        groups: Scored groups.
-        settings: Environment of each row.
 
     Returns:
         Metrics of all episodes, and of each named environment, with its name in theirs. Numbers that

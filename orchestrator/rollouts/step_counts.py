@@ -58,7 +58,6 @@ class StepCounts:
         """Takes over the counts of a checkpoint; a missing one is 0 (checkpoints of earlier versions).
 
         Args:
-            state: A value of `state`.
             sampled_again: Failed samples that are sampled again: they may not fail again.
         """
         self._failed = state.get("failed_samples", 0) - sampled_again
@@ -103,7 +102,6 @@ class StepCounts:
 
         Args:
             group: The group if its rewards have failed, or None if its samples were never scored.
-            settings: Its settings.
         """
         add(self._replaced, replaced_counts(settings.samples, group, settings.environment))
         self.fail(settings.samples)
@@ -119,7 +117,6 @@ def sample_counts(group: ScoredGroup, environment: str | None) -> Counts:
     """Counts of a scored group, zeros included.
 
     Args:
-        group: The group.
         environment: Name of the environment that its samples are episodes in (empty if unnamed), or None if they
             are single responses.
 
@@ -150,7 +147,6 @@ def replaced_counts(samples: int, group: ScoredGroup | None, environment: str | 
     """Counts of a group that is replaced because of a failure: it takes all of its samples with it.
 
     Args:
-        samples: Samples of the group.
         group: The group if its rewards have failed, or None if its samples were never scored.
         environment: Name of its environment, as in `sample_counts`.
     """

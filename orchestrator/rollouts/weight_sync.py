@@ -130,10 +130,7 @@ class FileSync:
 
     async def publish(self, version: int) -> None:
         """Publishes the policy's weights as `version`, a file on the node of every engine; `load` reads these alone.
-
-        Raises:
-            UpdateDamaged: A file could not be written the second time either, because the policy is lost.
-        """
+        Raises UpdateDamaged if a file could not be written the second time either, because the policy is lost."""
         async with self._pool.weights.transfer(version):
             update = await self._begin(version)
             try:
@@ -277,9 +274,6 @@ class FileSync:
         """Writes the payload to the file of hosts that lack it, through one engine of each host.
 
         A host whose engines are all lost still lacks it: loading it fails there as well.
-
-        Raises:
-            UpdateDamaged: The policy that holds the payload is lost.
         """
         if not (lacking := self._lacking(engines)):
             return
@@ -393,11 +387,8 @@ class DeviceSync:
     async def bring_up(self, engine: Engine) -> None:
         """Loads the current weights into a new engine before its first token (the pool holds the lock).
 
-        The other engines continue to serve.
-
-        Raises:
-            UpdateDamaged: The policy is lost, or has trained since the version was sent: its weights are no longer
-                the version's.
+        The other engines continue to serve. Raises UpdateDamaged if the policy is lost, or has trained since the
+        version was sent: its weights are no longer the version's.
         """
         if not self._pool.weights.version:
             return

@@ -27,10 +27,8 @@ def audit(request: RunRequest, console: Console) -> AuditReport:
     """Compares sampler and trainer with plain float32 transformers, without training.
 
     One engine and the policy are started. With `request.resume`, the policy loads the newest checkpoint in the run
-    folder, and its weights are pushed to the engine as the run pushes them.
-
-    Raises:
-        UsageError: The spec has no rollouts, or the folder no checkpoint.
+    folder, and its weights are pushed to the engine as the run pushes them. Raises UsageError if the spec has no
+    rollouts, or the folder no checkpoint.
     """
     if request.spec.rollouts is None:
         raise UsageError("the run has no rollouts: there is no sampler to compare with the trainer")
@@ -41,7 +39,7 @@ def one_engine(spec: RolloutSpec) -> RolloutSpec:
     """The spec of an audit: one engine unless engines share the policy's GPUs."""
     rollout = spec.roles.rollout
     if rollout.colocate_with is None:
-        rollout = rollout.model_copy(update={"workers": 1, "min_workers": 1, "max_workers": None, "autoscale": None})
+        rollout = rollout.model_copy(update={"workers": 1, "min_workers": 1, "max_workers": None})
     roles = spec.roles.model_copy(update={"rollout": rollout})
     return spec.model_copy(update={"roles": roles})
 

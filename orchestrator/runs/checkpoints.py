@@ -96,14 +96,8 @@ def saved_run(spec: RunSpec, out: Path) -> SavedRun:
 
 
 def best_step(checkpoints: Path) -> int:
-    """The step of the best evaluation of a run, as its newest valid checkpoint names it.
-
-    Args:
-        checkpoints: Folder of the run's checkpoints.
-
-    Raises:
-        CheckpointError: There is no valid checkpoint, or it names no best one.
-    """
+    """The step of the best evaluation of a run, as its newest valid checkpoint names it. Raises CheckpointError if
+    there is no valid checkpoint, or it names no best one."""
     found = CheckpointStore(checkpoints, keep=1).latest()
     if found is None:
         raise CheckpointError(errno.ENOENT, "no valid checkpoint", str(checkpoints))
@@ -130,12 +124,7 @@ def _remote(spec: RunSpec) -> RemoteCheckpoints | None:
 
 
 def _newer(remote: RemoteCheckpoints, here: RunCheckpoints, resume: bool) -> Checkpoint | None:
-    """The newest valid checkpoint of the object store, fetched, if it is newer than the folder's.
-
-    Raises:
-        UsageError: There is one, and the run is not to resume.
-        CheckpointError: The store cannot be reached.
-    """
+    """The newest valid checkpoint of the object store, fetched, if it is newer than the folder's."""
     store, done = here.store, here.done
     newest = max(remote.steps(), default=0)
     if newest > done and not resume:

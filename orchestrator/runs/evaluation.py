@@ -40,11 +40,8 @@ class EvaluationOptions:
 
 
 async def evaluate_on_prompts(request: RunRequest, console: Console, options: EvaluationOptions) -> dict[str, float]:
-    """Metrics of a model on every held-out set of a spec, with engines and reward workers alone.
-
-    Raises:
-        UsageError: The spec names no held-out data.
-    """
+    """Metrics of a model on every held-out set of a spec, with engines and reward workers alone. Raises UsageError if
+    the spec names no held-out data."""
     spec = request.spec.rollouts
     if spec.evaluation is None or spec.data.eval is None:
         raise UsageError("the spec has no evaluation section: there is nothing to evaluate on")
@@ -73,11 +70,7 @@ async def evaluate_on_prompts(request: RunRequest, console: Console, options: Ev
 def _whole_model(
     local: LocalFiles[RolloutSpec], adapter: Path | None, console: Console
 ) -> Iterator[LocalFiles[RolloutSpec]]:
-    """The files with a model for engines that load no adapters: merged if any, for as long as this is open.
-
-    Raises:
-        CheckpointError: The adapters cannot be merged with the model.
-    """
+    """The files with a model for engines that load no adapters: merged if any, for as long as this is open."""
     if adapter is None:
         yield local
         return

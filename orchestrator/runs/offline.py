@@ -123,10 +123,7 @@ class OfflineRun:
         return ExampleEvaluator(self._trainer, self._maker(table), picks, self._spec.schedule.train_timeout_s)
 
     async def _tokenize(self, pool: Pool, label: str) -> tuple[Tokenized, TableRef]:
-        """Tokenizes every example once; an example that is too long counts as a bad row.
-
-        Bad rows that were found before are reported when the data are read.
-        """
+        """Tokenizes every example once; an example that is too long counts as a bad row."""
         self._session.console.phase("tokenise")
         timeout_s = self._spec.schedule.train_timeout_s
         summary, table = await self._trainer.tokenize(self._session.cluster.put(pool.table), timeout_s=timeout_s)

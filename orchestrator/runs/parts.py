@@ -45,11 +45,7 @@ def run_parts(
     """The parts of a run, with the state of the checkpoint that it resumes from.
 
     Args:
-        spec: The spec.
-        components: The objects that train.
-        checkpoints: The checkpoints of the run.
         sinks: Receives the metrics of evaluations that are late.
-        console: Shows progress.
         own: Further parts of this kind of run, the last ones.
 
     Raises:

@@ -38,7 +38,6 @@ from troupe.workers.contract.judges import JudgeLink
 logger = logging.getLogger(__name__)
 
 JudgeCaller = WorkerHandle[roles.Reward] | Engine
-"""A worker that asks judges."""
 _CONNECT_TIMEOUT_S = 60.0
 """Timeout for giving an engine the link to the environment."""
 _END_TIMEOUT_S = 10.0
@@ -49,7 +48,6 @@ class RunPools:
     """The pools of a run. Engines are connected to the environments, and reward workers to the judges."""
 
     def __init__(self, spec: RolloutSpec, session: Session) -> None:
-        """Connects and watches nothing yet."""
         self.spec = spec
         self.session = session
         self.by_role: dict[str, ReplicaPool[Any]] = {

@@ -21,11 +21,8 @@ Say = Callable[[str], object]
 
 
 def ready(document: Document, say: Say, out: Path | None = None, *, resume: bool = False) -> tuple[PlannedRun, ...]:
-    """Every run of a document, with the models of the examples created and names on the hub pinned to commits.
-
-    Raises:
-        SpecError: A spec is invalid, or a file or repository it names does not exist.
-    """
+    """Every run of a document, with the models of the examples created and names on the hub pinned to commits. Raises
+    SpecError if a spec is invalid, or a file or repository it names does not exist."""
     runs = plan_runs(document, out)
     create_models(runs, say)
     return checked(runs, resume=resume)
@@ -35,8 +32,6 @@ def single(document: Document, name: str, out: Path | None = None) -> PlannedRun
     """The only run of a document, unchecked on this machine.
 
     Args:
-        document: The spec.
-        name: What the user calls it.
         out: Run folder, or None for the spec's.
 
     Raises:

@@ -33,11 +33,8 @@ class Resumption:
     """Other reasons why the run cannot resume."""
 
     def lines(self) -> list[str]:
-        """Lines that the run prints at its start.
-
-        Raises:
-            UsageError: The run cannot resume with this spec; with one line for every reason.
-        """
+        """Lines that the run prints at its start. Raises UsageError if the run cannot resume with this spec; with one
+        line for every reason."""
         refused = [str(difference) for difference in self.differences or () if difference.refused]
         if refused or self.problems:
             head = f"cannot resume {self.folder} at step {self.found.step} with this spec:"
@@ -50,14 +47,7 @@ class Resumption:
 
 
 def resumption(folder: Path, found: Checkpoint, spec: RunSpec, saved_spec: Path) -> Resumption:
-    """Compare a spec with what a run wrote.
-
-    Args:
-        folder: Folder of the run.
-        found: Its checkpoint.
-        spec: The spec given.
-        saved_spec: File with the spec of the run so far.
-    """
+    """Compare a spec with what a run wrote."""
     before = _read(saved_spec)
     differences = None if before is None else tuple(_differences(before, spec, found.step))
     return Resumption(folder, found, spec, differences, tuple(_problems(found, spec, differences is None)))
@@ -65,10 +55,6 @@ def resumption(folder: Path, found: Checkpoint, spec: RunSpec, saved_spec: Path)
 
 def require_same_rows(found: Checkpoint | None, drawn: Callable[[Mapping[str, Any]], Iterable[DrawnSource]]) -> None:
     """Compare training data with a checkpoint's, if any, so that their order can continue.
-
-    Args:
-        found: The checkpoint.
-        drawn: The sources of the data, for the state of their order.
 
     Raises:
         UsageError: They differ.

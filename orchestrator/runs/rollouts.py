@@ -153,7 +153,6 @@ class RolloutRun:
         )
 
     def _own_parts(self, found: Checkpoint | None) -> list[RunPart]:
-        """The parts that only runs on rollouts have."""
         control = ControlServer(self._out, self.scaler)
         if not self._spec.audit.at_start:
             return [control]

@@ -147,11 +147,8 @@ async def open_session(
     block.
 
     Args:
-        request: The run.
-        console: Shows the start.
         local: The spec with models that are folders, or None to fetch what it names.
         roles: Roles to start, or None for all.
-        reads: Whether the data sets are read.
         trains: Whether the run trains: it has the lock of its folder, reads its data and renders the prompts while the
             workers start, records events, and answers `troupe why`.
     """
@@ -185,12 +182,7 @@ async def open_session(
 
 @asynccontextmanager
 async def _run_folder(request: RunRequest, console: Console) -> AsyncIterator[RunCheckpoints]:
-    """The checkpoints of a run in a folder that no other run uses, with the spec of a new run or the changes to it.
-
-    Raises:
-        UsageError: Another run uses the folder, or the run cannot resume with this spec.
-        CheckpointError: The object store of the checkpoints cannot be reached.
-    """
+    """The checkpoints of a run in a folder that no other run uses, with the spec of a new run or the changes to it."""
     spec, out = request.spec, request.out
     out.mkdir(parents=True, exist_ok=True)
     file = out / RESOLVED_SPEC
@@ -226,11 +218,7 @@ def _check(spec: RunSpec, pools: Pools, console: Console) -> asyncio.Task[Prompt
 
 
 async def _usable(pools: Pools, rendering: Awaitable[PromptCheck], console: Console) -> PromptCheck:
-    """Shows what the data are, and which of the rendered prompts cannot be used.
-
-    Raises:
-        UsageError: No prompt can be used with the model.
-    """
+    """Shows what the data are, and which of the rendered prompts cannot be used."""
     found = await rendering
     if found.problems:
         raise UsageError("\n".join(f"{field}: {problem}" for field, problem in found.problems))

@@ -32,7 +32,6 @@ def supervise(
         command: The run; every further start gets `--resume`.
         progress: Steps that are saved in checkpoints.
         restarts: Starts without a new checkpoint in between that are tolerated.
-        say: Receives one line for every restart.
         pause: Waits before a restart, longer each time; a signal interrupts it.
     """
     used, arguments = 0, list(command)

@@ -77,9 +77,7 @@ def plan_chain(document: yaml_reader.Document, out: Path | None, parse: Parse) -
     """Every run of a chain, in order.
 
     Args:
-        document: The file.
         out: Folder of the chain, or None for the spec's.
-        parse: Validates the document of one run.
 
     Raises:
         SpecError: With one line for every problem found in any stage.

@@ -158,13 +158,7 @@ _OF_POLICY = frozenset(
 
 
 def refused_options(role: str, options: Mapping[str, Any], device: Device) -> Iterator[Finding]:
-    """Options that a spec cannot set, each with the reason or with the field to set instead.
-
-    Args:
-        role: `rollout` or `judge`.
-        options: The section `engine` of the role.
-        device: Device that its engines run on.
-    """
+    """Options that a spec cannot set, each with the reason or with the field to set instead."""
     for name in options:
         if why := _refusal(name, role, device):
             judge = role == "judge"

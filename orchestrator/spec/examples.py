@@ -55,7 +55,6 @@ def example_text(name: str, models: Path | None = None) -> str:
     """An example as YAML with absolute paths, line by line as in its file.
 
     Args:
-        name: As in `examples()`.
         models: Folder of the example models, or None for `models_folder()`.
 
     Raises:

@@ -22,7 +22,9 @@ _LORA = {
 }
 FORMER_FIELDS: Mapping[str, Former] = {
     "algorithm.packing": Former((None, True), "set roles.policy.packing instead"),
+    "data.curriculum.over_sources": Former((False,), "set the weight of each source in data.train"),
     "failures.alarm": Former((None,), "the verdict reward-hacking says it while the run trains"),
+    "roles.rollout.autoscale": Former((None,), "change roles.rollout.workers while the run trains: troupe scale"),
     **{f"roles.{role}.lora.{name}": former for role in ("policy", "critic") for name, former in _LORA.items()},
 }
 """The fields by their path."""

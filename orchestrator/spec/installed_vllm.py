@@ -36,11 +36,7 @@ class Offers(Frozen):
 
 
 def unknown_options(engines: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
-    """Options that the installed vLLM does not have, and values of another type.
-
-    Args:
-        engines: The sections `engine`, by role.
-    """
+    """Options that the installed vLLM does not have, and values of another type."""
     if not any(engines.values()) or (offers := _offers()) is None:
         return
     for role, options in engines.items():

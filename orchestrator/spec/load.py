@@ -46,7 +46,6 @@ def plan_runs(document: yaml_reader.Document, out: Path | None = None) -> tuple[
     """Every run of a file, in order: one, or the runs of a chain (`orchestrator/spec/chain.py`).
 
     Args:
-        document: The file.
         out: Folder of the run, or of the chain, or None for the spec's.
 
     Raises:
@@ -62,11 +61,7 @@ def plan_runs(document: yaml_reader.Document, out: Path | None = None) -> tuple[
 
 
 def parse_spec(document: yaml_reader.Document) -> RunSpec:
-    """Validate a document of either kind.
-
-    Raises:
-        SpecError: With one line for every problem found.
-    """
+    """Validate a document of either kind. Raises SpecError with one line for every problem found."""
     name = _algorithm(document.data)
     if name in OFFLINE_ALGORITHMS:
         return _parse(document, OfflineSpec)
@@ -78,11 +73,7 @@ def parse_spec(document: yaml_reader.Document) -> RunSpec:
 
 
 def parse_rollout_spec(document: yaml_reader.Document) -> RolloutSpec:
-    """Validate a document of a run on rollouts.
-
-    Raises:
-        SpecError: With one line for every problem found.
-    """
+    """Validate a document of a run on rollouts. Raises SpecError with one line for every problem found."""
     return _parse(shared_gpus(document), RolloutSpec)
 
 
@@ -90,7 +81,6 @@ def load_rollout_spec(path: str | Path, overrides: Sequence[str] = ()) -> Rollou
     """Read the spec of a run on rollouts from a file. Files of any kind, and chains: `plan_runs`.
 
     Args:
-        path: The YAML file.
         overrides: `field.path=value` each (`roles.rollout.workers=2`); the value is YAML.
 
     Raises:

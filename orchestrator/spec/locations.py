@@ -44,7 +44,6 @@ def is_hub_name(path: str, root: Path | None = None) -> bool:
     """Whether a model's path is a name on the hub, `org/name`: a folder of that name comes first.
 
     Args:
-        path: The path.
         root: Folder that relative paths also start at, besides the current directory.
     """
     return is_name(path) and not any((start / path).is_dir() for start in (Path(), root or Path()))

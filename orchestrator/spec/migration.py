@@ -63,7 +63,6 @@ def counterpart(path: Sequence[str], value: Any, known: Collection[str]) -> str:
     Args:
         path: Names of the unknown field and of the sections around it.
         value: Its value; of a section, the settings in it are looked up as well.
-        known: Dotted path of every field of the spec.
     """
     fields = {field.rpartition(".")[2] for field in known}
     found = _nearest(path, known, fields)

@@ -6,7 +6,6 @@ a field is described, typed and bounded once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import Discriminator, Field, Tag, field_validator
@@ -110,7 +109,6 @@ class RoleResources(Frozen):
         """A worker configuration made of the fields that this section shares with it.
 
         Args:
-            config: Class of the configuration.
             others: Fields of the configuration that this section does not have, or has with another value.
         """
         return config(**({name: value for name, value in self if name in config.model_fields} | others))
@@ -130,29 +128,6 @@ class ScaledRole(RoleResources):
     """Most workers the role can be scaled to during the run; null: as many as the cluster has room for."""
 
 
-class AutoscaleConfig(Frozen):
-    """Adds and removes engines by how long the trainer waits for samples."""
-
-    max_wait: float = Field(gt=0.0, lt=1.0)
-    """Share of a step the trainer may wait for samples; above it an engine is added, up to `max_workers`."""
-    min_wait: float = Field(default=0.0, ge=0.0, lt=1.0)
-    """Below this share an engine is removed, down to `min_workers`; 0: no engine is ever removed."""
-    steps: int = Field(default=3, ge=1)
-    """Consecutive steps that must agree. The count restarts when an engine is added or removed."""
-
-    def change(self, waits: Sequence[float]) -> int:
-        """Change of the number of engines: 1 if every recent step waited more than `max_wait`, -1 if every one waited
-        less than `min_wait`, else 0.
-
-        Args:
-            waits: Fraction of each step (0 to 1) for which the trainer waited for samples, newest last.
-        """
-        recent = waits[-self.steps :]
-        if len(recent) < self.steps:
-            return 0
-        return int(min(recent) > self.max_wait) - int(max(recent) < self.min_wait)
-
-
 class EngineRole(EngineConfig, ScaledRole):
     """Workers with one vLLM engine each."""
 
@@ -164,8 +139,6 @@ class EngineRole(EngineConfig, ScaledRole):
 class RolloutRole(EngineRole):
     """Workers that sample: one vLLM engine each."""
 
-    autoscale: Annotated[AutoscaleConfig | None, LIVE] = None
-    """Add and remove engines by how long the trainer waits for samples; null: only `troupe scale` does."""
     sleep: Sleep | None = None
     """What an engine on the policy's GPU releases while the policy trains: `none`, its `kv_cache`, or also its
     `weights`, which then come back with every new version. The optimizer uses the released memory, and is in host
@@ -401,9 +374,6 @@ class CurriculumConfig(Frozen):
     """Least probability with which a pass over the data draws a prompt."""
     decay: float = Field(default=0.5, ge=0.0, le=1.0)
     """Weight of a prompt's counts so far when new ones arrive: 0 keeps only the latest, 1 weighs all alike."""
-    over_sources: bool = False
-    """With several sources in `data.train`: also multiply the weight of each by max(floor, 4 p (1 - p)), where p is the
-    pass rate of its samples."""
 
 
 class DataConfig(Frozen):

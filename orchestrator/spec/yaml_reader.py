@@ -42,11 +42,8 @@ class Document:
 
 
 def read_file(path: str | FilePath) -> Document:
-    """Read a YAML file.
-
-    Raises:
-        SpecError: Not a regular file, larger than 1 MiB, not UTF-8, empty, or not YAML as specs use it.
-    """
+    """Read a YAML file. Raises SpecError if it is not a regular file, larger than 1 MiB, not UTF-8, empty, or not
+    YAML as specs use it."""
     name = os.path.expanduser(path)
     return parse(_read_text(name), name)
 
@@ -69,11 +66,8 @@ def parse(text: str, name: str) -> Document:
 
 
 def override(document: Document, assignments: list[str]) -> Document:
-    """The document with fields replaced, each given as `field.path=value` (the value is YAML).
-
-    Raises:
-        SpecError: With a line `--set: field.path: what is wrong` for each that cannot be applied.
-    """
+    """The document with fields replaced, each given as `field.path=value` (the value is YAML). Raises SpecError with a
+    line `--set: field.path: what is wrong` for each that cannot be applied."""
     data, places = copy.deepcopy(document.data), dict(document.source.places)
     problems: list[Problem] = []
     for assignment in assignments:

@@ -47,10 +47,7 @@ Fitting = tuple[dict[str, Any], Earned, str]
 
 def fitting_reward(table: Table, prompt: str, columns: Sequence[str]) -> Fitting:
     """The first of the columns with answers that can be compared, and the function that tells right from wrong ones.
-
-    Raises:
-        UsageError: There are no such answers or no such function, or the trial fails.
-    """
+    Raises UsageError if there are no such answers or no such function, or the trial fails."""
     if others := [name for name in table.rows[0] if name.startswith(_WRONG_OPTION)]:
         return _with_options("Correct Answer", ["Correct Answer", *others], "")
     found = {column: list(_answers(table, column)) for column in columns}
@@ -122,10 +119,8 @@ def _named_options(given: Sequence[tuple[Row, list[str]]], prompt: str) -> str:
 
 def fitting_tests(table: Table, prompt: str) -> Fitting | None:
     """The columns that `python_tests` reads, and the function with what the data's programs earn; None without tests.
-
-    Raises:
-        UsageError: The cases of many rows cannot be used, programs do not earn 1 or wrong ones do, or the trial fails.
-    """
+    Raises UsageError if the cases of many rows cannot be used, programs do not earn 1 or wrong ones do, or the trial
+    fails."""
     rows = table.rows[:_TESTS]
     columns = [name for name in rows[0] if name != prompt and _TESTED.search(name)]
     columns = [name for name in columns if any(_LOOKS_TESTED.search(str(row.get(name))) for row in rows)]

@@ -112,13 +112,7 @@ def check_algorithm(name: str) -> None:
 
 
 def check_environment(name: str, *, offline: bool, configured: bool = False) -> None:
-    """Raise UsageError unless a first spec can be written for this environment.
-
-    Args:
-        name: A built-in environment or `module:Class`.
-        offline: Whether the algorithm learns from examples.
-        configured: Whether the user gives its arguments.
-    """
+    """Raise UsageError unless a first spec can be written for this environment."""
     if offline:
         raise UsageError("--environment: this algorithm learns from examples and plays no episodes")
     if name in ENVIRONMENTS and ENVIRONMENTS[name].needs_arguments and not configured:

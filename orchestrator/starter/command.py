@@ -52,7 +52,6 @@ def complete(flags: InitFlags, ask: Ask | None) -> Choices:
     """All choices, from flags, questions and this machine.
 
     Args:
-        flags: The flags.
         ask: Asks for missing choices, or None to ask nothing (standard input is no terminal).
 
     Raises:
@@ -102,8 +101,6 @@ def text_of(choices: Choices, output: Path, say: Callable[[str], None] = lambda 
     """The spec for these choices.
 
     Args:
-        choices: The user's choices.
-        output: The file that it is for.
         say: Gets what the user should know at once, besides the heading of the file.
 
     Raises:
@@ -192,13 +189,7 @@ def _gpu_type(name: str, memory: int) -> str:
 
 
 def commented(document: Mapping[str, Any], root: type[BaseModel], heading: list[str]) -> str:
-    """The document as YAML with a comment for each field: the first sentence of the field's own description.
-
-    Args:
-        document: A spec as plain data.
-        root: The model whose fields describe it.
-        heading: Lines of the comment at the top.
-    """
+    """The document as YAML with a comment for each field: the first sentence of the field's own description."""
     lines = [f"# {line}".rstrip() for line in heading]
     for key, value in document.items():
         lines += ["", *_field(key, value, root, "")]

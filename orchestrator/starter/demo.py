@@ -62,7 +62,6 @@ def demo_spec(name: str, steps: int | None) -> tuple[Path, list[str]]:
     """What the demo runs.
 
     Args:
-        name: Name of the example, with or without `examples:`.
         steps: Number of training steps, of each stage if it has stages, or None for the example's.
 
     Returns:
@@ -105,11 +104,6 @@ def _is_foreign(folder: Path) -> bool:
 
 def make_models(names: Iterable[str], folder: Path, say: Callable[[str], object]) -> None:
     """Create the models that are missing, in another process, whose memory is free again afterwards.
-
-    Args:
-        names: Names of `MODELS`.
-        folder: Folder of the models' folders.
-        say: Called with a line for each thing that takes a while.
 
     Raises:
         DemoModelError: The weights are not installed and cannot be downloaded, or are not those expected.

@@ -34,10 +34,8 @@ def install(name: str, further: Sequence[str], say: Callable[[str], None]) -> Pa
     """Install the packages of an environment's lock, and further ones, unless they are there.
 
     Args:
-        name: The environment.
         further: Requirements of pip, which the lock constrains. A folder is installed by its place (editable), so that
             its code is what runs.
-        say: Gets lines of progress.
 
     Returns:
         The interpreter.

@@ -44,11 +44,8 @@ def tools_column(algorithm: str, section: Mapping[str, Any], rows: Rows) -> str 
 
 
 def what_is_read(algorithm: str, section: Mapping[str, Any], rows: Rows) -> tuple[str, ...]:
-    """What a section of the spec reads of the first rows, and what it leaves out, one line for each.
-
-    Raises:
-        UsageError: No row can be used, or a column does not say what it is read as.
-    """
+    """What a section of the spec reads of the first rows, and what it leaves out, one line for each. Raises UsageError
+    if no row can be used, or a column does not say what it is read as."""
     try:
         fields, found = _collected(algorithm, section, rows)
     except DataError as error:

@@ -307,7 +307,6 @@ def _cores(choices: Choices, settings: Sizing) -> dict[str, Any]:
 
 
 def _size(choices: Choices) -> ModelSize | None:
-    """Size of the model, or None if unknown."""
     try:
         return read_size(Path(choices.model))
     except SizeUnknown:

@@ -147,15 +147,7 @@ class Console:
             threading.Thread(target=self._break_silences, name="console", daemon=True).start()
 
     def phase(self, name: str, done: int = 0, total: int = 1, waiting_for: str = "", *, unit: str = "") -> None:
-        """Show the current phase of the step and its progress: in the live display, or after a silence.
-
-        Args:
-            name: The phase.
-            done: Parts of it that have ended.
-            total: All its parts. They are shown if there are several.
-            waiting_for: What has not ended.
-            unit: What the parts are, in the plural.
-        """
+        """Show the current phase of the step and its progress: in the live display, or after a silence."""
         if name != self._phase.name:
             self._phase_started = time.monotonic()
         self._phase = _Phase(name, done, total, waiting_for, unit)

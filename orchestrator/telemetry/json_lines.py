@@ -27,7 +27,6 @@ class JsonLinesFile:
         """Open for appending.
 
         Args:
-            path: The file.
             keep_through: Last step to keep; -1 for a new run. Lines of later steps and a line truncated by a kill are
                 dropped, because a run resumed at that step writes them again.
         """

@@ -66,12 +66,9 @@ def std(values: Sequence[float]) -> float:
 
 
 def merge_update_metrics(ranks: Sequence[UpdateMetrics]) -> dict[str, float]:
-    """Combine one update's metrics of all ranks: `sums` add up, `values` are equal on all ranks and taken once.
-
-    Raises:
-        ValueError: There is no rank, a name is both a sum and a value, or the ranks disagree on a value or on having
-            skipped the update, in which case they no longer hold the same model.
-    """
+    """Combine one update's metrics of all ranks: `sums` add up, `values` are equal on all ranks and taken once. Raises
+    ValueError if there is no rank, a name is both a sum and a value, or the ranks disagree on a value or on having
+    skipped the update, in which case they no longer hold the same model."""
     if not ranks:
         raise ValueError("an update has at least one rank")
     first = ranks[0]

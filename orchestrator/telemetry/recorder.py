@@ -37,10 +37,7 @@ class RunRecorder:
         """Drops the timeline and the samples of steps after `resume_at`, all of them at 0.
 
         Args:
-            calls: Where workers' calls and the controller's phases are recorded.
-            events: The events of the run.
             folder: The run folder, or None to write no timeline.
-            resume_at: Steps that the run has completed.
             keep_gib: GiB that samples and timelines may take; the oldest steps are deleted. 0: no bound.
         """
         self.events = events

@@ -30,7 +30,6 @@ class RunSummary:
     """Summary of the steps that a console has shown. May be read from a thread while a step is added."""
 
     def __init__(self, total: int) -> None:
-        """`total` steps are planned."""
         self._total = total
         self._done = 0
         self._recent: deque[Mapping[str, object]] = deque(maxlen=_RECENT)

@@ -85,7 +85,6 @@ class BackgroundSink:
     """Opens, writes and closes a sink in a thread. Whatever fails there is a warning: a tracker ends no run."""
 
     def __init__(self, name: str, open_sink: Callable[[], MetricSink]) -> None:
-        """`name` is shown in warnings."""
         self._name = name
         self._open = open_sink
         self._waiting: queue.Queue[tuple[int, Metrics] | None] = queue.Queue(_MOST_WAITING)

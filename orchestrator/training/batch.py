@@ -71,11 +71,7 @@ class BatchSource(Protocol):
 
     @abstractmethod
     async def next_batch(self, version: int, timers: PhaseTimers) -> Batch:
-        """Waits for the next batch for a policy of this version.
-
-        Raises:
-            StopRequested: The run is to stop.
-        """
+        """Waits for the next batch for a policy of this version. Raises StopRequested if the run is to stop."""
 
     @abstractmethod
     def mark_trained(self, version: int) -> None:
@@ -139,11 +135,7 @@ async def unless_failed(watch: asyncio.Task[Any], work: Coroutine[object, object
 
 
 async def unless_stopped(stop: asyncio.Event, work: Awaitable[T]) -> T:
-    """Awaits `work`.
-
-    Raises:
-        StopRequested: `stop` was set; `work` is cancelled.
-    """
+    """Awaits `work`. Raises StopRequested if `stop` was set; `work` is cancelled."""
     task, stopped = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
     try:
         await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)

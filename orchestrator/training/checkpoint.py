@@ -106,15 +106,7 @@ class CheckpointStore:
     """The checkpoints of one run, in one folder to which every worker can write."""
 
     def __init__(self, directory: str | Path, keep: int) -> None:
-        """Does not access the folder.
-
-        Args:
-            directory: Folder of the checkpoints.
-            keep: Number of checkpoints that `commit` keeps.
-
-        Raises:
-            ValueError: `keep` is less than 1.
-        """
+        """Does not access the folder. Raises ValueError if `keep` is less than 1."""
         if keep < 1:
             raise ValueError(f"keep is {keep}: at least one checkpoint must be kept")
         self.directory = Path(directory)
@@ -123,11 +115,8 @@ class CheckpointStore:
         """Steps whose checkpoints are not removed: the best ones."""
 
     def prepare(self) -> None:
-        """Creates the folder and removes what interrupted saves left in it. Only the owning run may call this.
-
-        Raises:
-            CheckpointError: The folder cannot be created or changed.
-        """
+        """Creates the folder and removes what interrupted saves left in it. Only the owning run may call this. Raises
+        CheckpointError if the folder cannot be created or changed."""
         with _naming(self.directory):
             self.directory.mkdir(parents=True, exist_ok=True)
             for entry in sorted(self.directory.iterdir()):
@@ -168,19 +157,12 @@ class CheckpointStore:
         return self._begin(_TRIAL)
 
     def begin(self, step: int) -> Path:
-        """Creates an empty hidden folder for the workers' files.
-
-        Raises:
-            CheckpointError: It cannot be created.
-        """
+        """Creates an empty hidden folder for the workers' files. Raises CheckpointError if it cannot be created."""
         return self._begin(folder_name(step))
 
     def begin_again(self, step: int) -> Path:
-        """Begins with links to the files of the step's checkpoint, without its samples: only these are new.
-
-        Raises:
-            CheckpointError: It cannot be created, or the file system has no links.
-        """
+        """Begins with links to the files of the step's checkpoint, without its samples: only these are new. Raises
+        CheckpointError if it cannot be created, or the file system has no links."""
         before, path = self.directory / folder_name(step), self._begin(folder_name(step))
         with _naming(path):
             try:
@@ -203,10 +185,6 @@ class CheckpointStore:
 
     def commit(self, path: Path, state: dict[str, Any]) -> Checkpoint:
         """Publishes `path` as the checkpoint of its step, and removes the oldest checkpoints beyond `keep`.
-
-        Args:
-            path: Folder returned by `begin`.
-            state: JSON-ready state of the run.
 
         Raises:
             CheckpointError: The checkpoint cannot be written (disk full, ...); `path` is then removed.
@@ -406,11 +384,8 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 def _files(path: Path) -> list[Path]:
-    """Every file below a folder except its manifest.
-
-    Raises:
-        InvalidCheckpoint: An entry is neither a regular file nor a folder; a link could point outside.
-    """
+    """Every file below a folder except its manifest. Raises InvalidCheckpoint if an entry is neither a regular file nor
+    a folder; a link could point outside."""
     found = []
     for entry in sorted(path.rglob("*")):
         if entry.is_symlink() or not (entry.is_file() or entry.is_dir()):

@@ -140,11 +140,8 @@ class RunEvaluations(RunPart):
             await self.settle()
 
     async def settle(self) -> None:
-        """Waits for the evaluation beside training. One that is lost is made up for after the next step.
-
-        Raises:
-            WorkerError: It failed.
-        """
+        """Waits for the evaluation beside training. One that is lost is made up for after the next step. Raises
+        WorkerError if it failed."""
         if self._running is None or self.pending is None:
             return
         running, step = self._running, self.pending
@@ -185,7 +182,6 @@ class RunEvaluations(RunPart):
         self._overdue = True
 
     def _set(self, running: asyncio.Task[Metrics] | None, step: int | None) -> None:
-        """Sets the evaluation beside training."""
         self._running = running
         self.pending = step
         self._saves.expect(step)

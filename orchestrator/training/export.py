@@ -28,7 +28,6 @@ def exported_model(directory: Path, step: int | None = None, model: str = MODEL)
     """The policy of a verified checkpoint: a folder with a Hugging Face model.
 
     Args:
-        directory: Folder of the run's checkpoints.
         step: Step of the checkpoint; None for the newest valid one.
         model: MODEL for the trained weights, AVERAGE for their moving average.
 
@@ -60,8 +59,6 @@ def write_merged(source: Path, target: Path, base: Path | None = None) -> Path:
     """Writes adapters, merged with the model below them, to a new folder, which appears when it is complete.
 
     Args:
-        source: Folder of the adapters.
-        target: The folder to write.
         base: The model below, whose tokenizer is copied, or None for the adapters' base model and their tokenizer.
 
     Raises:
@@ -80,9 +77,7 @@ def write_model(source: Path, target: Path) -> Path:
     """Copies a model to a new folder, which appears when it is complete.
 
     The files get the access that the user's umask gives new files: safetensors writes weights for their owner alone.
-
-    Raises:
-        CheckpointError: `target` exists or cannot be written.
+    Raises CheckpointError if `target` exists or cannot be written.
     """
     failed: list[OSError] = []
 
@@ -103,11 +98,7 @@ def write_model(source: Path, target: Path) -> Path:
 
 @contextmanager
 def _new_folder(target: Path) -> Iterator[Path]:
-    """A name beside `target`, for a folder that gets the final name when the block has written it.
-
-    Raises:
-        CheckpointError: `target` exists or cannot be written.
-    """
+    """A name beside `target`, for a folder that gets the final name when the block has written it."""
     scratch = target.with_name(f".{target.name}-{os.getpid()}")
     try:
         if os.path.lexists(target):

@@ -65,11 +65,8 @@ class Ledger:
         """The first reason of each kind since the start or the resumption."""
 
     def dispatch(self, prompt_uid: str, row: int, draw: int, samples: int) -> int:
-        """Opens a group; returns its attempt number (0).
-
-        Raises:
-            LedgerError: It was dispatched before, or a prompt with the same or a higher number of its `draw` was.
-        """
+        """Opens a group; returns its attempt number (0). Raises LedgerError if it was dispatched before, or a prompt
+        with the same or a higher number of its `draw` was."""
         if prompt_uid in self._groups or draw <= self._drawn:
             raise LedgerError(f"{prompt_uid} was dispatched before: draw {draw} after draw {self._drawn}")
         self._drawn = draw
@@ -100,11 +97,8 @@ class Ledger:
         return group is not None and group.attempt == attempt
 
     def mark_trained(self, prompt_uid: str, *samples: int) -> None:
-        """Records samples of a group as trained.
-
-        Raises:
-            LedgerError: One of them is unknown or has ended already; none of them is recorded then.
-        """
+        """Records samples of a group as trained. Raises LedgerError if one of them is unknown or has ended already;
+        none of them is recorded then."""
         row = self._group(prompt_uid).row
         self._settle(prompt_uid, samples)
         self._trained += len(samples)
@@ -193,7 +187,6 @@ class Ledger:
         return ledger
 
     def _count(self, row: int, what: str, samples: int) -> None:
-        """Counts samples of the row's source."""
         if self._source_of is not None:
             counts = self._by_source.setdefault(self._source_of(row), Counter(dispatched=0, trained=0, dropped=0))
             counts[what] += samples

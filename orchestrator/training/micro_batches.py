@@ -62,11 +62,6 @@ def _fill(
     """Splits items in the order given, by descending longest row, into micro-batches of at most `budget` tokens.
 
     Args:
-        order: The items.
-        tokens: Tokens of each item.
-        longest: Tokens of the longest row of each item.
-        members: Rows of each item.
-        budget: Tokens per micro-batch.
         packed: Whether a micro-batch has the tokens of its items; otherwise all its rows are as long as the longest.
     """
     cuts: list[list[int]] = []
@@ -105,13 +100,9 @@ def plan_update(
     The totals are the loss tokens of the chosen rows, the number of their samples, and their tokens without loss.
 
     Args:
-        rows: All rows of the batch.
-        chosen: Indices of the rows of this update.
-        ranks: Number of ranks.
         budget: Tokens per micro-batch; without `packed` padding included.
         skip_zero_advantage: Whether rows without any nonzero advantage get no forward pass. They still count in the
             totals, so skipping them saves work without changing the gradient.
-        packed: Whether the rows of a micro-batch are concatenated, without padding.
         share_prompts: Whether packed rows of one group may be trained behind one copy of their prompt. This happens if
             it saves enough tokens on the rank with the most: a group is not divided among ranks.
         whole_samples: Whether the loss of a token depends on other rows of its sample. If a sample has several, the

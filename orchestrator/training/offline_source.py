@@ -158,7 +158,6 @@ class ExampleEvaluator:
         """Evaluates the current weights.
 
         Args:
-            step: Unused.
             progress: Called with (0, number of examples) at the start.
 
         Returns:

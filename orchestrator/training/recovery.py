@@ -71,13 +71,7 @@ class TrainerRecovery:
         """Restarts nothing yet.
 
         Args:
-            spec: Limits the restarts, and the steps that can be repeated.
-            calls: The calls that are repeated after a restart.
-            updates: The updates and the trainers.
             push: Sends the trained weights, or None if no engine serves them.
-            store: Checkpoints of the run.
-            restart: Starts the trainers again.
-            console: Shows the progress.
             done: Step of the checkpoint that the trainers have loaded, if any.
             hold_memory: Entered for updates and restarts, or None if the trainers share no GPU with an engine.
         """
@@ -132,11 +126,8 @@ class TrainerRecovery:
     async def watch(self) -> None:
         """Probes the trainers at a fixed interval, and restarts them if one has died and no call has noticed.
 
-        Runs as a task until the run ends: a step may wait for engines alone, and an engine that starts needs what
-        a lost policy had published.
-
-        Raises:
-            WorkerError: They cannot be restarted.
+        Runs as a task until the run ends: a step may wait for engines alone, and an engine that starts needs what a
+        lost policy had published. Raises WorkerError if they cannot be restarted.
         """
         while True:
             await asyncio.sleep(min(probe_interval_s(self._spec), _PROBE_S))

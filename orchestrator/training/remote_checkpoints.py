@@ -63,8 +63,6 @@ class RemoteCheckpoints:
 
         Args:
             url: `s3://bucket/folder`, `gs://...`, `abfs://...` or `file:///...`, with pyarrow's options as a query.
-            name: Name of the run, a folder there.
-            keep: Number of checkpoints that `upload` keeps.
 
         Raises:
             CheckpointError: The store cannot be reached.
@@ -94,7 +92,6 @@ class RemoteCheckpoints:
         """Makes this process the owner of the copies: whoever wrote them before cannot any more.
 
         Args:
-            folder: The run's own folder of checkpoints, which keeps its ids.
             resumed: The run resumes from one of the copies, which makes them its own.
 
         Raises:
@@ -192,22 +189,16 @@ class RemoteCheckpoints:
         send(checkpoint / MANIFEST)
 
     def fetch(self, store: CheckpointStore, after: int) -> Checkpoint | None:
-        """Copies the newest valid checkpoint of a step beyond `after` into a run's folder, or returns None.
-
-        Raises:
-            CheckpointError: The store cannot be reached, or the folder cannot be written.
-        """
+        """Copies the newest valid checkpoint of a step beyond `after` into a run's folder, or returns None. Raises
+        CheckpointError if the store cannot be reached, or the folder cannot be written."""
         for step in reversed([step for step in self.steps() if step > after]):
             if (found := self.fetch_step(store, step)) is not None:
                 return found
         return None
 
     def fetch_spec(self, file: Path) -> None:
-        """Copies the uploaded run's spec to a file, for comparison with a resumed run's spec.
-
-        Raises:
-            CheckpointError: The store cannot be reached.
-        """
+        """Copies the uploaded run's spec to a file, for comparison with a resumed run's spec. Raises CheckpointError if
+        the store cannot be reached."""
         with (
             contextlib.suppress(InvalidCheckpoint),  # an earlier version has uploaded none
             replacing(file, PRIVATE) as unfinished,

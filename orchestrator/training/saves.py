@@ -31,13 +31,6 @@ class Uploads:
     """Uploads one checkpoint at a time in the background."""
 
     def __init__(self, remote: RemoteCheckpoints | None, tolerated: int, timeout_s: float) -> None:
-        """Uploads nothing yet.
-
-        Args:
-            remote: The object store, or None without one.
-            tolerated: Failed uploads in a row before the run stops.
-            timeout_s: Longest wait for an upload.
-        """
         self._remote = remote
         self._timeout_s = timeout_s
         self._tolerated = tolerated
@@ -161,11 +154,8 @@ class RunSaves(RunPart):
             self._trial.result()
 
     async def end_step(self, now: Moment) -> None:
-        """Saves the step if it is due, and reports the checkpoint that has been written since.
-
-        Raises:
-            TroupeError: Too many in a row have failed.
-        """
+        """Saves the step if it is due, and reports the checkpoint that has been written since. Raises TroupeError if
+        too many in a row have failed."""
         with now.timers.phase("checkpoint"):
             if self._running is not None and self._running.done():
                 await self.settle()
@@ -184,11 +174,8 @@ class RunSaves(RunPart):
         return regular or self._overdue or candidate or step in self._best.state.saved
 
     async def settle(self) -> None:
-        """Waits for the checkpoint that is written in the background; one that failed counts as any other.
-
-        Raises:
-            TroupeError: Too many in a row have failed.
-        """
+        """Waits for the checkpoint that is written in the background; one that failed counts as any other. Raises
+        TroupeError if too many in a row have failed."""
         if self._running is None:
             return
         if not self._running.done():
@@ -213,11 +200,8 @@ class RunSaves(RunPart):
                 await asyncio.gather(task, return_exceptions=True)
 
     async def compare(self, step: int, metrics: Metrics) -> None:
-        """Compares an evaluation with those before it: its step is saved if it is one of the best ones.
-
-        Raises:
-            TroupeError: Too many checkpoints in a row have failed.
-        """
+        """Compares an evaluation with those before it: its step is saved if it is one of the best ones. Raises
+        TroupeError if too many checkpoints in a row have failed."""
         if self._best.compares:
             await self.settle()  # a checkpoint that failed cannot be the best one
         self._best.seen(step, metrics)
@@ -253,12 +237,7 @@ class RunSaves(RunPart):
         self._best.lost(step)
 
     async def _begin(self, now: Moment) -> None:
-        """Makes the trainers copy their state, and writes the checkpoint in the background.
-
-        Raises:
-            OSError: Its folder cannot be created.
-            WorkerError: The trainers cannot copy their state.
-        """
+        """Makes the trainers copy their state, and writes the checkpoint in the background."""
         saving = _Saving(now.step, now.states(), await self._source.snapshot(), _now())
         folder = await self._recovery.calls.retry(lambda: self._trainers.begin(now.step))
         self._recovery.begin_save()
@@ -283,11 +262,6 @@ class RunSaves(RunPart):
         """Writes one atomic checkpoint of everything a resumed run needs.
 
         A step that is saved already gets only the samples that have been finished since.
-
-        Raises:
-            ExportFailed: The checkpoint is written, without the model as a Hugging Face folder.
-            OSError: It is not written.
-            WorkerError: It is not written.
         """
         again = self._saved_at == now.step
         if again and snapshot.write is None:
@@ -303,12 +277,7 @@ class RunSaves(RunPart):
             await self._commit(saving, Written(folder))
 
     async def _commit(self, saving: _Saving, written: Written) -> None:
-        """Adds to the trainers' files what else a resumed run needs, and publishes the checkpoint.
-
-        Raises:
-            ExportFailed: The checkpoint is written, without the model as a Hugging Face folder.
-            OSError: It is not written.
-        """
+        """Adds to the trainers' files what else a resumed run needs, and publishes the checkpoint."""
         await self._uploads.settle()  # a commit may remove the folder that is being uploaded
         step, snapshot, parts = saving.step, saving.snapshot, saving.parts
         if written.without_model:

@@ -46,13 +46,7 @@ class BestState(Frozen):
         return kept.model_copy(update={"held_out": held_out or kept.held_out, "rows": rows or kept.rows})
 
     def seen(self, step: int, value: float, keep: int) -> BestState:
-        """The state after an evaluation. Of equal values the earlier one is the better.
-
-        Args:
-            step: Steps of training before it.
-            value: Its value of the metric, a finite number.
-            keep: Best steps to remember.
-        """
+        """The state after an evaluation. Of equal values the earlier one is the better."""
         sign = 1.0 if self.mode == "max" else -1.0
         gain = self.value is None or sign * value > sign * self.value
         others = [one for one in self.steps if one.step < step]
@@ -109,7 +103,6 @@ class PenaltyState(Frozen):
 
         Args:
             divergence: KL(old || new) per token after the updates of the batch, in nats.
-            penalty: The penalty with its target.
         """
         coef = self.kl_old_coef
         if divergence > _TOO_FAR * penalty.target:

@@ -42,13 +42,6 @@ class StepRecorder(RunPart):
     """
 
     def __init__(self, spec: RunSpec, out: Path, trainers: Sequence[TrainerGroup[Any]]) -> None:
-        """Writes nothing yet.
-
-        Args:
-            spec: Says how much is kept.
-            out: The run folder.
-            trainers: The groups that train, the policy first.
-        """
         self._spec = spec
         self._folder = out / REPLAY
         self._most_bytes = int(spec.output.replay_gib * GIB)

@@ -43,14 +43,6 @@ class TrainerSaves:
     def __init__(
         self, spec: RunSpec, trainers: Sequence[TrainerGroup[Any]], store: CheckpointStore, console: Console
     ) -> None:
-        """Writes nothing yet.
-
-        Args:
-            spec: Has the bound on a save, `schedule.train_timeout_s`.
-            trainers: The first one's model is exported.
-            store: The checkpoints.
-            console: Shows the progress.
-        """
         self._trainers = trainers
         self._store = store
         self._console = console

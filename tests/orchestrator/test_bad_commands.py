@@ -308,8 +308,8 @@ MACHINES = [
     ("ulimit -f 0", "init --from tiny-grpo -o new.yaml", USAGE, "--output: new.yaml: File too large"),
     ("mkdir gone && cd gone && rmdir ../gone", "validate x.yaml", USAGE, "x.yaml: no such file"),
     ("mkdir gone && cd gone && rmdir ../gone", "doctor", FAILED, "the current folder does not exist any more"),
-    ("export PYTHONPATH=broken:$PYTHONPATH", f"jobs {SERVER}", FAILED, "`troupe doctor` lists the packages"),
-    ("export PYTHONPATH=broken:$PYTHONPATH", "run good.yaml", FAILED, "`troupe doctor` lists the packages"),
+    ("export PYTHONPATH=broken:$PYTHONPATH", f"jobs {SERVER}", FAILED, "`troupe --version` lists the packages"),
+    ("export PYTHONPATH=broken:$PYTHONPATH", "run good.yaml", FAILED, "`troupe --version` lists the packages"),
 ]
 READ_ONLY, FULL = (
     "mount -t tmpfs -o ro tmpfs disk",

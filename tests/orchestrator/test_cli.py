@@ -356,7 +356,7 @@ def test_doctor_prints_the_same_findings_as_text_and_as_json() -> None:
     document = json.loads(answer.stdout)
     assert answer.code == text.code == (0 if document["healthy"] else 1)
     checks = [one["check"] for one in document["findings"]]
-    assert {"python", "packages", "memory", "shm", "disk"} <= set(checks)
+    assert {"engine", "memory", "shm", "disk"} <= set(checks)
     assert [line.split()[1] for line in text.stdout.splitlines()[:-1] if not line.startswith(" ")] == checks
 
 

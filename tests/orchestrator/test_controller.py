@@ -33,7 +33,7 @@ from tests.fakes import (
 )
 from tests.orchestrator.data.test_prompts import pool_of
 from troupe.orchestrator.controller import Controller, RunComponents, RunOutcome
-from troupe.orchestrator.data.curriculum import Curriculum, CurriculumSource
+from troupe.orchestrator.data.curriculum import Curriculum
 from troupe.orchestrator.data.mixture import curriculum_of, group_settings, prompt_order
 from troupe.orchestrator.data.pools import RowTable
 from troupe.orchestrator.data.prompts import PromptPick, PromptSource
@@ -124,11 +124,7 @@ class RolloutRun(FakeRun[RolloutSpec]):
             curriculum = curriculum_of(self.spec, settings)
             prompts = prompt_order(self.spec, data, curriculum)
         else:
-            curriculum = (
-                None
-                if self.curriculum is None
-                else Curriculum(self.curriculum, 17, RowTable((0,), (CurriculumSource("", 1.0),)))
-            )
+            curriculum = None if self.curriculum is None else Curriculum(self.curriculum, 17, RowTable((0,), (1.0,)))
             prompts = _Prompts() if curriculum is None else PromptSource(pool_of(12), 17, curriculum)
         weights = PoolWeights(lambda engine: sync.bring_up(engine), lambda: self.trainer_calls.retry(sync.renew))
         pool = self.pool = self.engine_pool(weights)

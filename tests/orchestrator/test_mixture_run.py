@@ -156,7 +156,7 @@ def test_metrics_are_reported_by_source(tmp_path: Path) -> None:
     assert last["source/chat/dropped"] > 0 and last["source/math/dropped"] == 0
 
 
-@pytest.mark.parametrize("curriculum", [None, {"over_sources": True, "decay": 1.0, "solved_at": 30.0}])
+@pytest.mark.parametrize("curriculum", [None, {"decay": 1.0, "solved_at": 30.0}])
 def test_a_resumed_run_draws_and_counts_what_the_uninterrupted_run_did(
     tmp_path: Path, curriculum: dict[str, Any] | None
 ) -> None:

@@ -166,7 +166,6 @@ ROLLOUTS = Matrix(
         "curriculum": {
             "none": {},
             "prompts": {"data.curriculum": {"solved_at": 0.3}},
-            "sources": {"data.curriculum": {"solved_at": 0.3, "over_sources": True}},
         },
         "rewards": {
             "function": {},
@@ -200,7 +199,7 @@ ROLLOUTS = Matrix(
         "engines": {
             "one": {},
             "two": {
-                "roles.rollout": {"workers": 2, "max_workers": 3, "autoscale": {"max_wait": 0.99}},
+                "roles.rollout": {"workers": 2, "max_workers": 3},
             },
             "tensor parallel": {"roles.rollout": {"tensor_parallel_size": 2, "cpus": 2.0}},
         },

@@ -37,8 +37,6 @@ SCALING = (
     "roles.reference={workers: 1, max_workers: 2, cpus: 0.25, threads: 1, micro_batch_tokens: 2048}",
     "roles.reward.max_workers=2",
     "roles.rollout.max_workers=2",
-    # With max_staleness 0 the trainer waits for rollouts in every step, so autoscaling must add the one allowed engine.
-    "roles.rollout.autoscale={max_wait: 0.001, min_wait: 0.0001, steps: 2}",
     "schedule.steps=100000",  # the test stops the job
     "checkpoint.every_steps=0",
 )
@@ -88,7 +86,7 @@ def wait_for_workers(job: Command, out: Path, **workers: int) -> None:
 def test_a_job_is_followed_scales_while_it_trains_and_saves_when_it_is_stopped(
     node: tuple[str, Command], tmp_path: Path
 ) -> None:
-    """References and rewards are scaled by `troupe scale`, engines by autoscaling."""
+    """References, rewards and engines are scaled by `troupe scale`."""
     head, cluster = node
     job = f"endless-{free_port()}"
     sets = [f"name={job}", f"output.folder={tmp_path}/runs", *SCALING]
@@ -109,10 +107,11 @@ def test_a_job_is_followed_scales_while_it_trains_and_saves_when_it_is_stopped(
 
         first = metrics_lines(out)[0]
         assert [first[f"workers/{role}"] for role in ("reference", "reward")] == [1, 1]
-        scaled = run_troupe(tmp_path, "scale", str(out), "reference=2", "reward=2").splitlines()
-        assert {line.split(",")[0].split(" (")[0] for line in scaled} >= {"reference: 2 workers", "reward: 2 workers"}
+        wanted = {"reference": 2, "reward": 2, "rollout": 2}
+        scaled = run_troupe(tmp_path, "scale", str(out), *(f"{role}={n}" for role, n in wanted.items())).splitlines()
+        assert {line.split(",")[0].split(" (")[0] for line in scaled} == {f"{role}: 2 workers" for role in wanted}
         wait_for_workers(follower, out, reference=2, reward=2, rollout=2)
-        follower.wait_until(lambda: "scaling to 2 engine(s)" in follower.stdout, "the log to say so")
+        follower.wait_until(lambda: "rollout: 2 workers" in follower.stdout, "the log to say so")
         assert len(cluster.processes("ray::ReferenceWorker")) == 2
         run_troupe(tmp_path, "scale", str(out), "reference=1")
         wait_for_workers(follower, out, reference=1, reward=2, rollout=2)

@@ -108,8 +108,6 @@ def attribute(side: Side, found: TokenScores, fresh: TokenScores | None = None) 
     """The gap of a side and its causes.
 
     Args:
-        side: Sampler or trainer.
-        found: What the scorer found.
         fresh: The same of samples with an empty prefix cache, if there are some.
     """
     numbers = _numbers(side, found)
@@ -166,7 +164,6 @@ def fit_temperature(numbers: Floats, found: TokenScores) -> tuple[float, Floats]
 
 
 def _at_temperature(found: TokenScores, temperature: float) -> Floats:
-    """The scorer's log-probs at a temperature."""
     return _interpolated(found, found.tempered, temperature)
 
 

@@ -67,9 +67,6 @@ class SamplingBatches:
 
         Args:
             spec: One step for each batch, without staleness (`measured_spec`).
-            pool: The engines.
-            next_prompt: The prompts of all batches, in order.
-            prompts: The table that they are rows of.
             settings: How groups are sampled, by the row of their prompt, or None if all alike.
         """
         self._scheduler = RolloutScheduler(spec, pool, Unscored(), Ledger(), next_prompt, prompts, settings=settings)
@@ -132,7 +129,6 @@ def train_batch(groups: Sequence[GroupLengths], vocabulary: int, seed: int) -> t
     Args:
         groups: Lengths of the sequences.
         vocabulary: Token ids are below it.
-        seed: Seed of the tokens.
 
     Returns:
         The scalars of the rows, and the TRAIN table.

@@ -64,7 +64,6 @@ def bound_of(result: Result, results: Sequence[Result], cores: int | None) -> Bo
     """The bottleneck of a result, or None if it was not measured.
 
     Args:
-        result: The result.
         results: All of the sweep: a change that another point has tried without gain is not advised.
         cores: CPU cores of the machine, or None for a cluster, whose free resources are unknown.
     """
@@ -262,7 +261,6 @@ def record_of(results: Sequence[Result], cores: int | None, train: TrainResult |
     """The whole benchmark.
 
     Args:
-        results: The result of every point, in order.
         cores: CPU cores of the machine, or None for a cluster, whose free resources are unknown.
         train: The trainers alone, at the fastest point, or None if not measured.
     """

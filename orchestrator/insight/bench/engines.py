@@ -39,7 +39,6 @@ class BenchRequest:
 
     points: Sequence[Point]
     batches: int
-    """Measured batches of each point."""
     address: str | None
     """Ray cluster to join, or None to start one on this machine."""
 
@@ -52,8 +51,6 @@ def bench(request: BenchRequest, console: Console, on_results: OnResults) -> Non
     """Measures all points; one that cannot be measured has a problem instead of measures.
 
     Args:
-        request: What to measure.
-        console: Shows the progress.
         on_results: Receives the results. The last call has the results of all points.
 
     Raises:

@@ -74,7 +74,6 @@ def grid(load: Callable[[list[str]], RunSpec], sweeps: Sequence[Sweep], prompts:
 
     Args:
         load: Loads the spec with these overrides. Raises SpecError.
-        sweeps: The fields and their values.
         prompts: Prompts of every point, or None for `schedule.prompts_per_step`.
 
     Raises:
@@ -124,8 +123,6 @@ def measured_spec(spec: RolloutSpec, batches: int, failures: Mapping[str, Any] |
     """The spec for the scheduler: one step for each batch, no staleness, and groups that no reward replaces.
 
     Args:
-        spec: The spec of the engines.
-        batches: Number of batches.
         failures: Other values of the section's fields. If None, a lost engine ends the measurement.
     """
     algorithm = AlgorithmConfig(name="reinforce", group_size=spec.group_size, dynamic_sampling=0)

@@ -88,7 +88,6 @@ class Measures:
     """Share of the KV cache in use, on average."""
     most_kv_use: float
     preemptions: int
-    """Preemptions in all batches."""
     running: float
     """Sequences that an engine decodes together, on average."""
     most_running: int
@@ -114,12 +113,7 @@ class Result:
 
 
 def measures_of(point: Point, batches: Sequence[MeasuredBatch]) -> Measures:
-    """The numbers of a point.
-
-    Args:
-        point: The point.
-        batches: Its batches, at least one.
-    """
+    """The numbers of a point."""
     rates = [batch.tokens_per_s for batch in batches]
     readings = [reading for batch in batches for reading in batch.engines]
     sequences = [sequence for reading in readings for sequence in reading.sequences]

@@ -60,7 +60,6 @@ class TrainResult:
     step_s: float = 0.0
     """All updates of a step: the median."""
     sequences: int = 0
-    """Sequences of a step."""
     tokens: int = 0
     """Tokens of these sequences, with their prompts."""
     trainers: tuple[TrainerMeasures, ...] = ()

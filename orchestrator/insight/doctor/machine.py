@@ -8,30 +8,24 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
-import platform
 import re
 import resource
 import shutil
-import sys
 import sysconfig
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 import psutil
-from packaging.requirements import Requirement
 
 from troupe.orchestrator.plan import nvidia
 from troupe.orchestrator.plan.nvidia import Graphics
-from troupe.orchestrator.telemetry.versions import ENGINES, TROUPE, installed_versions
+from troupe.orchestrator.telemetry.versions import installed_versions
 from troupe.workers.contract.rdma import Rdma, loads, rdma
 from troupe.workers.contract.units import GIB, MIB
 
-LIBRARIES = ("torch", "ray", "deepspeed", "transformers", "pyarrow", "safetensors")
-"""Packages without which no run starts, besides an engine."""
 UNLIMITED = -1
 """A limit that is not set."""
 Level = Literal["ok", "note", "problem"]
@@ -68,15 +62,8 @@ class Folder:
 class Software:
     """Python, the installed packages and the tools that compile extensions."""
 
-    system: str
-    """Result of `platform.system()`: `Linux`."""
-    architecture: str
-    python: tuple[int, int, int]
-    executable: str
     packages: Mapping[str, str]
     """Version of every installed distribution, by normalized name."""
-    tested: Mapping[str, str]
-    """Version of each engine that Troupe's extras pin; empty if Troupe is not installed as a package."""
     torch_cuda: tuple[int, int] | None
     """CUDA version that torch was built for, or None for a CPU build or without torch."""
     compiler: str
@@ -146,11 +133,7 @@ def version(numbers: tuple[int, ...]) -> str:
 
 
 def gather(working: Path) -> Machine:
-    """Every fact about this machine.
-
-    Args:
-        working: Folder that runs are started from.
-    """
+    """Every fact about this machine."""
     return Machine(
         _software(),
         _resources(working),
@@ -167,16 +150,8 @@ def torch_cuda(text: str) -> tuple[int, int] | None:
 
 
 def _software() -> Software:
-    wanted: list[Requirement] = []
-    with suppress(importlib.metadata.PackageNotFoundError):
-        wanted = [Requirement(text) for text in importlib.metadata.requires(TROUPE) or ()]
     return Software(
-        system=platform.system(),
-        architecture=platform.machine(),
-        python=(sys.version_info.major, sys.version_info.minor, sys.version_info.micro),
-        executable=sys.executable,
         packages=installed_versions(),
-        tested={one.name: str(one.specifier) for one in wanted if one.name in ENGINES},
         torch_cuda=torch_cuda(_torch_version()),
         compiler=shutil.which(os.environ.get("CXX", "g++").partition(" ")[0]) or shutil.which("clang++") or "",
         python_headers=Path(sysconfig.get_path("include"), "Python.h").exists(),

@@ -27,7 +27,6 @@ def render(data: dict[str, Any], live: bool = False) -> str:
     """The report as text.
 
     Args:
-        data: What it shows.
         live: Whether it asks the server it came from for more; otherwise no connection is allowed at all.
     """
     names = " | ".join(run["label"] for run in data["runs"]) or "Troupe"

@@ -39,12 +39,8 @@ def write_report(folders: Sequence[Path], output: Path, budget: int = SAMPLE_BYT
     """Write the report of one or several runs.
 
     Args:
-        folders: Run folders; curves of several are drawn over each other.
         output: The file. It is replaced as a whole.
         budget: Bytes of samples that the page may hold, over all runs.
-
-    Returns:
-        The file.
 
     Raises:
         UsageError: A folder holds no run, or `output` is a URL.

@@ -46,7 +46,6 @@ class TokenTexts:
         """After a failed question none is asked for a while.
 
         Args:
-            model: The section of the spec.
             retry_s: How long, in seconds; never again by default.
         """
         self.model = dict(model)
@@ -78,7 +77,6 @@ class TokenTexts:
         return self._known.get(token, f"<{token}>")
 
     def __bool__(self) -> bool:
-        """Whether there are texts to show."""
         return not self.problem
 
 
@@ -110,8 +108,6 @@ def step_block(table: pa.Table, step: int, texts: TokenTexts) -> Json:
     """One step's samples, ready for the page.
 
     Args:
-        table: Rows of the store.
-        step: Number of the step.
         texts: Texts of tokens; the step's are added here.
     """
     rows = table.num_rows

@@ -79,8 +79,6 @@ def fits(remedy: Remedy, spec: Mapping[str, Any], capacity: Mapping[str, float] 
     """Whether the lines of a remedy change the spec and leave it valid, and what they add fits into the cluster.
 
     Args:
-        remedy: The change.
-        spec: A valid spec.
         capacity: `CPU` and `GPU` of the cluster; None or without one of them: not known.
     """
     if not remedy.spec:

@@ -127,7 +127,6 @@ def flow(path: str, items: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _fields(node: Mapping[str, Any], below: str = "") -> Iterator[tuple[str, str]]:
-    """Dotted path and value of every field."""
     for name, value in node.items():
         path = f"{below}{name}"
         if isinstance(value, Mapping) and value:

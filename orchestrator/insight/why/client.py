@@ -40,10 +40,6 @@ _WRITE_S = 0.5
 def why(run_folder: Path, timeout_s: float) -> DiagnosisReport:
     """Why the run in this folder is slow, stuck or dead.
 
-    Args:
-        run_folder: Folder of the run.
-        timeout_s: Time in which to answer, in seconds.
-
     Raises:
         UsageError: No run has been observed in the folder.
         TroupeError: The driver is on another machine and does not answer.

@@ -52,7 +52,6 @@ class RunFacts:
 
     name: str
     steps: int = 0
-    """Steps that have ended."""
     total: int = 0
     phase: str = ""
     progress: str = ""

@@ -83,8 +83,6 @@ def manifests(sent: Document, runs: Sequence[PlannedRun], options: KubernetesOpt
 
     Args:
         sent: The spec (or chain) as plain data with absolute paths.
-        runs: Every run of it.
-        options: Settings outside the spec.
 
     Raises:
         UsageError: /dev/shm does not fit into a pod's memory, or the spec does not fit into a ConfigMap.

@@ -32,11 +32,8 @@ _IMAGE = re.compile(r"[A-Za-z0-9][^\s]{0,500}")
 
 @dataclass(frozen=True)
 class KubernetesOptions:
-    """Settings of a manifest that are not part of the spec.
-
-    Raises:
-        UsageError: Kubernetes or KubeRay would reject a value.
-    """
+    """Settings of a manifest that are not part of the spec. Raises UsageError if Kubernetes or KubeRay would reject a
+    value."""
 
     name: str
     image: str

@@ -78,10 +78,6 @@ def shares(specs: Sequence[RunSpec], limits: Limits) -> tuple[tuple[Share, ...],
     All roles with GPUs share pods of whole nodes (`gpu`), all roles without GPUs share others (`cpu`); roles that
     require different node labels have separate pods (`gpu-2`). So has a role that scales, one worker each, because
     the autoscaler adds and removes whole pods.
-
-    Args:
-        specs: Every run of the file.
-        limits: The largest pods.
     """
     names: dict[_Pool, str] = {}
     found: list[tuple[Share, ...]] = []

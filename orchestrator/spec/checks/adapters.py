@@ -93,8 +93,6 @@ def wrong_adapters(
     """What is wrong with adapters, by the path of the field.
 
     Args:
-        models: The models of a spec by the path of their section; `model` is the trained one.
-        trains: What kind of model the run writes.
         trained: (path of a section `lora`, section of the model that it starts from, the section itself).
     """
     read = {section: _read(Path(model.adapter)) for section, model in models.items() if model.adapter is not None}
@@ -135,7 +133,6 @@ def adapter_template(adapter: Path, model: Path) -> str | None:
     the model below. The template of a run (`model.chat_template`) is a file, and one of the model below a copy.
 
     Args:
-        adapter: Folder of the adapter.
         model: Folder of the model below. If it is not on this machine, a template of the model cannot be told from a
             run's.
     """

@@ -250,9 +250,7 @@ def data_problems(spec: RolloutSpec) -> Iterator[Finding]:
 
 
 def _curriculum(spec: RolloutSpec, curriculum: CurriculumConfig) -> Iterator[Finding]:
-    """A curriculum that cannot tell which samples are solved, or over the only source."""
-    if curriculum.over_sources and len(spec.data.mixture) < 2:
-        yield "data.curriculum.over_sources", "needs several sources in data.train; remove it"
+    """A curriculum that cannot tell which samples are solved."""
     wrong = (
         []
         if curriculum.component is None

@@ -54,12 +54,7 @@ def missing(spec: RunSpec) -> list[Finding]:
 
 
 def model_problems(spec: RunSpec, models: Mapping[str, ModelConfig]) -> list[Finding]:
-    """What is wrong with models of this spec by their config.json.
-
-    Args:
-        spec: The spec.
-        models: Models by the path of their section, each in a folder of this machine.
-    """
+    """What is wrong with models of this spec by their config.json."""
     return [
         *of_models.wrong_kinds(models, spec.trains),
         *of_models.quantized(models),
@@ -110,7 +105,6 @@ def _in_engines(spec: RolloutSpec, models: Mapping[str, ModelConfig]) -> Iterato
 
 
 def _adapted_experts(spec: RunSpec, models: Mapping[str, ModelConfig]) -> Iterator[Finding]:
-    """Adapters of experts."""
     for path, section_, lora in trained_adapters(spec):
         if lora.targets == ALL_LINEAR and section_ in models and of_models.has_experts(models[section_]):
             layers = ", ".join(of_models.ATTENTION)

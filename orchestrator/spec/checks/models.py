@@ -99,7 +99,6 @@ def too_long(models: Mapping[str, ModelConfig], lengths: Mapping[str, int]) -> I
 
     Args:
         models: The models that read the sequences, by the path of their section; the trained one first.
-        lengths: The limits, by field.
     """
     for section, model in models.items():
         whose = "the model" if section == "model" else section
@@ -147,7 +146,6 @@ def wrong_kinds(models: Mapping[str, ModelConfig], trains: Trains) -> Iterator[F
     """Classifiers instead of language models, and the reverse.
 
     Args:
-        models: The models of a spec by the path of their section; `model` is the trained one.
         trains: What kind of model the run writes; training of a reward model starts from either kind.
     """
     for section, model in models.items():
@@ -298,7 +296,6 @@ def undivided_models(models: Mapping[str, ModelConfig], ranks: Mapping[str, tupl
     """Tensor parallel sizes that do not divide the model of their engine.
 
     Args:
-        models: Models by the path of their section.
         ranks: (field, tensor parallel size) of every engine, by the section of its model.
     """
     for section, (field, size) in ranks.items():
@@ -340,7 +337,6 @@ def undivided_heads(models: Mapping[str, ModelConfig], shared: Iterable[tuple[st
     """Models whose attention cannot be divided among the workers that share their rows, by their config.json.
 
     Args:
-        models: Models by the path of their section.
         shared: (section, field, sequence parallel size) of every trained model and its reference.
     """
     for section, field, size in shared:

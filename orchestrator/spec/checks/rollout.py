@@ -308,14 +308,9 @@ def check_scaling(spec: RolloutSpec) -> Iterator[Finding]:
             yield f"{path}.max_workers", f"{most} is less than workers, {role.workers}"
     rollout = spec.roles.rollout
     if "rollout" not in scaled:
-        for field in ("min_workers", "max_workers", "autoscale"):
+        for field in ("min_workers", "max_workers"):
             if changed(rollout, field):
                 yield f"roles.rollout.{field}", "has no effect: there is one engine for each policy worker; remove it"
-    elif rollout.autoscale is not None:
-        if rollout.max_workers is None:
-            yield "roles.rollout.max_workers", "is required with autoscale: the largest number of engines"
-        if rollout.autoscale.min_wait >= rollout.autoscale.max_wait:
-            yield "roles.rollout.autoscale.min_wait", f"must be less than max_wait, {rollout.autoscale.max_wait:g}"
 
 
 def _shared_gpus(spec: RolloutSpec) -> Iterator[Finding]:

@@ -152,13 +152,7 @@ def output_problems(spec: RunSpec) -> Iterator[Finding]:
 def template_problems(
     models: Mapping[str, ModelConfig], prompts: Mapping[str, PromptText], *, plain: bool
 ) -> Iterator[Finding]:
-    """Chat templates of models that read tokens, and system messages without a chat template.
-
-    Args:
-        models: The models of a spec by the path of their section.
-        prompts: The sections with prompts, by their path.
-        plain: Whether the trained model has no chat template.
-    """
+    """Chat templates of models that read tokens, and system messages without a chat template."""
     for section in filter(reads_tokens, models):
         if models[section].chat_template is not None:
             yield f"{section}.chat_template", "has no effect: this model reads the policy's tokens; remove it"

@@ -35,7 +35,6 @@ def absolute_paths(document: dict[str, Any], root: Path | None = None) -> dict[s
     """A dumped spec with absolute paths; a model's name on the hub stays as it is.
 
     Args:
-        document: The spec or chain, dumped as plain data.
         root: Folder that relative paths start at, or None for the current directory.
     """
     start = Path.cwd() if root is None else root
@@ -109,7 +108,6 @@ def with_sections(spec: SpecT, sections: Mapping[str, Frozen]) -> SpecT:
     """The spec with some sections replaced.
 
     Args:
-        spec: The spec.
         sections: New content by dotted path (`roles.critic.model`); each must exist in the spec.
     """
     for path, section in sections.items():

@@ -34,7 +34,6 @@ def prompt_room(spec: RunSpec, section: str) -> PromptRoom:
     A turn may have what the conversation leaves of the model's length, and needs one token.
 
     Args:
-        spec: The spec.
         section: The section; of a mixture `train.0`, or `train.0 (math)` with the source.
     """
     if (offline := spec.offline) is not None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.orchestrator.data.test_prompts import pool_of
-from troupe.orchestrator.data.curriculum import Curriculum, CurriculumSource, Results, draw_probability
+from troupe.orchestrator.data.curriculum import Curriculum, Results, draw_probability
 from troupe.orchestrator.data.pools import RowTable
 from troupe.orchestrator.data.prompts import PromptPick, PromptSource
 from troupe.orchestrator.errors import DataError
@@ -23,7 +23,7 @@ DEFAULT = CurriculumConfig()
 
 def alone(config: CurriculumConfig, seed: int, solved_at: float = 1.0) -> Curriculum:
     """The curriculum of one source."""
-    return Curriculum(config, seed, RowTable((0,), (CurriculumSource("", solved_at),)))
+    return Curriculum(config, seed, RowTable((0,), (solved_at,)))
 
 
 def rewards(*values: float | None, **components: tuple[float | None, ...]) -> RewardSummary:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.orchestrator.data.test_prompts import gym, jsonl, pool_of, said, texts
-from troupe.orchestrator.data.curriculum import Curriculum, CurriculumSource
+from troupe.orchestrator.data.curriculum import Curriculum
 from troupe.orchestrator.data.mixture import PromptMixture, drawn_rows, source_seed
 from troupe.orchestrator.data.pools import RowTable
 from troupe.orchestrator.data.prompts import PromptSource, load_pool, load_pools, load_train_pool
@@ -166,49 +166,16 @@ def test_a_row_belongs_to_the_source_that_has_it() -> None:
 # Curriculum
 
 
-def curriculum(over_sources: bool) -> Curriculum:
-    config = CurriculumConfig(over_sources=over_sources, decay=1.0)
-    sources = RowTable.of(SIZES[:2], (CurriculumSource("a", 1.0), CurriculumSource("b", 0.5)))
-    return Curriculum(config, 3, sources)
-
-
 def rewards(*values: float) -> RewardSummary:
     return RewardSummary("p", 0, ("ok",) * len(values), values, {})
 
 
 def test_each_source_says_itself_when_a_sample_is_solved() -> None:
-    learned = curriculum(over_sources=True)
+    learned = Curriculum(CurriculumConfig(decay=1.0), 3, RowTable.of(SIZES[:2], (1.0, 0.5)))
     learned.observe(0, rewards(0.5, 0.5))  # of a, where 1 is solved
     learned.observe(5, rewards(0.5, 0.5))  # of b
     learned.mark_trained()
-    state = learned.state()
-    assert state["results"] == [[0, 0.0, 2.0], [5, 2.0, 2.0]]
-    assert state["sources"] == {"a": [0.0, 2.0], "b": [2.0, 2.0]}
-
-
-def test_a_source_that_is_solved_is_drawn_less_often_also_after_a_resumption() -> None:
-    learned = curriculum(over_sources=True)
-    for _ in range(20):
-        learned.observe(0, rewards(0.0, 1.0))  # half of the samples: no source teaches more
-        learned.observe(6, rewards(1.0, 1.0))
-    learned.mark_trained()
-    # p of b is 41 / 42, so that 4 p (1 - p) is 0.093, below the floor of 0.1.
-    assert learned.source_factor(0) == 1.0
-    assert learned.source_factor(6) == 0.1
-    order = mixture(shares(1, 1), curriculum=learned)
-    counts = Counter(drawn(order, 110))
-    assert counts["b"] == pytest.approx(10, abs=2)
-    again = curriculum(over_sources=True)
-    resumed = mixture(shares(1, 1), curriculum=again)
-    resumed.restore(json.loads(json.dumps(order.state())))
-    assert [resumed.next() for _ in range(40)] == [order.next() for _ in range(40)]
-
-
-def test_weights_of_sources_stay_without_over_sources() -> None:
-    learned = curriculum(over_sources=False)
-    learned.observe(6, rewards(1.0, 1.0))
-    learned.mark_trained()
-    assert learned.source_factor(6) == 1.0
+    assert learned.state()["results"] == [[0, 0.0, 2.0], [5, 2.0, 2.0]]
 
 
 # What is read

@@ -45,7 +45,6 @@ from troupe.orchestrator.spec.base import RESOLVED_SPEC
 from troupe.orchestrator.spec.errors import SpecError
 from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.orchestrator.spec.rollout import RolloutSpec
-from troupe.orchestrator.spec.sections import AutoscaleConfig
 from troupe.orchestrator.telemetry.console import Console
 from troupe.workers.contract.messages import (
     GroupRequest,
@@ -154,10 +153,7 @@ class _Paced(FakePolicy):
         self, plan: RankPlan, batch: FakeTable, kl_old_coef: float = 0.0, texts: FakeTable | None = None
     ) -> UpdateMetrics:
         harness, version = self._harness, self._harness.controller.version
-        if (
-            version + 1 in {*harness.script, harness.spec.schedule.steps}
-            or harness.live.roles.rollout.autoscale is not None
-        ):
+        if version + 1 in {*harness.script, harness.spec.schedule.steps}:
             while any(state.scaling for state in harness.worker_scaler.states()):
                 await asyncio.sleep(0.0005)
         if version > 0 and version in harness.script:
@@ -317,35 +313,8 @@ def test_scorers_are_added_and_removed_between_two_waves() -> None:
     assert asyncio.run(run()) == expected
 
 
-def test_engines_scale_with_the_trainers_wait(tmp_path: Path) -> None:
-    """Steps with a long wait add engines up to the maximum; after each change the rule starts counting again."""
-    rule = "roles.rollout.autoscale={max_wait: 0.0001, steps: 2}"  # every step waits for more than that
-    harness = Scaled(tmp_path, {}, spec=tiny(rule), schedule={"steps": 16}, checkpoint={"every_steps": 0})
-    assert harness.run().steps_done == 16
-    assert [spec.roles.rollout.workers for spec in harness.saved] == [3, 4]
-    assert harness.lines()[-1]["workers/rollout"] == 4
-
-
 def _full_disk(spec: RolloutSpec) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "spec.yaml")
-
-
-def test_autoscaling_goes_on_where_the_spec_cannot_be_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    rule = "roles.rollout.autoscale={max_wait: 0.0001, steps: 2}"
-    harness = Scaled(tmp_path, {}, spec=tiny(rule), schedule={"steps": 16}, checkpoint={"every_steps": 0})
-    harness.save = _full_disk
-    assert harness.run().steps_done == 16
-    assert harness.lines()[-1]["workers/rollout"] == 4
-    warnings = [record.getMessage() for record in caplog.records if record.name == "troupe.orchestrator.live.scaling"]
-    assert len(warnings) == 2 and "the spec cannot be saved" in warnings[0] and "No space left" in warnings[0]
-
-
-@pytest.mark.parametrize(
-    ("waits", "wanted"),
-    [([0.9], 0), ([0.9, 0.9], 1), ([0.2, 0.9], 0), ([0.5, 0.5], 0), ([0.01, 0.02], -1), ([0.9, 0.01, 0.02], -1)],
-)
-def test_the_last_steps_must_agree(waits: list[float], wanted: int) -> None:
-    assert AutoscaleConfig(max_wait=0.5, min_wait=0.1, steps=2).change(waits) == wanted
 
 
 def test_groups_lost_with_a_node_are_sampled_again(tmp_path: Path) -> None:
@@ -415,12 +384,6 @@ def test_differences_say_what_can_change_and_why_the_others_cannot() -> None:
 
 def test_relative_and_absolute_paths_compare_equal() -> None:
     assert differences(tiny(f"model.path={ROOT / tiny().model.path}"), tiny()) == ()
-
-
-def test_the_autoscaling_rule_changes_as_a_whole() -> None:
-    (found,) = differences(tiny(), tiny("roles.rollout.autoscale={max_wait: 0.5}"))
-    assert (found.field, found.old, found.refused) == ("roles.rollout.autoscale", None, "")
-    assert changed(tiny(), {found.field: found.new}, "x").roles.rollout.autoscale == AutoscaleConfig(max_wait=0.5)
 
 
 @pytest.mark.parametrize(
@@ -527,7 +490,6 @@ def test_a_run_scales_on_request_where_the_spec_cannot_be_saved(tmp_path: Path) 
         ({"seed": 5}, "seed: 7 -> 5: refused: it is read only when a run starts"),
         (worker_changes(["policy=2"]), "roles.policy.workers: 1 -> 2: refused: it is read only when a run starts"),
         (worker_changes(["rollouts=2"]), "spec.yaml: roles.rollouts: "),
-        ({"roles.rollout.autoscale": {"max_wait": 2.0}}, "roles.rollout.autoscale.max_wait: "),
     ],
 )
 def test_a_run_refuses_an_invalid_change(tmp_path: Path, changes: dict[str, Any], why: str) -> None:

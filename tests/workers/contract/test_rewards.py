@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from troupe.orchestrator.data.curriculum import Curriculum, CurriculumSource
+from troupe.orchestrator.data.curriculum import Curriculum
 from troupe.orchestrator.data.pools import RowTable
 from troupe.orchestrator.rollouts.held_out import PromptResult, summarize
 from troupe.orchestrator.rollouts.scoring import ScoredGroup
@@ -71,7 +71,7 @@ def test_every_place_that_asks_what_is_solved_forgives_rounding() -> None:
         "maj@2": 1.0,
     }
     rewards = RewardSummary("e0-r0", 0, ("ok", "ok"), (almost, 1.0), {})
-    curriculum = Curriculum(CurriculumConfig(), 1, RowTable((0,), (CurriculumSource("", 1.0),)))
+    curriculum = Curriculum(CurriculumConfig(), 1, RowTable((0,), (1.0,)))
     curriculum.observe(0, rewards)
     assert curriculum.state()["step"] == [[0, 2.0, 2.0]]
     group = ScoredGroup(GroupSummary("e0-r0", 0, "rollout-0", (), 1.0), rewards, object(), object(), ())
