@@ -39,8 +39,7 @@ if TYPE_CHECKING:
 def bench(
     spec: SpecArgument,
     sweep: Annotated[
-        list[str],
-        typer.Option("--sweep", metavar="FIELD=VALUE,...", help="Measure each of these values."),
+        list[str], typer.Option("--sweep", metavar="FIELD=VALUE,...", help="Measure each of these values.")
     ] = [],  # noqa: B006
     prompts: Annotated[
         int | None, typer.Option(min=1, help="Prompts of a batch (default: schedule.prompts_per_step).")

@@ -80,8 +80,7 @@ RunsArgument = Annotated[
 ]
 OutOption = Annotated[Path | None, typer.Option("--out", callback=disk_folder, help="Run folder (default: runs/NAME).")]
 AddressOption = Annotated[
-    str | None,
-    typer.Option("--address", callback=_not_empty, help="Ray cluster to join (default: start a local one)."),
+    str | None, typer.Option("--address", callback=_not_empty, help="Ray cluster to join (default: start a local one).")
 ]
 
 

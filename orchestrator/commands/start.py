@@ -10,23 +10,11 @@ from typing import Annotated
 
 import typer
 
-from troupe.orchestrator.commands.options import (
-    USER_ERROR,
-    SetOption,
-    disk_folder,
-    echo_json,
-    exit_with,
-    read_mapping,
-)
+from troupe.orchestrator.commands.options import USER_ERROR, SetOption, disk_folder, echo_json, exit_with, read_mapping
 from troupe.orchestrator.commands.runs import create_models, ready
 from troupe.orchestrator.commands.train import train
 from troupe.orchestrator.spec.examples import MODELS_VARIABLE, RECIPES, examples, models_folder
-from troupe.orchestrator.starter.demo import (
-    DEFAULT,
-    demo_folder,
-    demo_spec,
-    list_examples,
-)
+from troupe.orchestrator.starter.demo import DEFAULT, demo_folder, demo_spec, list_examples
 
 
 def demo(

@@ -85,15 +85,7 @@ def evaluate(
     from troupe.orchestrator.telemetry.console import format_value
 
     # Standard output holds the result only.
-    metrics = library.evaluate(
-        spec,
-        model,
-        set=set_,
-        best=best,
-        output=output,
-        address=address,
-        progress=sys.stderr,
-    )
+    metrics = library.evaluate(spec, model, set=set_, best=best, output=output, address=address, progress=sys.stderr)
     if as_json:
         echo_json(metrics)
         return

@@ -454,13 +454,7 @@ _FORMATS: Mapping[str, Callable[[Path, Fields, str], Iterator[RawValues]]] = {
     "csv": _csv,
     "json": _json,
 }
-_SUFFIXES = {
-    ".parquet": "parquet",
-    ".jsonl": "jsonl",
-    ".csv": "csv",
-    ".tsv": "csv",
-    ".json": "json",
-}
+_SUFFIXES = {".parquet": "parquet", ".jsonl": "jsonl", ".csv": "csv", ".tsv": "csv", ".json": "json"}
 """Format of a file by the end of its name, without the suffix of a compression."""
 _COMPRESSED = (".gz", ".zst")
 _NOT_DATA = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json")

@@ -225,8 +225,7 @@ def choose_files(source: HubFiles, names: Sequence[str]) -> list[str]:
     readable = [name for name in sorted(names) if file_format(name)]
     if not readable:
         raise NoFiles(
-            source.dataset_field,
-            f"{dataset} has no .parquet, .jsonl, .csv or .json files (.gz and .zst too)",
+            source.dataset_field, f"{dataset} has no .parquet, .jsonl, .csv or .json files (.gz and .zst too)"
         )
     if source.files:
         found = [name for name in readable if any(fnmatch.fnmatch(name, pattern) for pattern in source.files)]

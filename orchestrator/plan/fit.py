@@ -11,15 +11,7 @@ from troupe.orchestrator.model_facts.families import undivided
 from troupe.orchestrator.plan.memory import HEADROOM, Memory, MemoryOf, PlacedWorker, Sizes
 from troupe.orchestrator.plan.placement import Node
 from troupe.orchestrator.plan.remedies import Misfit
-from troupe.orchestrator.plan.worker_memory import (
-    PERIODS,
-    WIDTHS,
-    Cache,
-    Part,
-    Period,
-    WorkerMemory,
-    adapter_numbers,
-)
+from troupe.orchestrator.plan.worker_memory import PERIODS, WIDTHS, Cache, Part, Period, WorkerMemory, adapter_numbers
 from troupe.orchestrator.roles.table import ENGINES, SAMPLERS, row_of, settings_of
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.derived.sizes import batch_bytes

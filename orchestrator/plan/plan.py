@@ -14,17 +14,7 @@ from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.plan.balance import Division
 from troupe.orchestrator.plan.fit import MemoryPlan, memory_plan
 from troupe.orchestrator.plan.memory import PlacedWorker, Sizes
-from troupe.orchestrator.plan.placement import (
-    GPU_GIB,
-    Node,
-    Placement,
-    demand,
-    fit,
-    place,
-    role_sizes,
-    room,
-    too_large,
-)
+from troupe.orchestrator.plan.placement import GPU_GIB, Node, Placement, demand, fit, place, role_sizes, room, too_large
 from troupe.orchestrator.plan.remedies import Misfit, MisfitRemedy, changed, describe, remedies
 from troupe.orchestrator.plan.speed import Prediction, predict
 from troupe.orchestrator.plan.worker_memory import Part
@@ -223,10 +213,7 @@ def _by_name(parts: Sequence[Part]) -> dict[str, int]:
 
 
 def plan_stages(
-    runs: Sequence[PlannedRun],
-    nodes: Sequence[Node] | None,
-    *,
-    advise: bool = False,
+    runs: Sequence[PlannedRun], nodes: Sequence[Node] | None, *, advise: bool = False
 ) -> Iterator[tuple[PlannedRun, Plan]]:
     """Plan each run, up to and including the first that does not fit.
 

@@ -18,11 +18,7 @@ from troupe.orchestrator.roles.names import role_of
 from troupe.orchestrator.roles.table import settings_of
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.derived.sizes import longest_sequence
-from troupe.orchestrator.spec.derived.training import (
-    needs_old_logprobs,
-    resolved_backend,
-    resolved_sleep,
-)
+from troupe.orchestrator.spec.derived.training import needs_old_logprobs, resolved_backend, resolved_sleep
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.sections import TrainerRole
 from troupe.workers.contract.config import TrainerConfig
@@ -83,11 +79,7 @@ class Prediction:
 
 
 def predict(
-    spec: RunSpec,
-    rows: Sequence[PlacedWorker],
-    nodes: Sequence[Node],
-    sizes: Sizes,
-    caches: Mapping[str, Cache],
+    spec: RunSpec, rows: Sequence[PlacedWorker], nodes: Sequence[Node], sizes: Sizes, caches: Mapping[str, Cache]
 ) -> Prediction | None:
     """The speed of a spec whose workers are placed, or None without a known type of GPU and size of the model.
 

@@ -425,9 +425,7 @@ def scoring(worker: str, model: Scoring) -> tuple[WorkerMemory, ...]:
         Part("weights", on_host * width * math.ceil(size.parameters / ranks)),
         Part("gathered", on_host * width * gathered(size) if ranks > 1 else 0, "pass"),
         Part(
-            "activations",
-            on_host * forward(size, width, tokens, _mask_row(size, model.longest, packing=True)),
-            "pass",
+            "activations", on_host * forward(size, width, tokens, _mask_row(size, model.longest, packing=True)), "pass"
         ),
         Part("logits", on_host * logits, "pass"),
     ]

@@ -86,8 +86,7 @@ class SlurmFlags(Flags):
     ] = None
     apptainer: Annotated[str | None, _slurm(metavar="IMAGE", help="Run in a container of Apptainer.")] = None
     mount: Annotated[
-        list[str] | None,
-        _slurm("--mount", metavar="/FOLDER[:/INSIDE]", help="Mount a folder in the container."),
+        list[str] | None, _slurm("--mount", metavar="/FOLDER[:/INSIDE]", help="Mount a folder in the container.")
     ] = None
     prologue: Annotated[
         Path | None, _slurm(metavar="FILE", help="Bash lines to run first on the first node, such as `module load`.")

@@ -7,13 +7,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from troupe.orchestrator.cluster.ray_cluster import ActorWorker
-from troupe.orchestrator.cluster.worker_group import (
-    CriticGroup,
-    ExampleGroup,
-    PolicyGroup,
-    ReferenceGroup,
-    WorkerGroup,
-)
+from troupe.orchestrator.cluster.worker_group import CriticGroup, ExampleGroup, PolicyGroup, ReferenceGroup, WorkerGroup
 from troupe.orchestrator.errors import TroupeError
 from troupe.orchestrator.pools.engine import Engine
 from troupe.workers.contract import roles

@@ -115,10 +115,7 @@ def levels_of(pool: Pool, key: str) -> list[str]:
 
 
 def sets_of(
-    spec: RolloutSpec,
-    pools: Mapping[str, Pool],
-    put: Callable[[pa.Table], TableRef],
-    say: Callable[[str], object],
+    spec: RolloutSpec, pools: Mapping[str, Pool], put: Callable[[pa.Table], TableRef], say: Callable[[str], object]
 ) -> list[HeldOutSet]:
     """The held-out sets of a spec.
 

@@ -217,11 +217,7 @@ def _scored(results: Sequence[PromptResult]) -> list[list[float]]:
 
 
 def _terms(
-    results: Sequence[PromptResult],
-    samples: int,
-    solved_at: float | None,
-    average: str,
-    pass_at: Sequence[int],
+    results: Sequence[PromptResult], samples: int, solved_at: float | None, average: str, pass_at: Sequence[int]
 ) -> dict[str, _Terms]:
     scored = _scored(results)
     terms = {REWARD: _Terms([sum(group) for group in scored], [len(group) for group in scored])}

@@ -27,11 +27,7 @@ class RunWeights:
     """
 
     def __init__(
-        self,
-        sync: WeightSync,
-        calls: RecoverableCalls,
-        recorder: RunRecorder,
-        served: Callable[[int], None],
+        self, sync: WeightSync, calls: RecoverableCalls, recorder: RunRecorder, served: Callable[[int], None]
     ) -> None:
         """Sends nothing yet; `served` is called with each version once every engine has it."""
         self._sync = sync

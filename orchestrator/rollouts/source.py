@@ -88,12 +88,7 @@ class RolloutSource(BatchSource):
     """Batches of rollouts: takes groups from the scheduler and computes their advantages."""
 
     def __init__(
-        self,
-        spec: RolloutSpec,
-        out: Path,
-        components: RolloutComponents,
-        console: Console,
-        stop: asyncio.Event,
+        self, spec: RolloutSpec, out: Path, components: RolloutComponents, console: Console, stop: asyncio.Event
     ) -> None:
         """Writes samples to the run folder `out`, if the spec says so."""
         self._spec = spec
@@ -481,7 +476,4 @@ def candidate_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
         max((r for r in candidates if r is not None), default=-math.inf) > max(r for r in own if r is not None)
         for own, candidates in ranked
     ]
-    return {
-        "candidates/reward": fmean(rewards) if rewards else 0.0,
-        "candidates/chosen": fmean(chosen),
-    }
+    return {"candidates/reward": fmean(rewards) if rewards else 0.0, "candidates/chosen": fmean(chosen)}

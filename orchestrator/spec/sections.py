@@ -389,8 +389,7 @@ class DataConfig(Frozen):
     """Prompts to train on: one source, or a list of named sources, which are mixed in proportion to their weights."""
     eval: Annotated[
         Annotated[
-            Annotated[DataSource, Tag(SECTION)] | Annotated[dict[Name, HeldOutSource], Tag(MAP)],
-            Discriminator(form_of),
+            Annotated[DataSource, Tag(SECTION)] | Annotated[dict[Name, HeldOutSource], Tag(MAP)], Discriminator(form_of)
         ]
         | None,
         NONE,

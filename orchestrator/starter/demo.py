@@ -201,10 +201,7 @@ def _make_demo(folder: Path, source: Path) -> None:
 
     tokenizer = _tokenizer(source)
     model = AutoModelForCausalLM.from_pretrained(
-        source.parent,
-        gguf_file=source.name,
-        dtype=torch.bfloat16,
-        quantization_config=GgufConfig(dequantize=True),
+        source.parent, gguf_file=source.name, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
     )
     ids = _token_ids(tokenizer)
     for name, value in ids.items():

@@ -239,11 +239,7 @@ def _layouts(choices: Choices, critic: bool) -> Iterator[Sizing]:
             training = gpus - engines * parallel
             if training > critics:
                 yield replace(
-                    base,
-                    rollouts=engines,
-                    policies=training - critics,
-                    critics=critics,
-                    tensor_parallel=parallel,
+                    base, rollouts=engines, policies=training - critics, critics=critics, tensor_parallel=parallel
                 )
     policies = gpus - critics
     for parallel in (1, 2, 4, 8):
@@ -269,11 +265,7 @@ def _read(document: dict[str, Any]) -> tuple[PlannedRun, ...]:
 
 
 def _document(choices: Choices, data: Data, settings: Sizing) -> dict[str, Any]:
-    top = {
-        "name": choices.name,
-        "seed": 1,
-        "model": {"path": choices.model, "dtype": settings.dtype},
-    }
+    top = {"name": choices.name, "seed": 1, "model": {"path": choices.model, "dtype": settings.dtype}}
     return top | (_offline(choices, data, settings) if choices.offline else _rollouts(choices, data, settings))
 
 

@@ -186,8 +186,7 @@ _TRACKERS = (
         names_step=True,
     ),
     Tracker(
-        "swanlab",
-        lambda run, identity: {"name": run.name, "id": identity, "log_dir": str(run.folder / "swanlog")},
+        "swanlab", lambda run, identity: {"name": run.name, "id": identity, "log_dir": str(run.folder / "swanlog")}
     ),
     Tracker("trackio", lambda run, identity: {"name": f"{run.name}-{identity}", "embed": False}),
 )

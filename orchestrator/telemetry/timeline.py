@@ -69,10 +69,7 @@ _METHODS: Mapping[str, tuple[Callable[..., object], ...]] = {
         roles.RolloutEngine.change_weights,
     ),
     "evaluate": (roles.ExampleTrainer.evaluate,),
-    "checkpoint": (
-        *(roles.Trainer.save, roles.Trainer.begin_save),
-        *(roles.Trainer.load, roles.Trainer.export),
-    ),
+    "checkpoint": (*(roles.Trainer.save, roles.Trainer.begin_save), *(roles.Trainer.load, roles.Trainer.export)),
 }
 _PHASE_OF = {method.__name__: phase for phase, methods in _METHODS.items() for method in methods}
 _MOST_SPANS = 200_000

@@ -210,12 +210,7 @@ class Auditor:
     """Audits the engines of a pool and a policy. The workers are as they were afterwards."""
 
     def __init__(
-        self,
-        spec: RolloutSpec,
-        pool: EnginePool,
-        policy: PolicyGroup,
-        prompts: tuple[Pool, TableRef],
-        scorer: Scorer,
+        self, spec: RolloutSpec, pool: EnginePool, policy: PolicyGroup, prompts: tuple[Pool, TableRef], scorer: Scorer
     ) -> None:
         """`prompts`: the pool of data.train, and the reference to its table."""
         self._spec = spec

@@ -4,15 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from troupe.orchestrator.insight.doctor.machine import (
-    UNLIMITED,
-    Finding,
-    Folder,
-    Machine,
-    Needs,
-    gib,
-    version,
-)
+from troupe.orchestrator.insight.doctor.machine import UNLIMITED, Finding, Folder, Machine, Needs, gib, version
 from troupe.orchestrator.plan.memory import Sizes
 from troupe.orchestrator.plan.placement import Node
 from troupe.orchestrator.plan.plan import plan_stages

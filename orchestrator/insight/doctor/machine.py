@@ -134,13 +134,7 @@ def version(numbers: tuple[int, ...]) -> str:
 
 def gather(working: Path) -> Machine:
     """Every fact about this machine."""
-    return Machine(
-        _software(),
-        _resources(working),
-        nvidia.graphics(),
-        proxy=_proxy(),
-        rdma=rdma(),
-    )
+    return Machine(_software(), _resources(working), nvidia.graphics(), proxy=_proxy(), rdma=rdma())
 
 
 def torch_cuda(text: str) -> tuple[int, int] | None:

@@ -10,13 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from troupe.orchestrator.errors import TroupeError, UsageError
-from troupe.orchestrator.insight.report.overview import (
-    fitting,
-    labels,
-    overview,
-    sections,
-    spec_differences,
-)
+from troupe.orchestrator.insight.report.overview import fitting, labels, overview, sections, spec_differences
 from troupe.orchestrator.insight.report.page import render
 from troupe.orchestrator.insight.report.samples import TokenTexts, step_block
 from troupe.orchestrator.spec.locations import is_url
@@ -102,12 +96,7 @@ def samples_data(run: RunFolder, budget: int, texts: TokenTexts | None = None) -
     found = _fitting_blocks(steps, {step: _bytes(file) for step, file in files.items()}, budget, run, texts)
     if len(found) == 1:
         found = [first_groups(found[-1], budget)]
-    return {
-        "blocks": found,
-        "steps": steps,
-        "rule": _rule(len(found), len(steps)),
-        "problem": texts.problem,
-    }
+    return {"blocks": found, "steps": steps, "rule": _rule(len(found), len(steps)), "problem": texts.problem}
 
 
 def _fitting_blocks(

@@ -76,10 +76,7 @@ def reward_hacking(run: History) -> Iterator[Verdict]:
         min(since),
         None,
         ("reward/mean", *evidence),
-        (
-            Remedy("Close the loophole in the reward function, or add one that checks what it leaves out."),
-            add_kl(run),
-        ),
+        (Remedy("Close the loophole in the reward function, or add one that checks what it leaves out."), add_kl(run)),
     )
 
 
@@ -225,10 +222,7 @@ def overfitting(run: History) -> Iterator[Verdict]:
         steps,
         None,
         (held_out.name, "policy/loss"),
-        (
-            Remedy("Stop where it was lowest.", field("schedule.steps", max(steps, 1))),
-            lower_learning_rate(run),
-        ),
+        (Remedy("Stop where it was lowest.", field("schedule.steps", max(steps, 1))), lower_learning_rate(run)),
     )
 
 

@@ -7,16 +7,8 @@ from collections.abc import Iterator
 from troupe.orchestrator.algorithms import custom
 from troupe.orchestrator.algorithms import section as algorithms
 from troupe.orchestrator.errors import Finding, nearest
-from troupe.orchestrator.spec.checks.data import (
-    component_problems,
-)
-from troupe.orchestrator.spec.checks.shared import (
-    INSIDE_ANOTHER,
-    changed,
-    shard_problems,
-    shares_of,
-    trainer_problems,
-)
+from troupe.orchestrator.spec.checks.data import component_problems
+from troupe.orchestrator.spec.checks.shared import INSIDE_ANOTHER, changed, shard_problems, shares_of, trainer_problems
 from troupe.orchestrator.spec.derived.training import resolved_backend
 from troupe.orchestrator.spec.engine_options import refused_options
 from troupe.orchestrator.spec.errors import show

@@ -85,10 +85,7 @@ def shard_problems(spec: RunSpec) -> Iterator[Finding]:
         if role.gpus > 0 and shards > 1 and role.gpus != shards:
             yield f"roles.{name}.gpus", f"must equal shards, {shards}, got {role.gpus:g}"
         if role.gpus > 1 and shards == 1:
-            yield (
-                f"roles.{name}.gpus",
-                f"a {name} worker with shards 1 uses one GPU; raise workers or shards",
-            )
+            yield (f"roles.{name}.gpus", f"a {name} worker with shards 1 uses one GPU; raise workers or shards")
 
 
 def shares_of(name: str, role: TrainerRole) -> str:
