@@ -64,12 +64,8 @@ class WorkerLauncher:
         self._progress: _StartProgress | None = None
 
     async def open(self, only: frozenset[str] | None = None, progress: Progress = lambda *_: None) -> Workers:
-        """Reserves resources and starts the workers of all roles (or of the roles in `only`) concurrently.
-
-        Raises:
-            DoesNotFit: The cluster has no room.
-            WorkerError: A worker does not start.
-        """
+        """Reserves resources and starts the workers of all roles (or of the roles in `only`) concurrently. Raises
+        DoesNotFit if the cluster has no room; WorkerError if a worker does not start."""
         await self._placements.reserve(only)
         await self._download()
         self._progress = _StartProgress(self._cluster.activities, progress, self._placements, self._actors.served)

@@ -78,7 +78,8 @@ def resolve(
     left_out: Sequence[str] = (),
     options: Sequence[str] = (),
 ) -> dict[str, str]:
-    """What uv resolves for a machine: version by distribution.
+    """What uv resolves for a machine: version by distribution. Raises CalledProcessError if nothing fits, and uv has
+    said why.
 
     Args:
         lock: The lock, whose pins stay if they fit.
@@ -88,9 +89,6 @@ def resolve(
         limits: Exact versions of some distributions.
         left_out: Distributions that nothing needs.
         options: Further options of uv.
-
-    Raises:
-        CalledProcessError: Nothing fits, and uv has said why.
     """
     with tempfile.TemporaryDirectory() as folder:
         # uv keeps the versions in the file that it writes.

@@ -61,11 +61,7 @@ def listed() -> list[dict[str, Any]]:
 
 
 def description(name: str) -> str:
-    """One algorithm, as plain text.
-
-    Raises:
-        KeyError: no table has the name.
-    """
+    """One algorithm, as plain text. Raises KeyError if no table has the name."""
     return describe_row(named(name))
 
 

@@ -95,11 +95,8 @@ class RunActors:
         placements: WorkerPlacements,
         classes: Mapping[str, type[roles.Worker]] | None,
     ) -> None:
-        """Creates nothing.
-
-        Args:
-            classes: Worker classes to use instead of the classes of the table of roles, by its rows.
-        """
+        """Creates nothing. `classes`: worker classes to use instead of the classes of the table of roles, by its
+        rows."""
         self.served: set[str] = set()
         """Names of workers that have started before."""
         self._spec = spec

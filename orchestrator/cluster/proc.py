@@ -25,11 +25,8 @@ class StoppedProcesses:
         self._seen: Counter[int] = Counter()
 
     def sample(self, watched: Mapping[int, bool]) -> list[int]:
-        """Takes a sample; returns the watched processes that are found.
-
-        Args:
-            watched: By process id, whether its descendants count too.
-        """
+        """Takes a sample; returns the watched processes that are found. `watched`: by process id, whether its
+        descendants count too."""
         stopped = [pid for pid, with_descendants in watched.items() if is_stopped(pid, with_descendants)]
         self._seen = Counter({pid: self._seen[pid] + 1 for pid in stopped})
         return [pid for pid in stopped if self._seen[pid] >= self._samples]

@@ -81,11 +81,8 @@ class ActorWorker(Generic[W_co]):
         watch: ProcessWatch | None = None,
         on_loss: Callable[[str, str], None] = lambda worker, detail: None,
     ) -> None:
-        """A worker that runs.
-
-        Args:
-            on_loss: Called once with its name and the reason when its process is found to be gone.
-        """
+        """A worker that runs. `on_loss`: called once with its name and the reason when its process is found to be
+        gone."""
         self._name = name
         self.actor = actor
         self._peaks = peaks
@@ -266,16 +263,14 @@ class Cluster:
 
         In a program that is connected to a cluster already, that one is used and stays when the run ends.
 
-        A local cluster offers at least the CPUs that are needed: on a laptop, roles share the same cores.
+        A local cluster offers at least the CPUs that are needed: on a laptop, roles share the same cores. Raises
+        ClusterUnreachable if the cluster cannot be joined or started.
 
         Args:
             needed: Resources of the run; only `CPU` is used.
             server: From which the workers of a cluster that is started here are forked, closed with the connection. In
                 another cluster, Ray starts them all: with the environment of their node, and not below this process,
                 which a job of Ray ends with its whole tree. If None, Ray starts them all as well.
-
-        Raises:
-            ClusterUnreachable: The cluster cannot be joined or started.
         """
         started = False
         try:
@@ -382,14 +377,12 @@ class Cluster:
         timeout_s: float,
         *args: object,
     ) -> R:
-        """Calls a function in a separate process on the node of a worker; it reserves nothing itself.
+        """Calls a function in a separate process on the node of a worker; it reserves nothing itself. Raises
+        WorkerError if it failed, or did not end in time.
 
         Args:
             placed: The worker in it, on whose node the function runs.
             args: Arguments; references to tables become tables.
-
-        Raises:
-            WorkerError: It failed, or did not end in time.
         """
         nodes = placement_group_table(self._reserved[placement.name].group)["bundles_to_node_id"]
         name = function.__name__

@@ -77,10 +77,8 @@ def request_stacks(folder: Path, pids: Iterable[int]) -> dict[int, int]:
 
     Only processes with the handler installed are signalled: SIGUSR1 ends every other process. The handler walks the
     frames of all threads, and can crash a process if another thread changes them during it: one that is stopped, and
-    would run it when it continues, or whose threads compute, is left out (`read_from_outside`).
-
-    Returns:
-        Length of each process's file before the request.
+    would run it when it continues, or whose threads compute, is left out (`read_from_outside`). Returns the length of
+    each process's file before the request.
     """
     asked: dict[int, int] = {}
     for pid in pids:

@@ -131,18 +131,13 @@ def plan(
 
 
 def doctor(
-    spec: Annotated[
-        Path | None, typer.Argument(metavar="SPEC", help="Spec whose needs this machine must meet.")
-    ] = None,
-    set_: SetOption = [],  # noqa: B006
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
     """Check this machine: vLLM, compiler, GPUs, memory, disks, limits, network. Each finding names its remedy."""
-    runs = None if spec is None else plan_runs(read_document(spec, set_))
     from troupe.orchestrator.insight.doctor import checks
     from troupe.orchestrator.insight.doctor.machine import gather
 
-    findings = checks.examine(gather(Path.cwd()), None if runs is None else checks.needs_of(runs))
+    findings = checks.examine(gather(Path.cwd()))
     healthy = checks.healthy(findings)
     _echo({"healthy": healthy, "findings": findings}, checks.as_text(findings), as_json)
     if not healthy:

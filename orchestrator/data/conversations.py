@@ -61,14 +61,11 @@ def spoken_turns(value: Any) -> Any:
 
 
 def chat_messages(prompt: Any, source: PromptText, system: Any = None, *, plain: bool = False) -> list[Message]:
-    """The chat messages of a prompt given as text or as a list of messages.
+    """The chat messages of a prompt given as text or as a list of messages. Raises BadRow if the prompt cannot be used.
 
     Args:
         system: The row's own system message; null or empty if it has none.
         plain: Without a chat template (`model.chat_template: none`): the prompt must be text.
-
-    Raises:
-        BadRow: The prompt cannot be used.
     """
     prompt = prompt if plain else spoken_turns(prompt)
     if system is not None and not isinstance(system, str):
@@ -124,14 +121,8 @@ def require_response(turns: list[Message], what: str) -> list[Message]:
 
 
 def split_conversation(value: Any, *, last: bool) -> tuple[list[Message], list[Message]]:
-    """Prompt and response of a whole conversation.
-
-    Args:
-        last: The response is the last message; otherwise it begins with the first of the assistant's.
-
-    Raises:
-        BadRow: It is no conversation.
-    """
+    """Prompt and response of a whole conversation. `last`: the response is the last message; otherwise it begins with
+    the first of the assistant's. Raises BadRow if it is no conversation."""
     value = spoken_turns(value)
     if not isinstance(value, list) or not value:
         raise BadRow("the conversation is not a list of messages")

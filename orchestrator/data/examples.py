@@ -76,13 +76,8 @@ def load_examples(spec: OfflineSpec) -> tuple[Pool, Pool | None]:
 
 def load_pool(spec: OfflineSpec, source: ExampleSource, label: str, without: Pool | None = None) -> Pool:
     """Read a source into a pool with schema EXAMPLE_TEXTS; `failures.on_bad_row` sets what an unusable row does.
-
-    Args:
-        without: Exclude the prompts of this pool.
-
-    Raises:
-        DataError: The source cannot be read, a row is bad with `stop`, or no row is left.
-    """
+    `without`: exclude the prompts of this pool. Raises DataError if the source cannot be read, a row is bad with
+    `stop`, or no row is left."""
     is_asked = asked_in(without)
     format_ = data_format(spec.row.formats, source)
     fields = columns(format_, source)

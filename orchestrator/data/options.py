@@ -11,14 +11,11 @@ from troupe.orchestrator.data.bad_rows import BadRow, WrongForm
 
 
 def with_options(prompt: Any, options: Any, answer: Any, *, mixed: bool) -> tuple[str, str]:
-    """The prompt with its options, and the letter of the right one.
+    """The prompt with its options, and the letter of the right one. Raises BadRow if they are no such question.
 
     Args:
         answer: The right one: its text, its letter, or its number from 0 on.
         mixed: It is one of the options itself, which are put in an order that follows from the question alone.
-
-    Raises:
-        BadRow: They are no such question.
     """
     texts = [str(one).strip() for one in options] if isinstance(options, list) and None not in options else []
     if not isinstance(prompt, str):

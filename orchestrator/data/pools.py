@@ -146,15 +146,8 @@ def collect(
     is_left_out: Callable[[RowT], bool] = lambda row: False,
     repeats: Repeats[RowT] | None = None,
 ) -> Collected[RowT]:
-    """The usable rows of a source.
-
-    Args:
-        read: A row as the pool holds it; raises BadRow.
-
-    Raises:
-        DataError: The source cannot be read, a row has another form than the spec's, a row is bad with `stop`, or no
-            row is left.
-    """
+    """The usable rows of a source. `read`: a row as the pool holds it; raises BadRow. Raises DataError if the source
+    cannot be read, a row has another form than the spec's, a row is bad with `stop`, or no row is left."""
     found = Collected[RowT]()
     for raw in source:
         try:

@@ -54,10 +54,8 @@ class PromptCheck:
 def check_prompts(spec: RunSpec, pools: Pools, most: int = PROMPTS) -> PromptCheck:
     """Render the first prompts of training and evaluation in another process, as the model's workers will.
 
-    A model that does not exist yet (an earlier stage of a chain writes it) is not checked.
-
-    Args:
-        most: Prompts that are rendered of each section, as far as the time suffices.
+    A model that does not exist yet (an earlier stage of a chain writes it) is not checked. `most`: prompts that are
+    rendered of each section, as far as the time suffices.
     """
     if not (Path(spec.model.path) / "config.json").is_file():
         return PromptCheck()

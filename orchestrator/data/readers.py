@@ -92,14 +92,9 @@ def read_rows(source: DataSource, label: str) -> Iterator[RawRow]:
 
 
 def read_table(source: TableSource | Columns, fields: Fields, label: str) -> Iterator[RawValues]:
-    """Rows of a source with named columns, in its own order, and the rows that do not meet `where`.
-
-    Args:
-        fields: Column of each field of that section (`answer`, `metadata.0`), or None for all columns, as they are.
-
-    Raises:
-        DataError: The source as a whole cannot be used.
-    """
+    """Rows of a source with named columns, in its own order, and the rows that do not meet `where`. `fields`: column of
+    each field of that section (`answer`, `metadata.0`), or None for all columns, as they are. Raises DataError if the
+    source as a whole cannot be used."""
     if not isinstance(source, Columns) or source.where is None:
         return _rows(source, fields, label)
     condition = Condition.parse(source.where)

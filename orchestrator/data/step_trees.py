@@ -15,13 +15,8 @@ def branches(tree: Any) -> Iterator[list[Step]]:
     """The ways through a tree of steps: to each rated completion with which it does not continue, and to its end.
 
     A step that a person wrote is rated 1. A completion without a rating is left out, and a way that continues with one
-    ends before it.
-
-    Args:
-        tree: A list of steps with `completions` (`text`, `rating`), `chosen_completion` and `human_completion`.
-
-    Raises:
-        BadRow: It is no such list.
+    ends before it. `tree`: a list of steps with `completions` (`text`, `rating`), `chosen_completion` and
+    `human_completion`. Raises BadRow if it is no such list.
     """
     way: list[Step] = []
     ends = True

@@ -82,11 +82,8 @@ def by_source(pools: Pools) -> Pools:
 
 
 def data_metrics(pools: Pools, refused: Mapping[str, int] | None = None) -> dict[str, float]:
-    """Used, bad and otherwise left out rows of each pool.
-
-    Args:
-        refused: Prompts that do not fit the model, by pool (`check_prompts`), or None if they are among the bad rows.
-    """
+    """Used, bad and otherwise left out rows of each pool. `refused`: prompts that do not fit the model, by pool
+    (`check_prompts`), or None if they are among the bad rows."""
     metrics = {}
     for name, pool in pools.items():
         metrics[f"data/{name}_rows"] = float(pool.rows)

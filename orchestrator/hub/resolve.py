@@ -206,12 +206,8 @@ def _pinned_data(source: HubFiles) -> HubFiles:
 
 
 def with_first_file(source: HubFiles) -> HubFiles:
-    """A section with the path of the first of its files, which is downloaded.
-
-    Raises:
-        NoFiles: The section selects no file.
-        HubError: A file cannot be downloaded.
-    """
+    """A section with the path of the first of its files, which is downloaded. Raises NoFiles if the section selects no
+    file; HubError if a file cannot be downloaded."""
     pinned = _pinned_data(source)
     name = pinned.files[0]
     folder = client.download(Snapshot(_repo(source), str(pinned.revision), (glob.escape(name),)))

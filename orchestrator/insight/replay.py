@@ -174,11 +174,8 @@ class Replayer:
     """Trainers that repeat kept steps."""
 
     def __init__(self, updates: Updates, put: Callable[[pa.Table], TableRef], timeout_s: float) -> None:
-        """Repeats nothing yet.
-
-        Args:
-            updates: The updates and the trainers, whose weights are those before the first step.
-        """
+        """Repeats nothing yet. `updates`: the updates and the trainers, whose weights are those before the first
+        step."""
         self._updates = updates
         self._put = put
         self._timeout_s = timeout_s
@@ -252,15 +249,12 @@ class ReplayOutcome:
 
 
 def replay(run: Path, step: int, console: Console, each: Each, address: str | None = None) -> ReplayOutcome:
-    """Repeats the shortest part of a run that includes a step.
+    """Repeats the shortest part of a run that includes a step. Raises UsageError if the step cannot be repeated
+    (`plan_replay`); TroupeError if the trainers do not start, or a step cannot be repeated.
 
     Args:
         step: The last step that is repeated.
         address: Ray cluster to join, or None for a local one.
-
-    Raises:
-        UsageError: The step cannot be repeated (`plan_replay`).
-        TroupeError: The trainers do not start, or a step cannot be repeated.
     """
     return asyncio.run(_replay(run, plan_replay(run, step), console, each, address))
 

@@ -53,11 +53,8 @@ class SampleQuery:
 def select_samples(run: RunFolder, query: SampleQuery, columns: Sequence[str]) -> pa.Table:
     """These columns of the samples that the query selects, at most `query.limit` of them.
 
-    Only the columns that are needed are read, and only files that may hold a row of the result.
-
-    Raises:
-        UsageError: The run has no samples, or the query is not valid.
-        DataError: A file cannot be read.
+    Only the columns that are needed are read, and only files that may hold a row of the result. Raises UsageError if
+    the run has no samples, or the query is not valid; DataError if a file cannot be read.
     """
     with _connect() as connection, _explained(run):
         return _ordered(connection, run, query).project(", ".join(map(_quoted, columns))).to_arrow_table()

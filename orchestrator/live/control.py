@@ -106,18 +106,12 @@ class ControlServer(RunPart):
 
 
 def ask(run_folder: Path, changes: dict[str, Any], timeout_s: float) -> tuple[RoleState, ...]:
-    """Ask a run to change its spec.
+    """Ask a run to change its spec. Returns the state of every role that scales. Raises UsageError if the folder has no
+    active run, or the run refuses the change; TroupeError if the run does not answer in time, or ends first.
 
     Args:
         changes: New values by dotted path; if empty, only report the state.
         timeout_s: Longest wait for the answer, in seconds.
-
-    Returns:
-        The state of every role that scales.
-
-    Raises:
-        UsageError: The folder has no active run, or the run refuses the change.
-        TroupeError: The run does not answer in time, or ends first.
     """
     _require_run(run_folder)
     try:

@@ -82,11 +82,7 @@ class WorkerScaler(RunPart):
         save: Callable[[RolloutSpec], None],
         file: str,
     ) -> None:
-        """Scale the given roles.
-
-        Args:
-            save: Takes over each changed spec, and writes it to `file`.
-        """
+        """Scale the given roles. `save`: takes over each changed spec, and writes it to `file`."""
         self.spec = spec
         self._pools = pools
         self._resources = resources
@@ -99,14 +95,9 @@ class WorkerScaler(RunPart):
     def change(self, changes: Mapping[str, Any]) -> None:
         """Change fields of the spec; workers are added and removed in the background.
 
-        A changed spec that cannot be saved (disk full, ...) is logged; the run scales nevertheless.
-
-        Args:
-            changes: Dotted path to value.
-
-        Raises:
-            SpecError: The changed spec is invalid.
-            UsageError: A field cannot change while the run is active.
+        A changed spec that cannot be saved (disk full, ...) is logged; the run scales nevertheless. `changes`: dotted
+        path to value. Raises SpecError if the changed spec is invalid; UsageError if a field cannot change while the
+        run is active.
         """
         wanted = changed(self.spec, changes, self._file)
         refused = [str(difference) for difference in differences(self.spec, wanted) if difference.refused]

@@ -131,11 +131,8 @@ class Sizes:
     """Models of unknown size that an earlier stage trains, from another one of unknown size."""
 
     def of(self, model: ModelConfig, *, packed: bool = False) -> ModelSize | None:
-        """Size of the model, or None if unknown.
-
-        Args:
-            packed: Whether the role uses quantized weights as they are. All but a judge's engine need plain ones.
-        """
+        """Size of the model, or None if unknown. `packed`: whether the role uses quantized weights as they are. All but
+        a judge's engine need plain ones."""
         path = model.path
         if path not in self.known and path not in self.unknown:
             try:

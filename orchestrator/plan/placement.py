@@ -172,9 +172,7 @@ def fit(
     """Assign placement groups to nodes by first-fit packing, those with labels first, then by GPUs.
 
     A bundle with the strategy `SPREAD` goes, among the nodes with room for it, to the one with the fewest of its role.
-
-    Args:
-        reserved: Number of bundles that are already reserved, by role and name of the node.
+    `reserved`: number of bundles that are already reserved, by role and name of the node.
     """
     free = {node.name: [node.cpus, node.gpus] for node in nodes}
     held = Counter(reserved)

@@ -155,14 +155,12 @@ def _own_memory() -> int:
 
 
 def described_nodes(text: str, cpus: int, node_gib: float = 0.0) -> list[Node]:
-    """Nodes of a cluster that is described as text.
+    """Nodes of a cluster that is described as text. Raises UsageError if the text has another form, or names an unknown
+    type of GPU; or the memory is no number.
 
     Args:
         text: NODESxGPUS (2x8: two nodes of eight GPUs) or NODESxGPUSxTYPE (2x8xH200).
         node_gib: Host memory of each node in GiB; 0: not known.
-
-    Raises:
-        UsageError: The text has another form, or names an unknown type of GPU; or the memory is no number.
     """
     if not 0 <= node_gib <= _MOST_GIB:  # also for nan
         raise UsageError(f"--gib-per-node: must be between 0 and {_MOST_GIB}, got {node_gib:g}")
@@ -218,10 +216,7 @@ def plan_stages(
     """Plan each run, up to and including the first that does not fit.
 
     A later stage may start from a model that does not exist yet; it has the size of the model that the earlier stage
-    trains.
-
-    Args:
-        nodes: The nodes of the cluster, or None for this machine.
+    trains. `nodes`: the nodes of the cluster, or None for this machine.
     """
     sizes = Sizes()
     for run in runs:

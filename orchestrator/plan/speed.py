@@ -82,10 +82,7 @@ def predict(
     spec: RunSpec, rows: Sequence[PlacedWorker], nodes: Sequence[Node], sizes: Sizes, caches: Mapping[str, Cache]
 ) -> Prediction | None:
     """The speed of a spec whose workers are placed, or None without a known type of GPU and size of the model.
-
-    Args:
-        caches: KV caches by engine.
-    """
+    `caches`: KV caches by engine."""
     known = [gpu_peaks(node.gpu_type) for node in nodes if node.gpus]
     peaks = [each for each in known if each is not None]
     size = sizes.of(spec.model)

@@ -556,10 +556,7 @@ _AT_ONCE = (frozenset({"q_proj", "k_proj", "v_proj"}), frozenset({"gate_proj", "
 
 def adapter_numbers(size: ModelSize, lora: LoraConfig, rank: int | None = None) -> int:
     """Numbers of the adapters of a model. A layer of another name counts as one from the states to the feed-forward.
-
-    Args:
-        rank: Another rank than theirs.
-    """
+    `rank`: another rank than theirs."""
     names = tuple(_LAYERS) if lora.targets == ALL_LINEAR else lora.targets
     sides = (_LAYERS[name](size) if name in _LAYERS else (size.hidden, size.intermediate) for name in names)
     return size.layers * (rank or lora.rank) * sum(map(sum, sides))

@@ -62,14 +62,8 @@ def copy_folder(folder: Path, target: Path) -> Sent:
 
     Left out are version control, environments, caches, runs and weights; files that hold secrets by their name or that
     are private keys; what `.gitignore` and `.rayignore` name; links that lead out of the folder or to another folder;
-    and what is neither a file nor a folder.
-
-    Args:
-        target: An empty folder.
-
-    Raises:
-        UsageError: There is more to send than `MOST_BYTES` or `MOST_FILES`.
-        OSError: A file cannot be read or written.
+    and what is neither a file nor a folder. `target`: an empty folder. Raises UsageError if there is more to send than
+    `MOST_BYTES` or `MOST_FILES`; OSError if a file cannot be read or written.
     """
     sent, root = Sent(), folder.resolve()
     for path in _walk(root, root, [], sent):

@@ -98,13 +98,8 @@ class JobServer:
     def submit(self, spec: RunSpec | ChainDocument, submission: Submission, note: Echo) -> str:
         """Submit the spec with every relative path made absolute, because the job has another working directory.
 
-        What is sent is a copy: the user's folder is only read.
-
-        Args:
-            note: Called with what of the working directory is not sent.
-
-        Returns:
-            The submission id.
+        What is sent is a copy: the user's folder is only read. `note`: called with what of the working directory is not
+        sent. Returns the submission id.
         """
         with tempfile.TemporaryDirectory(prefix="troupe-job-") as scratch, self._reported():
             if submission.working_dir is not None:

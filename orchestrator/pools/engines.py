@@ -170,12 +170,9 @@ class EnginePool(ReplicaPool[Engine]):
             self._notify()
 
     async def report_failure(self, engine: Engine, error: WorkerError, *, in_transfer: bool = False) -> None:
-        """Probes an engine after a failed call, and replaces it unless it answers as healthy.
-
-        Args:
-            in_transfer: The call was part of a transfer of weights, whose lock is held by the caller. Otherwise an
-                engine that a transfer has closed is probed again once the transfer, which may open it, has ended.
-        """
+        """Probes an engine after a failed call, and replaces it unless it answers as healthy. `in_transfer`: the call
+        was part of a transfer of weights, whose lock is held by the caller. Otherwise an engine that a transfer has
+        closed is probed again once the transfer, which may open it, has ended."""
         engine.finished_ahead = 0  # the groups to which these belonged are unknown
         if engine.state is EngineState.LEAVING:
             await self.lose(engine, error)
@@ -359,14 +356,12 @@ async def trainer_memory(pool: EnginePool, policy: PolicyGroup, timeout_s: float
     While engines sample, the policy has its weights in the GPU's memory and its optimizer in host memory. In the block
     the engines sleep; their unfinished groups, which exist only when trainers are restarted, continue afterwards. Then
     the optimizer is offloaded, and each engine takes back its KV cache once it has verified the new weights. After an
-    error in the block nothing is moved: the trainers are restarted, or the run ends.
+    error in the block nothing is moved: the trainers are restarted, or the run ends. Raises WorkerError if a trainer
+    did not move its states.
 
     Args:
         pool: The engines. One that does not sleep is replaced, once the trainers have returned the memory.
         timeout_s: Bound on the sleep of an engine and on the move of a trainer's states, in seconds.
-
-    Raises:
-        WorkerError: A trainer did not move its states.
     """
 
     async def sleep(engine: Engine) -> None:

@@ -187,12 +187,8 @@ class ReplicaPool(Generic[ReplicaT]):
                 self._notify()
 
     async def join(self, name: str) -> None:
-        """Starts one more worker.
-
-        Raises:
-            WorkerError: It failed to start.
-            TimeoutError: It did not start in time.
-        """
+        """Starts one more worker. Raises WorkerError if it failed to start; TimeoutError if it did not start in
+        time."""
         self.starting.append(name)
         try:
             await self._start(name)

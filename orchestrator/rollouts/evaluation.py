@@ -117,11 +117,7 @@ def levels_of(pool: Pool, key: str) -> list[str]:
 def sets_of(
     spec: RolloutSpec, pools: Mapping[str, Pool], put: Callable[[pa.Table], TableRef], say: Callable[[str], object]
 ) -> list[HeldOutSet]:
-    """The held-out sets of a spec.
-
-    Args:
-        say: Receives a line for each set whose accuracy is not reported.
-    """
+    """The held-out sets of a spec. `say`: receives a line for each set whose accuracy is not reported."""
     sets: list[HeldOutSet] = []
     prompts = spec.evaluation.prompts if spec.evaluation is not None else 0
     for settings in held_out_sets(spec):
@@ -164,18 +160,13 @@ class Evaluator:
     async def run(
         self, step: int, progress: Callable[[int, int], None] | None = None, sample: Sampler | None = None
     ) -> dict[str, float]:
-        """Evaluates all prompts with the weights that the engines serve.
+        """Evaluates all prompts with the weights that the engines serve. Returns `SetResult.metrics` of every set,
+        under `eval/`, or `eval/NAME/` of a set with a name. Raises WorkerError if a prompt failed on several engines,
+        or its reward worker failed; EnginesLost if no engine is left and none is starting.
 
         Args:
             step: Steps that these weights were trained for; names the file of the samples.
             progress: Called with (finished prompts, all prompts).
-
-        Returns:
-            `SetResult.metrics` of every set, under `eval/`, or `eval/NAME/` of a set with a name.
-
-        Raises:
-            WorkerError: A prompt failed on several engines, or its reward worker failed.
-            EnginesLost: No engine is left and none is starting.
         """
         results = await self.results(step, progress, sample)
         if self._log is not None:
@@ -292,14 +283,8 @@ class EvaluationBeside:
 
     async def begin(self, step: int) -> Coroutine[Any, Any, dict[str, float]] | None:
         """Takes an engine for an evaluation, after the previous one's has caught up; None if no engine can be spared.
-
-        Args:
-            step: Steps that the weights which the engines serve were trained for, their version.
-
-        Returns:
-            The coroutine of `Evaluator.run`. It raises EvaluationLost if its engine is lost and no
-            other one has the version.
-        """
+        `step`: steps that the weights which the engines serve were trained for, their version. Returns the coroutine of
+        `Evaluator.run`. It raises EvaluationLost if its engine is lost and no other one has the version."""
         await self._pool.none_held()
         engine = self._pool.hold()
         return None if engine is None else self._run(step, engine)

@@ -135,11 +135,8 @@ class _Terms:
 
 
 def held_out_lines(first: Mapping[str, float], last: Mapping[str, float]) -> dict[str, str]:
-    """Lines at the end of a run on its named sets, by label: before and after training, with intervals.
-
-    Args:
-        first: Metrics of the first evaluation of this process, or empty in a resumed run.
-    """
+    """Lines at the end of a run on its named sets, by label: before and after training, with intervals. `first`:
+    metrics of the first evaluation of this process, or empty in a resumed run."""
     lines: dict[str, str] = {}
     for name, value in last.items():
         parts = name.split("/")
@@ -260,11 +257,9 @@ def vote(answers: Sequence[int], solved: Sequence[bool]) -> float:
     """maj@k of one prompt with k samples: the probability that the answer they vote for is right.
 
     The answer with the most samples wins; of several, each with the same probability. Samples without an answer do not
-    vote; if none votes, the answer is wrong. Whether the winner is right is read from a sample with this answer,
-    drawn at random: samples with equal answers may be solved or not if the reward also looks at their form.
-
-    Args:
-        answers: Number of each sample's answer; `NO_ANSWER`: it states none.
+    vote; if none votes, the answer is wrong. Whether the winner is right is read from a sample with this answer, drawn
+    at random: samples with equal answers may be solved or not if the reward also looks at their form. `answers`: number
+    of each sample's answer; `NO_ANSWER`: it states none.
     """
     counts = Counter(answer for answer in answers if answer != NO_ANSWER)
     most = max(counts.values(), default=0)

@@ -102,15 +102,9 @@ def fingerprint(spec: RolloutSpec) -> str:
 async def write_samples(
     folder: Path, spec: RolloutSpec, groups: Sequence[GroupProgress], rewards: RewardPool
 ) -> tuple[int, int]:
-    """Makes reward workers write the samples of open groups to a new folder, scored groups first.
-
-    Returns:
-        Number of finished samples that are written, and number of the others.
-
-    Raises:
-        WorkerError: A worker failed.
-        OSError: The folder cannot be written.
-    """
+    """Makes reward workers write the samples of open groups to a new folder, scored groups first. Returns how many
+    finished samples are written, and how many others there are. Raises WorkerError if a worker failed; OSError if the
+    folder cannot be written."""
     place = folder / SAMPLES
     place.mkdir()
     ordered = sorted(groups, key=lambda group: group.scored is None)

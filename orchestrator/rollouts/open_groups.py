@@ -75,11 +75,8 @@ class ScheduledGroup:
     """Samples that failed since the last batch."""
 
     def progress(self, partial: Samples | None) -> GroupProgress | None:
-        """What a checkpoint keeps of it, or None without finished samples and turns.
-
-        Args:
-            partial: Its samples and turns that the engine has finished, if it says so.
-        """
+        """What a checkpoint keeps of it, or None without finished samples and turns. `partial`: its samples and turns
+        that the engine has finished, if it says so."""
         # The engine may have answered before it finished the rest.
         parts = [part for part in (self.finished, partial) if part is not None]
         finished = max(parts, key=lambda part: (len(part.summary.samples), part.summary.turns), default=None)
@@ -170,11 +167,8 @@ class OpenGroups:
         return batch
 
     def progress(self, running: Sequence[tuple[Sequence[FinishedSamples], TableRef]]) -> list[GroupProgress]:
-        """Progress of every group that has finished samples, in order of dispatch.
-
-        Args:
-            running: Finished samples of the running groups, by engine (`finished_samples` of the pool).
-        """
+        """Progress of every group that has finished samples, in order of dispatch. `running`: finished samples of the
+        running groups, by engine (`finished_samples` of the pool)."""
         partial = {(one.prompt_uid, one.attempt): Samples(one, table) for own, table in running for one in own}
         found = (group.progress(partial.get((uid, group.attempt))) for uid, group in self._by_uid.items())
         return [progress for progress in found if progress is not None]
@@ -221,10 +215,7 @@ class ResumedGroups:
         """Keeps the finished samples of these groups, and returns how many failed ones are sampled again.
 
         A group of another attempt or size, and one that would exceed the staleness limit by the step whose batch it can
-        reach, is sampled again like a group without progress.
-
-        Args:
-            failed: Failed samples of open groups, by prompt_uid.
+        reach, is sampled again like a group without progress. `failed`: failed samples of open groups, by prompt_uid.
         """
         known = {group.prompt_uid: (group.attempt, settings[group.row].samples) for group in self.waiting}
         usable = [

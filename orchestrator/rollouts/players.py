@@ -12,10 +12,7 @@ from troupe.orchestrator.spec.derived.sampling import GroupSettings
 
 def player_metrics(groups: Sequence[ScoredGroup], settings: RowTable[GroupSettings]) -> dict[str, float]:
     """Mean reward and shares of won and drawn episodes of each player that the policy plays; empty without a game.
-
-    Args:
-        settings: Environment of each row. The players of a named one have its name in theirs.
-    """
+    `settings`: environment of each row. The players of a named one have its name in theirs."""
     rewards: dict[str, list[float]] = {}
     outcomes: dict[str, list[float]] = {}
     for group in groups:

@@ -137,13 +137,11 @@ class RolloutScheduler:
         self._failure: BaseException | None = None
 
     def restore(self, state: Mapping[str, Any], groups: Sequence[GroupProgress]) -> int:
-        """Takes over the checkpoint's progress of open groups, before the start.
+        """Takes over the checkpoint's progress of open groups, before the start. Returns finished samples that are not
+        sampled again.
 
         Args:
             groups: Progress of open groups; those that `ResumedGroups.keep` does not keep are sampled again.
-
-        Returns:
-            Finished samples that are not sampled again.
         """
         again = self._resumption.keep(
             groups,
@@ -174,10 +172,8 @@ class RolloutScheduler:
         self._dispatch()
 
     async def next_batch(self, progress: Progress | None = None) -> list[ScoredGroup]:
-        """Waits for the groups of the next step and returns them in order of dispatch.
-
-        Args:
-            progress: Called at the start and whenever a task of a group ends.
+        """Waits for the groups of the next step and returns them in order of dispatch. `progress`: called at the start
+        and whenever a task of a group ends.
 
         Raises:
             BatchFailed: Too many samples failed or too many prompts were refused.
@@ -333,10 +329,8 @@ class RolloutScheduler:
     async def _generate(self, group: ScheduledGroup) -> list[tuple[GroupSummary, TableRef]]:
         """Generates on the least-loaded engine; a failed engine costs an attempt, not the group.
 
-        Groups that a leaving engine could not finish run on another engine without the cost of an attempt.
-
-        Returns:
-            (summary, ROLLOUTS reference) of the group, followed by the greedy response's pair, if any.
+        Groups that a leaving engine could not finish run on another engine without the cost of an attempt. Returns
+        (summary, ROLLOUTS reference) of the group, followed by the greedy response's pair, if any.
         """
         settings, tries = group.settings, 0
         while True:

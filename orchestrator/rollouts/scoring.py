@@ -115,12 +115,8 @@ class SignalTest:
     """The user's filter, used instead of the comparison of rewards."""
 
     def problem(self, group: ScoredGroup, settings: GroupSettings) -> str:
-        """Why the group is worth replacing, or empty if it is not.
-
-        Args:
-            settings: The source's settings: which component must differ between the samples, and whether truncated ones
-                carry no loss.
-        """
+        """Why the group is worth replacing, or empty if it is not. `settings`: the source's settings: which component
+        must differ between the samples, and whether truncated ones carry no loss."""
         component = settings.signal_in
         if self.keep is not None:
             if not self.keep(group.rewards):
@@ -172,17 +168,12 @@ class RewardPool(ReplicaPool[WorkerHandle[Reward]]):
         self, rollouts: TableRef, rewards: str = "", *, vote: bool = False
     ) -> tuple[RewardSummary, TableRef]:
         """Scores one group on the least-loaded worker. Without a judge the group waits until there is one again.
+        Returns rewards by sample, and a reference to the REWARDS table. Raises WorkerError if the call failed, every
+        worker was lost and none can be replaced, or there is no judge for too long.
 
         Args:
             rewards: Name of a set of reward functions in `ScoringConfig.sets`, or empty for the role's.
             vote: Whether the summary records which samples give the same answer.
-
-        Returns:
-            Rewards by sample, and a reference to the REWARDS table.
-
-        Raises:
-            WorkerError: The call failed, every worker was lost and none can be replaced, or there is no judge for too
-                long.
         """
 
         async def ask(worker: WorkerHandle[Reward]) -> tuple[RewardSummary, TableRef]:
@@ -278,14 +269,8 @@ class TokenScorer:
         return self._sources is None or source in self._sources
 
     async def score(self, lengths: list[int], rollouts: TableRef) -> WaveScores:
-        """Scores one group.
-
-        Args:
-            lengths: Tokens of each sample, prompt included.
-
-        Raises:
-            WorkerError: The wave failed.
-        """
+        """Scores one group. `lengths`: tokens of each sample, prompt included. Raises WorkerError if the wave
+        failed."""
         future: asyncio.Future[WaveScores] = asyncio.get_running_loop().create_future()
         self._waiting.append((lengths, rollouts, future))
         if self._runner is None or self._runner.done():

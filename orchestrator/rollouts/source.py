@@ -124,11 +124,8 @@ class RolloutSource(BatchSource):
         """Waits for the groups of the next step, then computes their advantages.
 
         Unblocked by the scheduler when enough groups are scored, by its errors, and by a stop request. Groups whose
-        data were lost with a node are sampled again.
-
-        Raises:
-            StopRequested: The run is to stop.
-            TroupeError: A sample is older than the staleness limit, or the scheduler or a worker failed.
+        data were lost with a node are sampled again. Raises StopRequested if the run is to stop; TroupeError if a
+        sample is older than the staleness limit, or the scheduler or a worker failed.
         """
         while True:
             with timers.phase("generate"):
@@ -341,15 +338,9 @@ def _unique(groups: Sequence[ScoredGroup]) -> list[TableRef]:
 
 
 def batch_metrics(groups: Sequence[ScoredGroup], version: int, seconds: float) -> dict[str, float]:
-    """Metrics of the groups of a batch.
-
-    Args:
-        version: Version of the policy before the updates.
-
-    Returns:
-        Rewards by component, lengths (tokens), truncation, staleness (versions), throughput (tokens/s over `seconds`),
-        and the share of prompt tokens found in the engines' prefix caches.
-    """
+    """Metrics of the groups of a batch. `version`: version of the policy before the updates. Returns rewards by
+    component, lengths (tokens), truncation, staleness (versions), throughput (tokens/s over `seconds`), and the share
+    of prompt tokens found in the engines' prefix caches."""
     rewards = [reward for group in groups for reward in group.rewards.rewards if reward is not None]
     samples = [sample for group in groups for sample in group.summary.samples]
     prompts, responses = engine_prompt_tokens(samples), sampled_tokens(samples)
@@ -383,16 +374,10 @@ def _is_mixed(group: ScoredGroup) -> bool:
 def source_metrics(
     groups: Sequence[ScoredGroup], settings: RowTable[GroupSettings], component: str | None
 ) -> dict[str, float]:
-    """Metrics of the groups of a batch by the source of their prompt.
-
-    Args:
-        component: Reward component that defines solved samples, or None for the reward.
-
-    Returns:
-        By source, of every source: its share of the groups; and if it has groups, mean reward, mean response
-        (tokens), the shares of truncated samples and of groups whose rewards differ, and the pass rate (share of
-        samples that are solved) if the reward defines them.
-    """
+    """Metrics of the groups of a batch by the source of their prompt. `component`: reward component that defines solved
+    samples, or None for the reward. Returns by source, of every source: its share of the groups; and if it has groups,
+    mean reward, mean response (tokens), the shares of truncated samples and of groups whose rewards differ, and the
+    pass rate (share of samples that are solved) if the reward defines them."""
     by_source: dict[str, list[ScoredGroup]] = {one.source: [] for one in settings.entries}
     for group in groups:
         by_source[settings[group.row].source].append(group)
@@ -424,12 +409,9 @@ def _measured(group: ScoredGroup, component: str | None) -> list[float]:
 
 
 def episode_metrics(groups: Sequence[ScoredGroup], settings: RowTable[GroupSettings]) -> dict[str, float]:
-    """Turns, ends and waits of the episodes of a batch, and the means of the numbers that environments report.
-
-    Returns:
-        Metrics of all episodes, and of each named environment, with its name in theirs. Numbers that
-        an environment reports are never averaged over environments.
-    """
+    """Turns, ends and waits of the episodes of a batch, and the means of the numbers that environments report. Returns
+    metrics of all episodes, and of each named environment, with its name in theirs. Numbers that an environment reports
+    are never averaged over environments."""
     by_name: dict[str, list[SampleSummary]] = {}
     for group in groups:
         name = settings[group.row].environment

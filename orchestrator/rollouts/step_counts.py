@@ -55,11 +55,8 @@ class StepCounts:
         }
 
     def restore(self, state: Mapping[str, Any], sampled_again: int) -> None:
-        """Takes over the counts of a checkpoint; a missing one is 0 (checkpoints of earlier versions).
-
-        Args:
-            sampled_again: Failed samples that are sampled again: they may not fail again.
-        """
+        """Takes over the counts of a checkpoint; a missing one is 0 (checkpoints of earlier versions). `sampled_again`:
+        failed samples that are sampled again: they may not fail again."""
         self._failed = state.get("failed_samples", 0) - sampled_again
         self._refused = state.get("refused", 0)
         self._without_signal = state.get("without_signal", 0)
@@ -98,11 +95,8 @@ class StepCounts:
         add(self._replaced, sample_counts(group, settings.environment))
 
     def replace_failed(self, group: ScoredGroup | None, settings: GroupSettings) -> None:
-        """Counts a group that is replaced because of a failure, and its samples. Raises BatchFailed.
-
-        Args:
-            group: The group if its rewards have failed, or None if its samples were never scored.
-        """
+        """Counts a group that is replaced because of a failure, and its samples. Raises BatchFailed. `group`: the group
+        if its rewards have failed, or None if its samples were never scored."""
         add(self._replaced, replaced_counts(settings.samples, group, settings.environment))
         self.fail(settings.samples)
 
@@ -114,17 +108,10 @@ def add(total: Counts, counts: Mapping[str, float]) -> None:
 
 
 def sample_counts(group: ScoredGroup, environment: str | None) -> Counts:
-    """Counts of a scored group, zeros included.
-
-    Args:
-        environment: Name of the environment that its samples are episodes in (empty if unnamed), or None if they
-            are single responses.
-
-    Returns:
-        Its samples, and those without a reward; the time of the reward worker (s); its candidates without a reward
-        if it has candidates; episodes that failed and that started again, and the same by environment if this has
-        a name.
-    """
+    """Counts of a scored group, zeros included. `environment`: name of the environment that its samples are episodes in
+    (empty if unnamed), or None if they are single responses. Returns its samples, and those without a reward; the time
+    of the reward worker (s); its candidates without a reward if it has candidates; episodes that failed and that
+    started again, and the same by environment if this has a name."""
     statuses = group.rewards.statuses
     counts: Counts = {
         DISPATCHED: float(len(statuses)),

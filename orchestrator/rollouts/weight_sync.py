@@ -143,10 +143,7 @@ class FileSync:
 
         If it does not arrive, a policy that waits for samples publishes it again: without it, the engines may have none
         to give. A policy that trains no longer has it, but publishes the next one afterwards; engines that did not load
-        this version stay closed until then.
-
-        Returns:
-            The report, or None if the next version replaces this one.
+        this version stay closed until then. Returns the report, or None if the next version replaces this one.
 
         Raises:
             UpdateDamaged: It did not arrive the second time either.
@@ -201,11 +198,8 @@ class FileSync:
     async def renew(self) -> None:
         """Makes the policy publish the current version again, after a new engine failed to load it.
 
-        While the policy trains, its weights are no longer the version's: then this waits for the next one.
-
-        Raises:
-            WorkerError: The policy is lost.
-            TimeoutError: No version was published within `schedule.step_timeout_s`.
+        While the policy trains, its weights are no longer the version's: then this waits for the next one. Raises
+        WorkerError if the policy is lost; TimeoutError if no version was published within `schedule.step_timeout_s`.
         """
         async with self._pool.weights.lock:
             damaged = self._damaged
@@ -403,12 +397,8 @@ class DeviceSync:
             raise UpdateDamaged(engine.name, "bring_up", f"the policy has trained since version {sent.version}")
 
     async def renew(self) -> None:
-        """Waits for the next version, after a new engine could not receive the current one.
-
-        Raises:
-            WorkerDied: The policy is lost.
-            TimeoutError: No version was sent within `schedule.step_timeout_s`.
-        """
+        """Waits for the next version, after a new engine could not receive the current one. Raises WorkerDied if the
+        policy is lost; TimeoutError if no version was sent within `schedule.step_timeout_s`."""
         died = await self._policy.find_dead()
         if died is not None:
             raise died

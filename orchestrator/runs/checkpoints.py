@@ -54,12 +54,9 @@ def folder_checkpoints(spec: RunSpec, out: Path) -> RunCheckpoints:
 
 
 def open_checkpoints(spec: RunSpec, out: Path, resume: bool) -> RunCheckpoints:
-    """The checkpoints of a run that is to start or to resume.
-
-    Raises:
-        UsageError: The run is not to resume, but has checkpoints, or none of them is valid.
-        CheckpointError: The object store cannot be reached, or holds another run's checkpoints under this name.
-    """
+    """The checkpoints of a run that is to start or to resume. Raises UsageError if the run is not to resume, but has
+    checkpoints, or none of them is valid; CheckpointError if the object store cannot be reached, or holds another run's
+    checkpoints under this name."""
     here, remote = folder_checkpoints(spec, out), _remote(spec)
     store, found = here.store, here.found
     if found is not None and not resume:

@@ -55,11 +55,8 @@ class RunLock:
     def renew(self) -> bool:
         """Locks the folder again if it, or the file in it, has been removed; whether that was so.
 
-        Another thread may close the lock at the same time.
-
-        Raises:
-            UsageError: Another run was faster.
-            OSError: The folder cannot be made again.
+        Another thread may close the lock at the same time. Raises UsageError if another run was faster; OSError if the
+        folder cannot be made again.
         """
         try:
             with self._changing:
@@ -100,12 +97,9 @@ class RunLock:
 def locked(folder: Path) -> Iterator[RunLock]:
     """Holds the lock of an existing run folder within the `with` block.
 
-    The kernel releases the lock when this process ends in any way, so that there are no stale locks. Processes
-    that this one starts do not inherit it.
-
-    Raises:
-        UsageError: Another run holds it; the message names it.
-        OSError: The file cannot be created.
+    The kernel releases the lock when this process ends in any way, so that there are no stale locks. Processes that
+    this one starts do not inherit it. Raises UsageError if another run holds it; the message names it; OSError if the
+    file cannot be created.
     """
     lock = RunLock(folder)
     try:

@@ -29,15 +29,8 @@ def ready(document: Document, say: Say, out: Path | None = None, *, resume: bool
 
 
 def single(document: Document, name: str, out: Path | None = None) -> PlannedRun:
-    """The only run of a document, unchecked on this machine.
-
-    Args:
-        out: Run folder, or None for the spec's.
-
-    Raises:
-        SpecError: The spec is invalid.
-        UsageError: It has stages.
-    """
+    """The only run of a document, unchecked on this machine. `out`: run folder, or None for the spec's. Raises
+    SpecError if the spec is invalid; UsageError if it has stages."""
     runs = plan_runs(document, out)
     if any(planned.stage for planned in runs):
         raise UsageError(f"{name}: a file with stages is several runs; use the spec.yaml in a stage's run folder")

@@ -74,14 +74,8 @@ def is_chain(document: yaml_reader.Document) -> bool:
 
 
 def plan_chain(document: yaml_reader.Document, out: Path | None, parse: Parse) -> tuple[PlannedRun, ...]:
-    """Every run of a chain, in order.
-
-    Args:
-        out: Folder of the chain, or None for the spec's.
-
-    Raises:
-        SpecError: With one line for every problem found in any stage.
-    """
+    """Every run of a chain, in order. `out`: folder of the chain, or None for the spec's. Raises SpecError with one
+    line for every problem found in any stage."""
     name, sections = _sections(document)
     folder = out or Path((document.data.get("output") or {}).get("folder") or "runs") / name
     runs: list[PlannedRun] = []

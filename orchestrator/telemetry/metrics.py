@@ -93,10 +93,8 @@ def _equal(left: float, right: float) -> bool:
 def pass_at_k(samples: int, correct: int, k: int) -> float:
     """Unbiased estimate of the probability that at least one of `k` samples is correct, from `correct` of `samples`.
 
-    1 - C(samples - correct, k) / C(samples, k): equation 1 of Chen et al. 2021 (arXiv 2107.03374).
-
-    Raises:
-        ValueError: 0 <= correct <= samples or 1 <= k <= samples does not hold.
+    1 - C(samples - correct, k) / C(samples, k): equation 1 of Chen et al. 2021 (arXiv 2107.03374). Raises ValueError if
+    0 <= correct <= samples or 1 <= k <= samples does not hold.
     """
     if not (0 <= correct <= samples and 1 <= k <= samples):
         raise ValueError(f"pass@{k} is not defined for {correct} correct of {samples} samples")

@@ -80,11 +80,7 @@ class RunFolder:
 
     def samples(self, step: int, columns: Sequence[str] | None = None) -> pa.Table:
         """The samples of a step as a SAMPLES table, or these columns of it; columns that the file lacks are null.
-
-        Raises:
-            UsageError: There are no samples of the step.
-            DataError: The file cannot be read.
-        """
+        Raises UsageError if there are no samples of the step; DataError if the file cannot be read."""
         file = self.path / TRAJECTORIES / f"step-{step:06d}.parquet"
         if not file.is_file():
             raise UsageError(f"{file.parent}: no samples of step {step}{_range(self.sample_files())}")

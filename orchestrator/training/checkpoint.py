@@ -184,12 +184,9 @@ class CheckpointStore:
         return path
 
     def commit(self, path: Path, state: dict[str, Any]) -> Checkpoint:
-        """Publishes `path` as the checkpoint of its step, and removes the oldest checkpoints beyond `keep`.
-
-        Raises:
-            CheckpointError: The checkpoint cannot be written (disk full, ...); `path` is then removed.
-            ValueError: `path` does not come from `begin`, or `state` is not JSON.
-        """
+        """Publishes `path` as the checkpoint of its step, and removes the oldest checkpoints beyond `keep`. Raises
+        CheckpointError if the checkpoint cannot be written (disk full, ...); `path` is then removed; ValueError if
+        `path` does not come from `begin`, or `state` is not JSON."""
         name = path.name.removeprefix(_SAVING)
         step = step_of(name)
         if step is None or path.parent != self.directory:
@@ -213,11 +210,8 @@ class CheckpointStore:
         return Checkpoint(step, final, state)
 
     def adopt(self, path: Path) -> Checkpoint:
-        """Publishes `path`, into which a whole checkpoint was copied, as the checkpoint of its step.
-
-        Raises:
-            CheckpointError: It cannot be written.
-            InvalidCheckpoint: The copy is not a valid checkpoint; it is removed.
+        """Publishes `path`, into which a whole checkpoint was copied, as the checkpoint of its step. Raises
+        CheckpointError if it cannot be written; InvalidCheckpoint if the copy is not a valid checkpoint; it is removed.
         """
         final = self.directory / path.name.removeprefix(_SAVING)
         with _naming(path):
@@ -277,11 +271,9 @@ class CheckpointStore:
 def verify(path: Path) -> Checkpoint:
     """Verifies every file of a checkpoint against its manifest.
 
-    Damaged samples do not make a checkpoint invalid: they are sampled again (`Checkpoint.damaged`).
-
-    Raises:
-        InvalidCheckpoint: A file is missing, changed or not listed, or the manifest or the state cannot be read.
-        OSError: A file cannot be read.
+    Damaged samples do not make a checkpoint invalid: they are sampled again (`Checkpoint.damaged`). Raises
+    InvalidCheckpoint if a file is missing, changed or not listed, or the manifest or the state cannot be read; OSError
+    if a file cannot be read.
     """
     manifest = _read_json(path / MANIFEST)
     listed = manifest.get("files")

@@ -25,14 +25,12 @@ _MERGE_S = 3600.0
 
 
 def exported_model(directory: Path, step: int | None = None, model: str = MODEL) -> Path:
-    """The policy of a verified checkpoint: a folder with a Hugging Face model.
+    """The policy of a verified checkpoint: a folder with a Hugging Face model. Raises CheckpointError if no such valid
+    checkpoint exists, or it lacks the model.
 
     Args:
         step: Step of the checkpoint; None for the newest valid one.
         model: MODEL for the trained weights, AVERAGE for their moving average.
-
-    Raises:
-        CheckpointError: No such valid checkpoint exists, or it lacks the model.
     """
     path = directory if step is None else directory / folder_name(step)
     if step is not None and not path.is_dir():
@@ -56,14 +54,9 @@ def has_adapters(model: Path) -> bool:
 
 
 def write_merged(source: Path, target: Path, base: Path | None = None) -> Path:
-    """Writes adapters, merged with the model below them, to a new folder, which appears when it is complete.
-
-    Args:
-        base: The model below, whose tokenizer is copied, or None for the adapters' base model and their tokenizer.
-
-    Raises:
-        CheckpointError: `target` exists or cannot be written, or the model below has changed.
-    """
+    """Writes adapters, merged with the model below them, to a new folder, which appears when it is complete. `base`:
+    the model below, whose tokenizer is copied, or None for the adapters' base model and their tokenizer. Raises
+    CheckpointError if `target` exists or cannot be written, or the model below has changed."""
     below = {} if base is None else {"base": str(base)}
     with _new_folder(target) as scratch:
         try:

@@ -60,10 +60,7 @@ def _fill(
     packed: bool,
 ) -> list[list[int]]:
     """Splits items in the order given, by descending longest row, into micro-batches of at most `budget` tokens.
-
-    Args:
-        packed: Whether a micro-batch has the tokens of its items; otherwise all its rows are as long as the longest.
-    """
+    `packed`: whether a micro-batch has the tokens of its items; otherwise all its rows are as long as the longest."""
     cuts: list[list[int]] = []
     total = count = width = 0
     for item in order:
@@ -216,10 +213,8 @@ def minibatches(row_count: int, parts: int, seed: Sequence[int]) -> list[list[in
 def pick_states(rows: Sequence[TrainRow], wanted: int, seed: Sequence[int]) -> tuple[list[int], int]:
     """Draws rows by `seed` until they have `wanted` loss tokens.
 
-    Rows are drawn group by group, because rows of one group can share their prompt, often most of their cost.
-
-    Returns:
-        The rows (none if `wanted` is 0), and the stride that reduces their loss tokens to about `wanted`.
+    Rows are drawn group by group, because rows of one group can share their prompt, often most of their cost. Returns
+    the rows (none if `wanted` is 0), and the stride that reduces their loss tokens to about `wanted`.
     """
     rng = np.random.default_rng(list(seed))
     groups: dict[int, list[int]] = {}

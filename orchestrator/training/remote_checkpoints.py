@@ -59,14 +59,8 @@ class RemoteCheckpoints:
     """The checkpoints of one run in an object store; only the run that claimed them writes there."""
 
     def __init__(self, url: str, name: str, keep: int) -> None:
-        """Opens the store.
-
-        Args:
-            url: `s3://bucket/folder`, `gs://...`, `abfs://...` or `file:///...`, with pyarrow's options as a query.
-
-        Raises:
-            CheckpointError: The store cannot be reached.
-        """
+        """Opens the store. `url`: `s3://bucket/folder`, `gs://...`, `abfs://...` or `file:///...`, with pyarrow's
+        options as a query. Raises CheckpointError if the store cannot be reached."""
         self.url = url
         self.keep = keep
         try:
@@ -89,15 +83,9 @@ class RemoteCheckpoints:
         return sorted(step for step, complete in self._found().items() if complete)
 
     def claim(self, folder: Path, *, resumed: bool) -> None:
-        """Makes this process the owner of the copies: whoever wrote them before cannot any more.
-
-        Args:
-            resumed: The run resumes from one of the copies, which makes them its own.
-
-        Raises:
-            CheckpointsTaken: The copies are another run's.
-            CheckpointError: The store cannot be reached, or the folder cannot be written.
-        """
+        """Makes this process the owner of the copies: whoever wrote them before cannot any more. `resumed`: the run
+        resumes from one of the copies, which makes them its own. Raises CheckpointsTaken if the copies are another
+        run's; CheckpointError if the store cannot be reached, or the folder cannot be written."""
         file = folder / _IDS
         try:
             ids: list[str] = json.loads(file.read_text()) if file.exists() else []
@@ -114,11 +102,9 @@ class RemoteCheckpoints:
         """Copies a checkpoint, and removes older ones beyond `keep`, except protected steps'.
 
         A step whose copy is complete is not copied again for samples that were finished since: while it is replaced,
-        there would be no copy. Protected steps that are not there yet are copied too.
-
-        Raises:
-            CheckpointsTaken: Another run has claimed the copies since.
-            CheckpointError: The store or the checkpoint cannot be reached, or the upload was stopped.
+        there would be no copy. Protected steps that are not there yet are copied too. Raises CheckpointsTaken if
+        another run has claimed the copies since; CheckpointError if the store or the checkpoint cannot be reached, or
+        the upload was stopped.
         """
         owner = self._owner()
         if owner and owner.get("id") != self._id:

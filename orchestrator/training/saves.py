@@ -47,15 +47,9 @@ class Uploads:
             self._running = asyncio.create_task(asyncio.to_thread(self._remote.upload, checkpoint, self._protected))
 
     async def settle(self, *, last: bool = False) -> None:
-        """Waits for the upload that is running.
-
-        Args:
-            last: No other upload follows, which could make up for a failed one. One that failed before is repeated.
-
-        Raises:
-            CheckpointsTaken: Another run writes to the same place.
-            TroupeError: Too many uploads in a row have failed, or the last one, or one takes too long.
-        """
+        """Waits for the upload that is running. `last`: no other upload follows, which could make up for a failed one.
+        One that failed before is repeated. Raises CheckpointsTaken if another run writes to the same place; TroupeError
+        if too many uploads in a row have failed, or the last one, or one takes too long."""
         if last and self._running is None and self._newest is not None:
             self.start(self._newest, self._protected)
         running, self._running = self._running, None

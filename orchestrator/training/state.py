@@ -99,11 +99,8 @@ class PenaltyState(Frozen):
         return self.model_copy(update={"kl_old_coef": coef, "kl_old_start": penalty.coef})
 
     def after_updates(self, divergence: float, penalty: KlPenalty) -> PenaltyState:
-        """The state with the KL penalty's coefficient adapted after a batch (arXiv 1707.06347, sec. 4).
-
-        Args:
-            divergence: KL(old || new) per token after the updates of the batch, in nats.
-        """
+        """The state with the KL penalty's coefficient adapted after a batch (arXiv 1707.06347, sec. 4). `divergence`:
+        KL(old || new) per token after the updates of the batch, in nats."""
         coef = self.kl_old_coef
         if divergence > _TOO_FAR * penalty.target:
             coef *= _STEP

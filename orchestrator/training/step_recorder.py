@@ -142,10 +142,7 @@ class StepRecorder(RunPart):
 
     def _publish(self, unfinished: Path, step: int, kept: Callable[[], StepRecord]) -> int:
         """Adds this process's record, gives the folder its name, and removes the oldest steps beyond the bounds.
-
-        Returns:
-            The bytes of the step. One that alone is beyond the bound is removed, and the others stay.
-        """
+        Returns the bytes of the step. One that alone is beyond the bound is removed, and the others stay."""
         write_atomic(unfinished / RESOLVED_SPEC, self._text, PRIVATE)
         (unfinished / STEP).write_text(kept().model_dump_json())
         nbytes = size_of(unfinished)

@@ -51,12 +51,9 @@ class TrainerSaves:
         self._averages = spec.roles.policy.ema_decay > 0
 
     async def try_all(self) -> None:
-        """Makes every trainer write a small part of what the run saves, so that failures are known at the start.
-
-        Raises:
-            WorkerError: A trainer cannot write, or the model cannot be exported.
-            CheckpointError: Files of a trainer do not arrive in the folder that this process reads.
-        """
+        """Makes every trainer write a small part of what the run saves, so that failures are known at the start. Raises
+        WorkerError if a trainer cannot write, or the model cannot be exported; CheckpointError if files of a trainer do
+        not arrive in the folder that this process reads."""
         folder = self._store.begin_trial()
         try:
             for group in self._trainers:
@@ -94,11 +91,8 @@ class TrainerSaves:
         """Waits until the trainers have written the state that `begin` copied.
 
         Waits for each group's ranks in turn, which answer between two calls of the loop; `schedule.train_timeout_s`
-        bounds the whole.
-
-        Raises:
-            CheckpointError: It could not be written, or takes too long.
-            TrainersLost: They do not write it any more.
+        bounds the whole. Raises CheckpointError if it could not be written, or takes too long; TrainersLost if they do
+        not write it any more.
         """
         failed, without_model = "", ""
         try:

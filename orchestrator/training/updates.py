@@ -91,10 +91,7 @@ class Updates(ABC):
         """The groups that train, the policy first; a checkpoint saves each of them."""
 
     async def run(self, step: int, batch: Batch, state: PenaltyState) -> tuple[list[Metrics], PenaltyState]:
-        """All updates on this batch.
-
-        Returns:
-            The metrics of each update, named `ROLE/METRIC`, and the state after them.
+        """All updates on this batch. Returns the metrics of each update, named `ROLE/METRIC`, and the state after them.
 
         Raises:
             TrainingDiverged: A loss is not finite, or too many consecutive gradients were not.

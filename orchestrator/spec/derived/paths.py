@@ -32,11 +32,8 @@ _ON_DISK = "file://"
 
 
 def absolute_paths(document: dict[str, Any], root: Path | None = None) -> dict[str, Any]:
-    """A dumped spec with absolute paths; a model's name on the hub stays as it is.
-
-    Args:
-        root: Folder that relative paths start at, or None for the current directory.
-    """
+    """A dumped spec with absolute paths; a model's name on the hub stays as it is. `root`: folder that relative paths
+    start at, or None for the current directory."""
     start = Path.cwd() if root is None else root
     return _with_paths(document, _fields(), lambda path: str(start / path), start)
 
@@ -105,11 +102,8 @@ def uses_hub(spec: RunSpec) -> bool:
 
 
 def with_sections(spec: SpecT, sections: Mapping[str, Frozen]) -> SpecT:
-    """The spec with some sections replaced.
-
-    Args:
-        sections: New content by dotted path (`roles.critic.model`); each must exist in the spec.
-    """
+    """The spec with some sections replaced. `sections`: new content by dotted path (`roles.critic.model`); each must
+    exist in the spec."""
     for path, section in sections.items():
         spec = _replaced(spec, path.split("."), section)
     return spec

@@ -31,10 +31,8 @@ class PromptRoom(NamedTuple):
 def prompt_room(spec: RunSpec, section: str) -> PromptRoom:
     """Tokens that a prompt of this section in `data` may have, after reserving a response, or a turn of its episodes.
 
-    A turn may have what the conversation leaves of the model's length, and needs one token.
-
-    Args:
-        section: The section; of a mixture `train.0`, or `train.0 (math)` with the source.
+    A turn may have what the conversation leaves of the model's length, and needs one token. `section`: the section; of
+    a mixture `train.0`, or `train.0 (math)` with the source.
     """
     if (offline := spec.offline) is not None:
         words = f"data.max_length {offline.data.max_length} allows for prompt and response"

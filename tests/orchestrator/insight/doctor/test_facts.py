@@ -6,12 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT
 from troupe.orchestrator.insight.doctor import machine
-from troupe.orchestrator.insight.doctor.checks import needs_of
 from troupe.orchestrator.insight.doctor.machine import UNLIMITED, torch_cuda
 from troupe.orchestrator.plan.nvidia import is_visible
-from troupe.orchestrator.spec.load import plan_runs, read_document
 from troupe.workers.contract.units import GIB
 
 
@@ -76,19 +73,3 @@ def test_a_proxy_counts_unless_loopback_is_exempt(monkeypatch: pytest.MonkeyPatc
     assert machine._proxy() == "https_proxy"
     monkeypatch.setenv("no_proxy", "localhost,127.0.0.1")
     assert machine._proxy() == ""
-
-
-def test_a_specs_needs_are_those_of_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    needs = needs_of(plan_runs(read_document(ROOT / "deploy" / "specs" / "node-8gpu-grpo.yaml")))
-    assert (needs.name, needs.gpus, needs.cpus, needs.checkpoints) == ("node-8gpu-grpo", 8, 56, 4)
-    assert needs.weight_file == needs.checkpoint == 0  # its model is not here
-
-
-def test_the_weights_and_checkpoints_of_a_spec_follow_from_its_model(tiny_model: Path) -> None:
-    overrides = [f"model.path={tiny_model}"]
-    needs = needs_of(plan_runs(read_document(ROOT / "deploy" / "specs" / "tiny-grpo.yaml", overrides)))
-    stored = sum(path.stat().st_size for path in tiny_model.glob("*.safetensors"))  # in bfloat16
-    assert 0.99 * 2 * stored < needs.weight_file <= 2 * stored
-    assert needs.checkpoint == 4 * needs.weight_file  # float32 weights, and three times as much for Adam
-    assert needs.host_memory > needs.weight_file
