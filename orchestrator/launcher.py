@@ -48,12 +48,7 @@ class WorkerLauncher:
         snapshots: Sequence[Snapshot] = (),
         classes: Mapping[str, type[roles.Worker]] | None = None,
     ) -> None:
-        """Starts nothing.
-
-        Args:
-            snapshots: The folders that are snapshots of the hub, which nodes without them download.
-            classes: Worker classes to start instead of the classes of the table, by its rows.
-        """
+        """Starts nothing. `snapshots`: the folders that are snapshots of the hub, which nodes without them download."""
         self.calls = RecoverableCalls()
         """Repeats calls of the trainers' groups once the run has restarted them."""
         self._spec = spec

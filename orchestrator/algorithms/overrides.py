@@ -20,11 +20,7 @@ def overrides(
     """Adds the fields of models to a section, where each may be left out (null) for the algorithm's default.
 
     A bound that may be None in its model is off at 0. Raises ValueError if a field has another type or other bounds in
-    another model.
-
-    Args:
-        models: Who reads each model, as it stands before the meaning of a field; empty if all do.
-        without: Fields that a section does not set.
+    another model. `models`: who reads each model, as it stands before the meaning of a field; empty if all do.
     """
     found: dict[str, dict[str, FieldInfo]] = {}
     for model, readers in models.items():

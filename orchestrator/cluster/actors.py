@@ -178,12 +178,8 @@ class RunActors:
 
 
 def actor_class(path: str, protocol: type[Any], *, concurrent: bool) -> type[Any]:
-    """A class of the same name that imports the worker class in the actor's process and forwards calls to it.
-
-    Args:
-        path: The worker class, as `module:Class`.
-        concurrent: Whether the methods of the worker class are coroutines.
-    """
+    """A class of the same name that imports the worker class in the actor's process and forwards calls to it. `path`:
+    the worker class, as `module:Class`."""
     module, _, name = path.partition(":")
 
     def create(self: Any, *args: Any) -> None:

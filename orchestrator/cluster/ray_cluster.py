@@ -378,12 +378,7 @@ class Cluster:
         *args: object,
     ) -> R:
         """Calls a function in a separate process on the node of a worker; it reserves nothing itself. Raises
-        WorkerError if it failed, or did not end in time.
-
-        Args:
-            placed: The worker in it, on whose node the function runs.
-            args: Arguments; references to tables become tables.
-        """
+        WorkerError if it failed, or did not end in time. `args`: arguments; references to tables become tables."""
         nodes = placement_group_table(self._reserved[placement.name].group)["bundles_to_node_id"]
         name = function.__name__
         env = TABLE_SETTINGS | env

@@ -368,7 +368,6 @@ class PolicyGroup(TrainerGroup[Policy]):
 
         Args:
             plans: Rows of the batch (and of `texts`), one plan for each share.
-            kl_old_coef: Weight of KL(old || new) in this update.
             texts: TEXTS table whose pieces are learned in the same step (PPO-ptx).
         """
         self.updates += 1

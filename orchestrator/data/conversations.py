@@ -62,11 +62,7 @@ def spoken_turns(value: Any) -> Any:
 
 def chat_messages(prompt: Any, source: PromptText, system: Any = None, *, plain: bool = False) -> list[Message]:
     """The chat messages of a prompt given as text or as a list of messages. Raises BadRow if the prompt cannot be used.
-
-    Args:
-        system: The row's own system message; null or empty if it has none.
-        plain: Without a chat template (`model.chat_template: none`): the prompt must be text.
-    """
+    `plain`: without a chat template (`model.chat_template: none`): the prompt must be text."""
     prompt = prompt if plain else spoken_turns(prompt)
     if system is not None and not isinstance(system, str):
         raise BadRow("the system message is not text")

@@ -187,13 +187,8 @@ class Replayer:
         return {group.role: digest for group, digest in zip(groups, found, strict=True)}
 
     async def repeat(self, folder: RecordedStep) -> Repeated:
-        """Repeats the updates of a step.
-
-        Raises:
-            UsageError: A table of the step is not what the run wrote.
-            TrainingDiverged: A loss is not finite.
-            WorkerError: A call failed.
-        """
+        """Repeats the updates of a step. Raises UsageError if a table of the step is not what the run wrote;
+        TrainingDiverged if a loss is not finite; WorkerError if a call failed."""
         kept = folder.kept
         tables = await asyncio.to_thread(folder.tables)
         texts = None if tables.texts is None else self._put(tables.texts)
@@ -250,12 +245,8 @@ class ReplayOutcome:
 
 def replay(run: Path, step: int, console: Console, each: Each, address: str | None = None) -> ReplayOutcome:
     """Repeats the shortest part of a run that includes a step. Raises UsageError if the step cannot be repeated
-    (`plan_replay`); TroupeError if the trainers do not start, or a step cannot be repeated.
-
-    Args:
-        step: The last step that is repeated.
-        address: Ray cluster to join, or None for a local one.
-    """
+    (`plan_replay`); TroupeError if the trainers do not start, or a step cannot be repeated. `step`: the last step that
+    is repeated."""
     return asyncio.run(_replay(run, plan_replay(run, step), console, each, address))
 
 

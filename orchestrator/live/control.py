@@ -107,12 +107,8 @@ class ControlServer(RunPart):
 
 def ask(run_folder: Path, changes: dict[str, Any], timeout_s: float) -> tuple[RoleState, ...]:
     """Ask a run to change its spec. Returns the state of every role that scales. Raises UsageError if the folder has no
-    active run, or the run refuses the change; TroupeError if the run does not answer in time, or ends first.
-
-    Args:
-        changes: New values by dotted path; if empty, only report the state.
-        timeout_s: Longest wait for the answer, in seconds.
-    """
+    active run, or the run refuses the change; TroupeError if the run does not answer in time, or ends first. `changes`:
+    new values by dotted path; if empty, only report the state."""
     _require_run(run_folder)
     try:
         request = ChangeRequest(changes=changes).model_dump_json()

@@ -74,11 +74,8 @@ class Mailbox:
         write_atomic(self.folder / f"{_ANSWER}{request.key}", content, PRIVATE)
 
     def ask(self, content: bytes, timeout_s: float, write_s: float | None = None) -> bytes:
-        """Sends a request and returns its answer. A disk that hangs does not block this process.
-
-        Args:
-            timeout_s: Longest wait for the answer, in seconds.
-            write_s: Longest wait until the request is written, in seconds, or None for `timeout_s`.
+        """Sends a request and returns its answer. A disk that hangs does not block this process. `write_s`: longest
+        wait until the request is written, in seconds, or None for `timeout_s`.
 
         Raises:
             TimeoutError: There is no answer in time. The request is withdrawn.

@@ -357,12 +357,8 @@ def _adapters(size: ModelSize, lora: LoraConfig | None, values: bool) -> int:
 
 
 def _handing_over(memories: Sequence[WorkerMemory], scoring: Sequence[WorkerMemory]) -> Iterator[WorkerMemory]:
-    """Memory of a trainer that hands its GPU over: its optimizer is in host memory outside of the updates.
-
-    Args:
-        memories: Its memory as if it had the GPU to itself.
-        scoring: Memory of its model when it scores while the engines sample, or empty if it does not.
-    """
+    """Memory of a trainer that hands its GPU over: its optimizer is in host memory outside of the updates. `memories`:
+    its memory as if it had the GPU to itself."""
     for memory in memories:
         if memory.where == "host":
             moved = sum(
@@ -389,13 +385,8 @@ def _asleep(memories: Sequence[WorkerMemory], sleep: Sleep) -> Iterator[WorkerMe
 def _engine_shares(
     policy: Sequence[WorkerMemory], bare: Sequence[WorkerMemory], sleep: Sleep, gpu: int, reserved: int
 ) -> tuple[float, ...]:
-    """Shares of its GPU that the policy leaves an engine there: with room to spare, and without.
-
-    Args:
-        bare: Memory of the engine without a cache.
-        sleep: What the engine releases while it sleeps.
-        reserved: What the two reserve of it, in bytes.
-    """
+    """Shares of its GPU that the policy leaves an engine there: with room to spare, and without. `bare`: memory of the
+    engine without a cache."""
     held = PERIODS if sleep == "none" else ("sampling",)
     both = [memory for memory in (*policy, *bare) if memory.where == "gpu"]
     taken = max(sum(memory.during(period) for memory in both) for period in held)

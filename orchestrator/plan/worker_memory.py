@@ -472,7 +472,6 @@ def sequence_bytes(size: ModelSize, per_token: int, tokens: int, block: int, bat
 
     Args:
         per_token: Bytes that one layer caches of one token.
-        block: Tokens in a block.
         batch: Tokens of the largest batch (`max_num_batched_tokens`).
     """
     whole = math.ceil(tokens / block)

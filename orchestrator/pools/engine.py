@@ -80,12 +80,7 @@ class Dispatch:
     """
 
     def __init__(self, engines: Sequence[Engine], max_load: int, lost: Callable[[], EnginesLost | None]) -> None:
-        """Nothing is assigned yet.
-
-        Args:
-            max_load: Most unfinished samples of one engine, running and queued.
-            lost: Why no engine will receive groups again, or None.
-        """
+        """Nothing is assigned yet. `max_load`: most unfinished samples of one engine, running and queued."""
         self.max_load = max_load
         self._lost = lost
         self._waiting: deque[tuple[int, asyncio.Future[Engine]]] = deque()

@@ -357,11 +357,8 @@ async def trainer_memory(pool: EnginePool, policy: PolicyGroup, timeout_s: float
     the engines sleep; their unfinished groups, which exist only when trainers are restarted, continue afterwards. Then
     the optimizer is offloaded, and each engine takes back its KV cache once it has verified the new weights. After an
     error in the block nothing is moved: the trainers are restarted, or the run ends. Raises WorkerError if a trainer
-    did not move its states.
-
-    Args:
-        pool: The engines. One that does not sleep is replaced, once the trainers have returned the memory.
-        timeout_s: Bound on the sleep of an engine and on the move of a trainer's states, in seconds.
+    did not move its states. `pool`: the engines. One that does not sleep is replaced, once the trainers have returned
+    the memory.
     """
 
     async def sleep(engine: Engine) -> None:

@@ -60,7 +60,6 @@ class LinkedPool(ReplicaPool[WorkerHandle[WorkerT]], Generic[WorkerT, CallerT, L
         """Watches nothing yet.
 
         Args:
-            callers: The workers that call them.
             make_link: Makes the link to these workers; the text is why no worker will serve again, or empty.
             watch_s: Longest time to notice a frozen worker.
         """

@@ -144,12 +144,7 @@ class Evaluator:
         responses: Path | None = None,
         log: EvaluationLog | None = None,
     ) -> None:
-        """Evaluates nothing yet.
-
-        Args:
-            responses: Folder for the samples of every evaluation, or None to write none.
-            log: Keeps the results, or None to return them only.
-        """
+        """Evaluates nothing yet. `responses`: folder for the samples of every evaluation, or None to write none."""
         self._seed = seed
         self._sets = tuple(sets)
         self._responses = responses
@@ -162,12 +157,8 @@ class Evaluator:
     ) -> dict[str, float]:
         """Evaluates all prompts with the weights that the engines serve. Returns `SetResult.metrics` of every set,
         under `eval/`, or `eval/NAME/` of a set with a name. Raises WorkerError if a prompt failed on several engines,
-        or its reward worker failed; EnginesLost if no engine is left and none is starting.
-
-        Args:
-            step: Steps that these weights were trained for; names the file of the samples.
-            progress: Called with (finished prompts, all prompts).
-        """
+        or its reward worker failed; EnginesLost if no engine is left and none is starting. `step`: steps that these
+        weights were trained for; names the file of the samples."""
         results = await self.results(step, progress, sample)
         if self._log is not None:
             try:

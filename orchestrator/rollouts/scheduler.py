@@ -173,13 +173,8 @@ class RolloutScheduler:
 
     async def next_batch(self, progress: Progress | None = None) -> list[ScoredGroup]:
         """Waits for the groups of the next step and returns them in order of dispatch. `progress`: called at the start
-        and whenever a task of a group ends.
-
-        Raises:
-            BatchFailed: Too many samples failed or too many prompts were refused.
-            EnginesLost: No engine is left and none is starting.
-            WorkerError: A group could not be scored.
-        """
+        and whenever a task of a group ends. Raises BatchFailed if too many samples failed or too many prompts were
+        refused; EnginesLost if no engine is left and none is starting; WorkerError if a group could not be scored."""
         size = self._schedule.prompts_per_step
         while True:
             if self._failure is not None:

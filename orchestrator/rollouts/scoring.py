@@ -151,12 +151,7 @@ class RewardPool(ReplicaPool[WorkerHandle[Reward]]):
         budget: RestartBudget | None = None,
         judge_start_s: float = 0.0,
     ) -> None:
-        """Creates the pool (see `ReplicaPool`).
-
-        Args:
-            timeout_s: Bound on a call, for one group.
-            judge_start_s: Longest time to replace a judge that has died.
-        """
+        """Creates the pool (see `ReplicaPool`). `judge_start_s`: longest time to replace a judge that has died."""
         super().__init__(workers, launch, budget)
         self._timeout_s = timeout_s
         self._judge_start_s = judge_start_s
@@ -169,12 +164,8 @@ class RewardPool(ReplicaPool[WorkerHandle[Reward]]):
     ) -> tuple[RewardSummary, TableRef]:
         """Scores one group on the least-loaded worker. Without a judge the group waits until there is one again.
         Returns rewards by sample, and a reference to the REWARDS table. Raises WorkerError if the call failed, every
-        worker was lost and none can be replaced, or there is no judge for too long.
-
-        Args:
-            rewards: Name of a set of reward functions in `ScoringConfig.sets`, or empty for the role's.
-            vote: Whether the summary records which samples give the same answer.
-        """
+        worker was lost and none can be replaced, or there is no judge for too long. `rewards`: name of a set of reward
+        functions in `ScoringConfig.sets`, or empty for the role's."""
 
         async def ask(worker: WorkerHandle[Reward]) -> tuple[RewardSummary, TableRef]:
             async with self._room[worker]:
@@ -246,14 +237,9 @@ class TokenScorer:
         pool: ReplicaPool[Any] | None = None,
         sources: Sequence[str] | None = None,
     ) -> None:
-        """Scores nothing yet.
-
-        Args:
-            pool: The workers of the group, if they are independent of each other: it replaces lost ones, and
-                workers join and leave the group between two waves. If None, the group does not change, and losing a
-                worker is an error.
-            sources: The sources whose samples it scores, or None for all.
-        """
+        """Scores nothing yet. `pool`: the workers of the group, if they are independent of each other: it replaces lost
+        ones, and workers join and leave the group between two waves. If None, the group does not change, and losing a
+        worker is an error."""
         self.role = group.role
         """The role of the ranks."""
         self._sources = sources

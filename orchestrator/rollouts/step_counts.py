@@ -131,12 +131,8 @@ def sample_counts(group: ScoredGroup, environment: str | None) -> Counts:
 
 
 def replaced_counts(samples: int, group: ScoredGroup | None, environment: str | None) -> Counts:
-    """Counts of a group that is replaced because of a failure: it takes all of its samples with it.
-
-    Args:
-        group: The group if its rewards have failed, or None if its samples were never scored.
-        environment: Name of its environment, as in `sample_counts`.
-    """
+    """Counts of a group that is replaced because of a failure: it takes all of its samples with it. `group`: the group
+    if its rewards have failed, or None if its samples were never scored."""
     if group is None:
         return {DISPATCHED: float(samples)}
     counts = sample_counts(group, environment)

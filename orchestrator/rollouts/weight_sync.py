@@ -112,12 +112,9 @@ class FileSync:
     async def push(self, version: int) -> SyncReport:
         """Publishes the policy's weights as `version` and loads them into every engine.
 
-        Publishes them once again if an engine reports damaged weights.
-
-        Raises:
-            UpdateDamaged: They did not arrive the second time either.
-            WeightsNotVerified: An engine acknowledged another version or digest, or did not load the version.
-            EnginesLost: No engine is left and none is starting.
+        Publishes them once again if an engine reports damaged weights. Raises UpdateDamaged if they did not arrive the
+        second time either; WeightsNotVerified if an engine acknowledged another version or digest, or did not load the
+        version; EnginesLost if no engine is left and none is starting.
         """
         async with self._pool.weights.transfer(version):
             update = await self._begin(version)
@@ -143,12 +140,9 @@ class FileSync:
 
         If it does not arrive, a policy that waits for samples publishes it again: without it, the engines may have none
         to give. A policy that trains no longer has it, but publishes the next one afterwards; engines that did not load
-        this version stay closed until then. Returns the report, or None if the next version replaces this one.
-
-        Raises:
-            UpdateDamaged: It did not arrive the second time either.
-            WeightsNotVerified: An engine acknowledged another version or digest, or did not load the version.
-            EnginesLost: No engine is left and none is starting.
+        this version stay closed until then. Returns the report, or None if the next version replaces this one. Raises
+        UpdateDamaged if it did not arrive the second time either; WeightsNotVerified if an engine acknowledged another
+        version or digest, or did not load the version; EnginesLost if no engine is left and none is starting.
         """
         async with self._pool.weights.lock:
             if (update := self._current) is None:
@@ -345,13 +339,9 @@ class DeviceSync:
         self._pushed = Changes()
 
     async def push(self, version: int) -> SyncReport:
-        """Sends the policy's weights to every engine as `version`.
-
-        Raises:
-            WorkerError: A trainer was lost, or the transfer failed twice.
-            WeightsNotVerified: An engine acknowledged another version or digest.
-            EnginesLost: No engine is left and none is starting.
-        """
+        """Sends the policy's weights to every engine as `version`. Raises WorkerError if a trainer was lost, or the
+        transfer failed twice; WeightsNotVerified if an engine acknowledged another version or digest; EnginesLost if no
+        engine is left and none is starting."""
         async with self._pool.weights.transfer(version):
             try:
                 report = await self._send(tuple(self._pool.receivers))

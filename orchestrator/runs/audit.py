@@ -70,12 +70,7 @@ class RunAudit:
     pools: RunPools
 
     async def run(self, found: Checkpoint | None, load: Callable[[], Awaitable[object]] | None = None) -> AuditReport:
-        """Compares the initial weights, or a checkpoint's.
-
-        Args:
-            found: The checkpoint, or None for the initial weights.
-            load: Makes the trainers load it, or None if they have.
-        """
+        """Compares the initial weights, or a checkpoint's. `found`: the checkpoint, or None for the initial weights."""
         session, spec, data = self.session, self.session.spec.rollouts, self.session.data
         policy = session.workers.require_policy()
         prompts = data.train, session.cluster.put(data.train.table)

@@ -39,12 +39,7 @@ def run_parts(
     own: Sequence[RunPart] = (),
 ) -> RunParts:
     """The parts of a run, with the state of the checkpoint that it resumes from. Raises CheckpointError if the state
-    has another form.
-
-    Args:
-        sinks: Receives the metrics of evaluations that are late.
-        own: Further parts of this kind of run, the last ones.
-    """
+    has another form. `own`: further parts of this kind of run, the last ones."""
     source, recorder, recovery = components.source, components.recorder, components.recovery
     best = BestCheckpoints(spec, components.held_out_rows, checkpoints.store)
     targets = SaveContext(

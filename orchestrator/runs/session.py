@@ -148,7 +148,6 @@ async def open_session(
 
     Args:
         local: The spec with models that are folders, or None to fetch what it names.
-        roles: Roles to start, or None for all.
         trains: Whether the run trains: it has the lock of its folder, reads its data and renders the prompts while the
             workers start, records events, and answers `troupe why`.
     """

@@ -32,12 +32,8 @@ class Setting:
     """Further names under which people look for it, with a section where the last name alone says too little."""
 
     def score(self, path: Sequence[str], fields: Collection[str]) -> int:
-        """How many names at the end of a path match the setting's, or 0 for another setting.
-
-        Args:
-            path: Names of a field that a spec does not have.
-            fields: Names of the fields that a spec has, without their sections: one of these alone is too little.
-        """
+        """How many names at the end of a path match the setting's, or 0 for another setting. `fields`: names of the
+        fields that a spec has, without their sections: one of these alone is too little."""
         names = (name.removeprefix("--").split(".") for name in (*self.verl, *self.openrlhf, *self.trl))
         most = max((_common_end(path, name) for name in names), default=0)
         if most > 1 or (most and path[-1] not in fields):
@@ -58,12 +54,8 @@ def _setting(section: str, row: Mapping[str, Any]) -> Setting:
 
 
 def counterpart(path: Sequence[str], value: Any, known: Collection[str]) -> str:
-    """What a spec has instead of another trainer's setting, for an error message; empty if nothing matches.
-
-    Args:
-        path: Names of the unknown field and of the sections around it.
-        value: Its value; of a section, the settings in it are looked up as well.
-    """
+    """What a spec has instead of another trainer's setting, for an error message; empty if nothing matches. `value`:
+    its value; of a section, the settings in it are looked up as well."""
     fields = {field.rpartition(".")[2] for field in known}
     found = _nearest(path, known, fields)
     if found is not None:

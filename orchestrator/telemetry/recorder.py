@@ -34,12 +34,8 @@ class RunRecorder:
     def __init__(
         self, calls: CallLog, events: EventLog, folder: Path | None = None, resume_at: int = 0, keep_gib: float = 0.0
     ) -> None:
-        """Drops the timeline and the samples of steps after `resume_at`, all of them at 0.
-
-        Args:
-            folder: The run folder, or None to write no timeline.
-            keep_gib: GiB that samples and timelines may take; the oldest steps are deleted. 0: no bound.
-        """
+        """Drops the timeline and the samples of steps after `resume_at`, all of them at 0. `keep_gib`: GiB that samples
+        and timelines may take; the oldest steps are deleted. 0: no bound."""
         self.events = events
         self._calls = calls
         self._folder = folder

@@ -72,7 +72,6 @@ class TrainerRecovery:
 
         Args:
             push: Sends the trained weights, or None if no engine serves them.
-            done: Step of the checkpoint that the trainers have loaded, if any.
             hold_memory: Entered for updates and restarts, or None if the trainers share no GPU with an engine.
         """
         self.calls = calls

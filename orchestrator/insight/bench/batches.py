@@ -63,12 +63,7 @@ class SamplingBatches:
         prompts: TableRef,
         settings: RowTable[GroupSettings] | None = None,
     ) -> None:
-        """Samples nothing yet.
-
-        Args:
-            spec: One step for each batch, without staleness (`measured_spec`).
-            settings: How groups are sampled, by the row of their prompt, or None if all alike.
-        """
+        """Samples nothing yet. `settings`: how groups are sampled, by the row of their prompt, or None if all alike."""
         self._scheduler = RolloutScheduler(spec, pool, Unscored(), Ledger(), next_prompt, prompts, settings=settings)
         self._batch = 0
 
@@ -128,7 +123,6 @@ def train_batch(groups: Sequence[GroupLengths], vocabulary: int, seed: int) -> t
     and the TRAIN table.
 
     Args:
-        groups: Lengths of the sequences.
         vocabulary: Token ids are below it.
     """
     rng = np.random.default_rng(seed)

@@ -258,12 +258,7 @@ _EXPLAIN = {
 
 
 def record_of(results: Sequence[Result], cores: int | None, train: TrainResult | None = None) -> Json:
-    """The whole benchmark.
-
-    Args:
-        cores: CPU cores of the machine, or None for a cluster, whose free resources are unknown.
-        train: The trainers alone, at the fastest point, or None if not measured.
-    """
+    """The whole benchmark. `cores`: CPU cores of the machine, or None for a cluster, whose free resources are unknown."""
     spec, best = results[0].point.spec, best_of(results)
     return {
         "name": spec.name,

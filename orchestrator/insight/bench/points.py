@@ -72,12 +72,7 @@ def parse_sweep(text: str) -> Sweep:
 def grid(load: Callable[[list[str]], RunSpec], sweeps: Sequence[Sweep], prompts: int | None = None) -> list[Point]:
     """Every combination of the swept values; a single point without sweeps. Raises SpecError if a combination is not
     valid, or a field has nothing to do with rollouts; UsageError if the spec has no rollouts, or the sweep is too
-    large.
-
-    Args:
-        load: Loads the spec with these overrides. Raises SpecError.
-        prompts: Prompts of every point, or None for `schedule.prompts_per_step`.
-    """
+    large. `prompts`: prompts of every point, or None for `schedule.prompts_per_step`."""
     fields = [sweep.field for sweep in sweeps]
     if repeated := {field for field in fields if fields.count(field) > 1}:
         raise UsageError(f"{SWEEP} {repeated.pop()} is given twice")

@@ -31,12 +31,7 @@ SAMPLE_BYTES = 24 * MIB
 
 def write_report(folders: Sequence[Path], output: Path, budget: int = SAMPLE_BYTES) -> Path:
     """Write the report of one or several runs. Raises UsageError if a folder holds no run, or `output` is a URL;
-    OSError if the file cannot be written.
-
-    Args:
-        output: The file. It is replaced as a whole.
-        budget: Bytes of samples that the page may hold, over all runs.
-    """
+    OSError if the file cannot be written. `budget`: bytes of samples that the page may hold, over all runs."""
     if is_url(output):
         raise UsageError(f"{output} is a URL; write the report to a disk")
     text = report_text(folders, budget)
