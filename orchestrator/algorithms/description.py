@@ -66,7 +66,6 @@ def description(name: str) -> str:
 
 
 def named(name: str) -> Algorithm | OfflineAlgorithm:
-    """The row of an algorithm. Raises KeyError."""
     return OFFLINE_ALGORITHMS[name] if name in OFFLINE_ALGORITHMS else ALGORITHMS[name]
 
 
@@ -130,7 +129,6 @@ def offline_defaults(row: OfflineAlgorithm) -> Iterator[tuple[str, str]]:
 
 
 def offline_roles(row: OfflineAlgorithm) -> list[str]:
-    """Roles of an algorithm on offline data."""
     return ["policy", *(["reference"] if row.reference else [])]
 
 
@@ -143,7 +141,6 @@ def roles_besides(row: Algorithm) -> list[str]:
 
 
 def as_yaml(value: Any) -> str:
-    """A default as YAML."""
     if value is None:
         return "null"
     if isinstance(value, bool):

@@ -189,7 +189,6 @@ class OfflineAlgorithmConfig(Frozen):
 
     @property
     def row(self) -> OfflineAlgorithm:
-        """The algorithm's row."""
         return OFFLINE_ALGORITHMS[self.name]
 
     @property

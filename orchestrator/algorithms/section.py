@@ -185,7 +185,6 @@ def custom_row(config: CustomConfig) -> Algorithm:
 
 
 def group_size(config: AlgorithmConfig) -> int:
-    """Samples per prompt."""
     return config.group_size or row_of(config).group_size
 
 

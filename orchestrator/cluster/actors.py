@@ -152,7 +152,6 @@ class RunActors:
             raise
 
     def kill(self, name: str) -> None:
-        """Ends the process of the worker of this name immediately."""
         self._cluster.kill(self._workers[name])
 
     async def end(self, name: str, timeout_s: float) -> None:

@@ -43,7 +43,6 @@ class ActorEngines:
         return len(self._actors) * self._ranks
 
     def join(self, info: dict[str, Any]) -> None:
-        """Adds every engine to the transfer group, each behind the ranks of those before it."""
         first = info.get("first_rank", 0)
         infos = ({**info, "first_rank": first + number * self._ranks} for number in range(len(self._actors)))
         self._wait(
@@ -51,15 +50,12 @@ class ActorEngines:
         )
 
     def start(self) -> None:
-        """Pauses every engine."""
         self._wait(submit(actor, RolloutEngine.transfer_start) for actor in self._actors)
 
     def receive(self, info: dict[str, Any]) -> None:
-        """Receives weights on every engine."""
         self._wait(submit(actor, RolloutEngine.transfer_receive, info) for actor in self._actors)
 
     def finish(self, version: int, digest: str) -> list[WeightAck]:
-        """Serves the weights received as `version` on every engine."""
         return self._wait(submit(actor, RolloutEngine.transfer_finish, version, digest) for actor in self._actors)
 
     def _wait(self, calls: Iterable[Any]) -> list[Any]:
@@ -76,7 +72,6 @@ class ActorEnvironments:
         self._lost = lost
 
     async def begin(self, episode: str, row: Row, timeout_s: float) -> tuple[str, EpisodeReply]:
-        """Begins an episode on the least-loaded worker; see `EnvironmentLink.begin`."""
         if not self._open:
             if self._lost:
                 return "", failed(self._lost)
@@ -90,11 +85,9 @@ class ActorEnvironments:
             raise
 
     async def step(self, worker: str, episode: str, message: Message, timeout_s: float) -> EpisodeReply:
-        """Sends a message to an episode; see `EnvironmentLink.step`."""
         return await self._call(worker, EnvironmentServer.step, timeout_s, episode, message)
 
     def end(self, worker: str, episode: str) -> None:
-        """Ends an episode; see `EnvironmentLink.end`."""
         self._closed(worker)
         if worker in self._actors:
             submit(self._actors[worker], EnvironmentServer.end, episode)
@@ -149,7 +142,6 @@ class ActorJudges:
         return [answers[place] for place in range(len(questions))]
 
     async def turn(self, question: Question, timeout_s: float) -> JudgeAnswer:
-        """The answer of the worker with the fewest open turns; see `JudgeLink.turn`."""
         while self._actors:
             worker = min(self._actors, key=self._turns.__getitem__)
             call = submit(self._actors[worker], JudgeEngine.answer, [question])

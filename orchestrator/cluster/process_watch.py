@@ -67,14 +67,10 @@ class WatchedProcess(Protocol):
     """A worker whose process is watched."""
 
     @property
-    def name(self) -> str:
-        """Role and index, as in `rollout-0`."""
-        ...
+    def name(self) -> str: ...
 
     @property
-    def actor(self) -> Any:
-        """The Ray actor."""
-        ...
+    def actor(self) -> Any: ...
 
     def locate(self, process: Process) -> None:
         """Records the location of its process."""
@@ -142,7 +138,6 @@ class ProcessWatch:
         self._workers = {process: other for process, other in self._workers.items() if other is not worker}
 
     def close(self) -> None:
-        """Watches no more."""
         for task in (*self._nodes.values(), *self._locating):
             task.cancel()
 

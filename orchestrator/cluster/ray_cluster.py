@@ -96,13 +96,11 @@ class ActorWorker(Generic[W_co]):
 
     @property
     def name(self) -> str:
-        """Role and index, as in `rollout-0`."""
         return self._name
 
     async def call(
         self, method: Callable[Concatenate[W_co, P], Reply[R]], timeout_s: float, *args: P.args, **kwargs: P.kwargs
     ) -> R:
-        """Calls a method of the actor; see `WorkerHandle.call`."""
         return await self._wait(submit(self.actor, method, *args, **kwargs), method.__name__, timeout_s, args)
 
     async def call_for_table(
@@ -112,23 +110,19 @@ class ActorWorker(Generic[W_co]):
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> tuple[R, TableRef]:
-        """Calls a method that returns (summary, table) and fetches the summary only; see `WorkerHandle`."""
         name = method.__name__
         summary, table = getattr(self.actor, name).options(num_returns=2).remote(*args, **kwargs)
         return await self._wait(summary, name, timeout_s, args), table
 
     def kill(self) -> None:
-        """Ends the actor's process immediately; does nothing if it is gone."""
         self._ended = True
         if ray.is_initialized():  # after a disconnection, Ray would start a cluster for the call
             ray.kill(self.actor, no_restart=True)
 
     def locate(self, process: Process) -> None:
-        """Records the location of the actor's process; see `process_watch.Watched`."""
         self._process = process
 
     def terminate(self, reason: str) -> None:
-        """Ends the actor for this reason; see `process_watch.Watched`."""
         self._terminated = reason
         self.kill()
         self._on_loss(self._name, reason)
@@ -312,19 +306,15 @@ class Cluster:
         return types.pop() if len(types) == 1 else ""
 
     def locations(self) -> dict[str, Process]:
-        """Locations of the workers' processes, by name. May be called from any thread."""
         return {} if self._watch is None else self._watch.locations()
 
     def exit_reason(self, process: Process | None) -> str:
-        """What is known of the end of a worker's process; see `ProcessWatch.exit_reason`."""
         return "" if self._watch is None else self._watch.exit_reason(process)
 
     async def activities(self, names: Collection[str]) -> dict[str, str]:
-        """Start-up steps of workers, by name; see `ProcessWatch.activities`."""
         return {} if self._watch is None else await self._watch.activities(names)
 
     def inspect(self, own: Mapping[int, str], paths: tuple[Path, ...], timeout_s: float) -> list[NodeReport]:
-        """Reports on the processes of all nodes; see `ProcessWatch.inspect`."""
         return [] if self._watch is None else self._watch.inspect(own, paths, timeout_s)
 
     @staticmethod
@@ -482,7 +472,6 @@ class Cluster:
         self.kill(worker)
 
     def kill(self, worker: ActorWorker[Any]) -> None:
-        """Ends a worker's process immediately."""
         worker.kill()
         if self._watch is not None:
             self._watch.remove(worker)

@@ -141,7 +141,6 @@ class WorkerGroup(Generic[W]):
 
     @property
     def ranks(self) -> int:
-        """Number of workers."""
         return len(self.workers)
 
     @property
@@ -276,7 +275,6 @@ class TrainerGroup(WorkerGroup[TrainerT], ABC):
         return sum(await self._compute(Trainer.offload_states, timeout_s))
 
     async def save(self, directory: str, *, timeout_s: float) -> None:
-        """Writes a checkpoint of model, optimizer and schedule."""
         await self._broadcast(Trainer.save, timeout_s, directory)
 
     async def begin_save(self, directory: str, model: str = "", average: str = "", *, timeout_s: float) -> None:
@@ -336,11 +334,9 @@ class PolicyGroup(TrainerGroup[Policy]):
         self.shares_prompts = all(await self._broadcast(Policy.shares_prompts, timeout_s))
 
     async def compute_logprobs(self, plans: Sequence[RankPlan], *rollouts: TableRef, timeout_s: float) -> Scores:
-        """`old_logprobs` of the plans' rows."""
         return await self._calls.retry(lambda: self._score(Policy.compute_logprobs, timeout_s, plans, *rollouts))
 
     async def reference_logprobs(self, plans: Sequence[RankPlan], *rollouts: TableRef, timeout_s: float) -> Scores:
-        """`ref_logprobs` of the plans' rows under the colocated reference."""
         return await self._calls.retry(lambda: self._score(Policy.reference_logprobs, timeout_s, plans, *rollouts))
 
     async def prepare(
@@ -395,7 +391,6 @@ class PolicyGroup(TrainerGroup[Policy]):
         return _mean_per_state(await self._compute(Policy.shorten_step, timeout_s, factor))
 
     async def discard_stored(self, *, timeout_s: float) -> None:
-        """Frees the distributions and weights held."""
         await self._compute(Policy.discard_stored, timeout_s)
 
     async def publish_weights(self, version: int, *, base: str = "", timeout_s: float) -> WeightUpdate:
@@ -430,11 +425,9 @@ class CriticGroup(TrainerGroup[Critic]):
     """The ranks of the critic."""
 
     async def compute_values(self, plans: Sequence[RankPlan], *rollouts: TableRef, timeout_s: float) -> Scores:
-        """`values` of the plans' rows."""
         return await self._calls.retry(lambda: self._score(Critic.compute_values, timeout_s, plans, *rollouts))
 
     async def update(self, plans: Sequence[RankPlan], batch: TableRef, *, timeout_s: float) -> list[UpdateMetrics]:
-        """One optimizer step on the plans' rows of a TRAIN table."""
         return await self._run_plans(Critic.update, timeout_s, plans, batch)
 
 
@@ -446,7 +439,6 @@ class ReferenceGroup(WorkerGroup[Reference]):
         self.packs = all(await self._broadcast(Reference.packs, timeout_s))
 
     async def score(self, plans: Sequence[RankPlan], *rollouts: TableRef, timeout_s: float) -> Scores:
-        """`ref_logprobs` of the plans' rows."""
         return await self._score(Reference.score, timeout_s, plans, *rollouts)
 
 
@@ -454,7 +446,6 @@ class ExampleGroup(TrainerGroup[ExampleTrainer]):
     """The ranks of a model that trains on offline data."""
 
     async def tokenize(self, texts: TableRef, *, timeout_s: float) -> tuple[ExampleSummary, TableRef]:
-        """Tokenizes every example once."""
         return await self._calls.retry(lambda: self._first(ExampleTrainer.tokenize, timeout_s, texts))
 
     async def assemble(
@@ -469,13 +460,11 @@ class ExampleGroup(TrainerGroup[ExampleTrainer]):
         return table
 
     async def reference_logprobs(self, plans: Sequence[RankPlan], *tables: TableRef, timeout_s: float) -> Scores:
-        """`ref_logprobs` of the plans' rows under the colocated reference."""
         return await self._calls.retry(
             lambda: self._score(ExampleTrainer.reference_logprobs, timeout_s, plans, *tables)
         )
 
     async def update(self, plans: Sequence[RankPlan], batch: TableRef, *, timeout_s: float) -> list[UpdateMetrics]:
-        """One optimizer step on the plans' rows of an EXAMPLE_BATCH table."""
         return await self._run_plans(ExampleTrainer.update, timeout_s, plans, batch)
 
     async def evaluate(self, plans: Sequence[RankPlan], batch: TableRef, *, timeout_s: float) -> list[EvaluationPart]:

@@ -94,7 +94,6 @@ class Curriculum:
         self._step, self._skipped = {}, 0
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of the last finished step."""
         return self._metrics
 
     def state(self) -> dict[str, Any]:

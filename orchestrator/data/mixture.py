@@ -81,7 +81,6 @@ class PromptMixture:
             return PromptPick(f"{drawn.share.name}-{pick.prompt_uid}", row, pick.epoch, draws)
 
     def state(self) -> dict[str, Any]:
-        """Position in the order of every source, JSON-ready."""
         sources = {
             source.share.name: source.order.state() | {"due": source.due, "weight": source.share.weight}
             for source in self._sources
@@ -122,7 +121,6 @@ def _number(state: Mapping[str, Any], name: str) -> float:
 
 
 def prompt_order(spec: RolloutSpec, pool: Pool, curriculum: Curriculum | None = None) -> PromptOrder:
-    """The order in which a run draws its prompts."""
     mixture = spec.data.mixture
     if not mixture:
         return PromptSource(pool, spec.seed, curriculum)
@@ -136,7 +134,6 @@ def group_settings(spec: RolloutSpec, pool: Pool) -> RowTable[GroupSettings]:
 
 
 def curriculum_of(spec: RolloutSpec, settings: RowTable[GroupSettings]) -> Curriculum | None:
-    """The curriculum of a run, if it has one."""
     config = spec.data.curriculum
     if config is None:
         return None

@@ -63,7 +63,6 @@ class Pool:
 
     @property
     def rows(self) -> int:
-        """Number of rows."""
         return self.table.num_rows
 
 
@@ -233,9 +232,7 @@ class Named(Protocol):
     """A source among several."""
 
     @property
-    def name(self) -> str:
-        """Its name."""
-        ...
+    def name(self) -> str: ...
 
 
 def of_sources(

@@ -60,9 +60,7 @@ class Ordered(Protocol):
     """Rows that can be put in order."""
 
     @property
-    def rows(self) -> int:
-        """Number of rows."""
-        ...
+    def rows(self) -> int: ...
 
     @property
     def digest(self) -> str:
@@ -245,7 +243,6 @@ class PromptSource:
         self._order = permutation(self._rows, seed, 0)
 
     def next(self) -> PromptPick:
-        """The next prompt."""
         row = self._advance()
         while self._curriculum is not None and not self._curriculum.draws(row, self._epoch):
             row = self._advance()
@@ -253,7 +250,6 @@ class PromptSource:
 
     @property
     def rows(self) -> int:
-        """Number of rows of the pool."""
         return self._rows
 
     @property

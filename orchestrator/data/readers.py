@@ -139,7 +139,6 @@ def prompt_fields(source: Prompts) -> dict[str, str]:
 
 
 def prompt_row(source: Prompts, row: RawValues) -> RawRow:
-    """A row of prompts, of the values of its columns."""
     if row.error or row.left_out:
         return RawRow(row.origin, error=row.error, left_out=row.left_out)
     answer = "" if source.answer is None else row.values[source.answer]
@@ -430,7 +429,6 @@ def _names(there: Tree, prefix: str = "") -> Iterator[str]:
 
 
 def arrow_columns(schema: pa.Schema | pa.StructType) -> Tree:
-    """The columns of an Arrow table."""
     import pyarrow as pa
 
     def below(kind: pa.DataType) -> Any:

@@ -41,7 +41,6 @@ class RunData:
 
     @property
     def pools(self) -> Pools:
-        """The pools by the name of their section."""
         return {"train": self.train, **self.held_out} | ({} if self.texts is None else {"ptx": self.texts})
 
     def drawn(self, state: Mapping[str, Any]) -> list[DrawnSource]:

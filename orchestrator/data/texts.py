@@ -78,7 +78,6 @@ class Pieces:
 
     @property
     def rows(self) -> int:
-        """Number of pieces."""
         return len(self.tokens)
 
 
@@ -96,7 +95,6 @@ class TextOrder:
         self._state = self._order.state()
 
     def pick(self) -> TextPicks:
-        """The pieces of the next step."""
         rows = tuple(self._order.next().row for _ in range(self._per_step))
         return TextPicks(self._pieces.table, self._pieces.tokens, rows)
 
@@ -105,10 +103,8 @@ class TextOrder:
         self._state = self._order.state()
 
     def state(self) -> dict[str, Any]:
-        """Position in the order after the last trained step, JSON-ready."""
         return self._state
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Resume from a position that `state` returned. Raises DataError if the texts or the seed differ."""
         self._order.restore(state)
         self._state = self._order.state()

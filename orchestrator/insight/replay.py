@@ -145,11 +145,9 @@ class Repeated:
 
     @property
     def equal(self) -> bool:
-        """Whether the weights equal the run's."""
         return self.recorded == self.found
 
     def line(self) -> str:
-        """The result in one line."""
         result = "equal" if self.equal else "NOT EQUAL"
         parts = ", ".join(_compared(role, digest, self.found.get(role, "")) for role, digest in self.recorded.items())
         return f"step {self.step}: {result} ({parts}; {self.seconds:.2f} s)"
@@ -181,7 +179,6 @@ class Replayer:
         self._timeout_s = timeout_s
 
     async def digests(self) -> dict[str, str]:
-        """Digests of the weights now."""
         groups = self._updates.trainers
         found = await asyncio.gather(*(group.digest(timeout_s=self._timeout_s) for group in groups))
         return {group.role: digest for group, digest in zip(groups, found, strict=True)}

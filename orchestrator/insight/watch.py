@@ -117,7 +117,6 @@ class WatchServer(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """Where the page is."""
         return f"http://{LOOPBACK}:{self.server_address[1]}/"
 
 

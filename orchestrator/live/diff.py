@@ -56,11 +56,9 @@ class SpecComparison:
 
     @property
     def refused(self) -> int:
-        """Number of fields that cannot change now."""
         return len(self.differences) - len(self.changes)
 
     def lines(self) -> list[str]:
-        """One line per difference."""
         return [str(difference) for difference in self.differences] or ["no differences"]
 
 

@@ -115,7 +115,6 @@ class WorkerScaler(RunPart):
                 self._tasks[role].add_done_callback(_log_failure)
 
     def states(self) -> tuple[RoleState, ...]:
-        """The state of every role that scales."""
         return tuple(
             RoleState(
                 role,

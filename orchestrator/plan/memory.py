@@ -154,7 +154,6 @@ sizes of models."""
 
 
 def of_scorer(spec: RunSpec, placed: PlacedWorker, _gpu: int, sizes: Sizes) -> Memory:
-    """Memory of a worker of the reference or a teacher."""
     config = scorer_configs(spec).get(role_of(placed.worker))
     size = sizes.of(config.model) if config is not None else None
     if config is None or size is None:
@@ -173,7 +172,6 @@ def of_scorer(spec: RunSpec, placed: PlacedWorker, _gpu: int, sizes: Sizes) -> M
 
 
 def of_engine(spec: RolloutSpec, placed: PlacedWorker, gpu: int, sizes: Sizes) -> Memory:
-    """Memory of a rollout engine."""
     config = rollout_config(spec)
     size = sizes.of(config.model)
     if size is None:
@@ -226,7 +224,6 @@ def shared_engine(spec: RolloutSpec, gpu: int, sizes: Sizes) -> tuple[int, float
 
 
 def of_judge(spec: RolloutSpec, placed: PlacedWorker, gpu: int, sizes: Sizes) -> Memory:
-    """Memory of a judge's engine."""
     config = judge_config(spec)
     size = None if config is None else sizes.of(config.model, packed=True)
     if config is None or size is None:
@@ -242,7 +239,6 @@ def of_process(_spec: RunSpec, placed: PlacedWorker, _gpu: int, _sizes: Sizes) -
 
 
 def of_reward(spec: RolloutSpec, placed: PlacedWorker, _gpu: int, sizes: Sizes) -> Memory:
-    """Memory of a reward worker."""
     role = spec.roles.reward
     functions = Part("functions", sum(map(len, reward_functions(spec).values())) * FUNCTION_PROCESS)
     if role.model is None:
@@ -264,7 +260,6 @@ def of_reward(spec: RolloutSpec, placed: PlacedWorker, _gpu: int, sizes: Sizes) 
 
 
 def of_offline_trainer(spec: OfflineSpec, placed: PlacedWorker, _gpu: int, sizes: Sizes) -> Memory:
-    """Memory of a rank that trains on offline data."""
     config = offline_config(spec)
     size = sizes.of(config.model)
     if size is None:
@@ -290,7 +285,6 @@ def of_offline_trainer(spec: OfflineSpec, placed: PlacedWorker, _gpu: int, sizes
 
 
 def of_critic(spec: RolloutSpec, placed: PlacedWorker, _gpu: int, sizes: Sizes) -> Memory:
-    """Memory of a critic rank."""
     config = critic_config(spec)
     size = sizes.of(config.model) if config is not None else None
     if config is None or size is None or spec.roles.critic is None:
@@ -312,7 +306,6 @@ def of_critic(spec: RolloutSpec, placed: PlacedWorker, _gpu: int, sizes: Sizes) 
 
 
 def of_policy(spec: RolloutSpec, placed: PlacedWorker, _gpu: int, sizes: Sizes) -> Memory:
-    """Memory of a policy rank."""
     config = policy_config(spec)
     size = sizes.of(config.model)
     if size is None:

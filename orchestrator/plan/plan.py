@@ -105,7 +105,6 @@ class _Placed:
 
     @classmethod
     def of(cls, spec: RunSpec, nodes: Sequence[Node], sizes: Sizes) -> _Placed:
-        """Place a spec's workers."""
         placements = place(role_sizes(spec))
         fitted = fit(placements, nodes)
         rows = tuple(

@@ -78,7 +78,6 @@ class JobState:
         return line.rpartition("  ")[0] if ended and line.endswith(" left") else line
 
     def line(self) -> str:
-        """Format the state as one line."""
         named = f"{self.job} ({self.name})" if self.name else self.job
         return f"{named}: {self.status}, {self.seconds:.0f} s" + (f": {self.message}" if self.message else "")
 
@@ -125,12 +124,10 @@ class JobServer:
         return [_state(job) for job in sorted(found, key=lambda job: -(job.start_time or 0))]
 
     def state(self, job: str) -> JobState:
-        """The state of one job."""
         with self._reported():
             return _state(self._client.get_job_info(job))
 
     def logs(self, job: str) -> str:
-        """The job's output so far."""
         with self._reported():
             return self._client.get_job_logs(job)
 

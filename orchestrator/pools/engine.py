@@ -50,11 +50,9 @@ class Engine:
 
     @property
     def name(self) -> str:
-        """The worker's name."""
         return self.handle.name
 
     def kill(self) -> None:
-        """Ends the worker's process."""
         self.handle.kill()
 
     @property
@@ -64,7 +62,6 @@ class Engine:
 
     @property
     def receives(self) -> bool:
-        """Whether it receives groups."""
         return self.state is EngineState.SERVING and not self.held
 
     def serves(self, version: int) -> None:
@@ -96,7 +93,6 @@ class Dispatch:
 
     @property
     def waiting(self) -> int:
-        """Number of calls that wait."""
         return len(self._waiting)
 
     def least(self) -> Engine | None:
@@ -208,7 +204,6 @@ class GenerationMeter:
             self._seconds += self._clock() - self._since
 
     def add(self, tokens: int) -> None:
-        """Counts the tokens of a finished group."""
         self._tokens += tokens
 
     def read(self) -> Generated:

@@ -83,7 +83,6 @@ class EnginePool(ReplicaPool[Engine]):
 
     @property
     def serving(self) -> list[Engine]:
-        """Engines that receive groups."""
         return [engine for engine in self.workers if engine.state is EngineState.SERVING]
 
     @property

@@ -26,13 +26,9 @@ class PoolWorker(Protocol):
     """One worker of a pool."""
 
     @property
-    def name(self) -> str:
-        """Role and index, as in `reward-0`."""
-        ...
+    def name(self) -> str: ...
 
-    def kill(self) -> None:
-        """Ends its process."""
-        ...
+    def kill(self) -> None: ...
 
 
 ReplicaT = TypeVar("ReplicaT", bound=PoolWorker)
@@ -62,7 +58,6 @@ class RestartBudget:
 
     @classmethod
     def of_role(cls, spec: RunSpec, role: str) -> RestartBudget:
-        """The restarts that a spec allows a role."""
         restarts, failures = row_of(spec, role).restarts, spec.failures
         if restarts is None:
             return cls(role, 0)
@@ -78,7 +73,6 @@ class RestartBudget:
         return True
 
     def after_step(self) -> None:
-        """Counts a trained step."""
         self._steps += 1
         if self.used and self._steps_per_restart and self._steps >= self._steps_per_restart:
             self.used -= 1

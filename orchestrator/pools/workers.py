@@ -52,7 +52,6 @@ class Workers:
 
     @property
     def critic(self) -> CriticGroup | None:
-        """The critic."""
         return self.group("critic", CriticGroup)
 
     def require_critic(self) -> CriticGroup:
@@ -69,7 +68,6 @@ class Workers:
 
     @property
     def engines(self) -> tuple[Engine, ...]:
-        """The rollout engines."""
         return self.each("rollout")
 
     def with_engines(self, engines: Sequence[Engine]) -> Workers:
@@ -78,5 +76,4 @@ class Workers:
 
     @property
     def reward(self) -> tuple[ActorWorker[roles.Reward], ...]:
-        """The reward workers."""
         return self.each("reward")

@@ -70,7 +70,6 @@ def worker_env(threads: int, device: Device) -> dict[str, str]:
 
 
 def rollout_config(spec: RolloutSpec) -> RolloutConfig:
-    """Configuration of each rollout worker."""
     role = spec.roles.rollout
     share = role.gpu_memory_utilization or (_SHARED_GPU if role.colocate_with == "policy" else None)
     return RolloutConfig(
@@ -102,7 +101,6 @@ def environment_configs(spec: RolloutSpec) -> dict[str, EnvironmentConfig]:
 
 
 def judge_config(spec: RolloutSpec) -> JudgeConfig | None:
-    """Configuration of each judge worker, or None without a judge."""
     role = spec.roles.judge
     if role is None:
         return None
@@ -111,7 +109,6 @@ def judge_config(spec: RolloutSpec) -> JudgeConfig | None:
 
 
 def reward_config(spec: RolloutSpec) -> ScoringConfig:
-    """Configuration of each reward worker."""
     own = {f"data.train.{n}": source.rewards for n, source in enumerate(spec.data.mixture)}
     sets = {section: functions for section, functions in own.items() if functions is not None}
     sets |= {one.rewards: one.functions for one in held_out_sets(spec) if one.own_rewards}
@@ -143,7 +140,6 @@ def scorer_configs(spec: RunSpec) -> dict[str, ReferenceConfig]:
 
 
 def policy_config(spec: RolloutSpec) -> PolicyConfig:
-    """Configuration of each policy rank."""
     role = spec.roles.policy
     return role.part(
         PolicyConfig,
@@ -166,7 +162,6 @@ def policy_config(spec: RolloutSpec) -> PolicyConfig:
 
 
 def critic_config(spec: RolloutSpec) -> CriticConfig | None:
-    """Configuration of each critic rank, or None without a critic."""
     role, loss = spec.roles.critic, section.critic_loss(spec.algorithm)
     if role is None or loss is None:
         return None
@@ -183,7 +178,6 @@ def critic_config(spec: RolloutSpec) -> CriticConfig | None:
 
 
 def offline_config(spec: OfflineSpec) -> OfflineConfig:
-    """Configuration of each rank that trains on offline data."""
     role = spec.roles.policy
     return OfflineConfig(
         model=spec.model,
@@ -211,30 +205,25 @@ def _colocated_reference(spec: RunSpec) -> ModelConfig | None:
 
 
 def of_rollout(spec: RolloutSpec) -> WorkerSettings:
-    """Settings of rollout workers."""
     return _engine(rollout_config(spec))
 
 
 def of_environment(spec: RolloutSpec) -> Mapping[str, WorkerSettings]:
-    """Settings of environment workers, by role."""
     configs = environment_configs(spec).items()
     return {role: WorkerSettings(config, 1, "cpu", extra=(spec.model,)) for role, config in configs}
 
 
 def of_judge(spec: RolloutSpec) -> WorkerSettings | None:
-    """Settings of judge workers, or None without a judge."""
     config = judge_config(spec)
     return None if config is None else _engine(config)
 
 
 def of_reward(spec: RolloutSpec) -> WorkerSettings:
-    """Settings of reward workers."""
     config, device = reward_config(spec), spec.roles.reward.device
     return WorkerSettings(config, config.threads, device, extra=(device, spec.model))
 
 
 def of_scorers(spec: RunSpec) -> Mapping[str, WorkerSettings]:
-    """Settings of the workers of references and teachers, by role."""
     return {
         role: WorkerSettings(config, config.threads, config.device, config.micro_batch_tokens)
         for role, config in scorer_configs(spec).items()
@@ -242,18 +231,15 @@ def of_scorers(spec: RunSpec) -> Mapping[str, WorkerSettings]:
 
 
 def of_policy(spec: RolloutSpec) -> WorkerSettings:
-    """Settings of policy ranks."""
     return _trainer(policy_config(spec))
 
 
 def of_critic(spec: RolloutSpec) -> WorkerSettings | None:
-    """Settings of critic ranks, or None without a critic."""
     config = critic_config(spec)
     return None if config is None else _trainer(config)
 
 
 def of_offline(spec: OfflineSpec) -> WorkerSettings:
-    """Settings of ranks that train on offline data."""
     return _trainer(offline_config(spec))
 
 

@@ -73,7 +73,6 @@ class Role:
 
     @property
     def section(self) -> RoleName:
-        """Section of `roles` that has its workers."""
         return self.name or self.kind  # pyright: ignore[reportReturnType]
 
 

@@ -60,12 +60,10 @@ def settings_of(sets: Mapping[str, Json]) -> str:
 
 
 def as_json(sets: Mapping[str, Json], evaluations: list[Json]) -> Json:
-    """The content of the file."""
     return {"format": FORMAT, "confidence": CONFIDENCE, "sets": dict(sets), "evaluations": evaluations}
 
 
 def evaluation_as_json(step: int, results: Mapping[str, SetResult]) -> Json:
-    """One evaluation."""
     return {"step": step, "sets": {name: asdict(result) for name, result in results.items()}}
 
 

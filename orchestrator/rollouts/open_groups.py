@@ -43,7 +43,6 @@ class GroupProgress:
 
     @property
     def samples(self) -> int:
-        """Number of finished samples."""
         if self.scored is not None:
             return len(self.scored.summary.samples)
         return 0 if self.finished is None else len(self.finished.summary.samples)

@@ -154,7 +154,6 @@ class RolloutScheduler:
         return self._resumption.samples
 
     def state(self) -> dict[str, Any]:
-        """Counts since the last batch, JSON-ready."""
         return self.counts.state() | {"failed_open": self.groups.failed}
 
     def start(self) -> None:

@@ -251,7 +251,6 @@ class TokenScorer:
         self._runner: asyncio.Task[None] | None = None
 
     def scores(self, source: str) -> bool:
-        """Whether it scores the samples of a source."""
         return self._sources is None or source in self._sources
 
     async def score(self, lengths: list[int], rollouts: TableRef) -> WaveScores:

@@ -105,7 +105,6 @@ class RolloutSource(BatchSource):
         self._writing: asyncio.Task[None] | None = None
 
     async def restore(self, found: Checkpoint) -> int:
-        """Takes over the order of prompts (and of texts), the advantages and finished samples (see `BatchSource`)."""
         parts = self._components
         groups = await read_samples(found, self._spec, parts.rewards)
         with found.restoring():
@@ -117,7 +116,6 @@ class RolloutSource(BatchSource):
             return parts.scheduler.restore(state.get("scheduler", {}), groups)
 
     def start(self) -> None:
-        """Starts generation."""
         self._components.scheduler.start()
 
     async def next_batch(self, version: int, timers: PhaseTimers) -> Batch:
@@ -158,7 +156,6 @@ class RolloutSource(BatchSource):
         self._components.scheduler.serve(version)
 
     def metrics(self, version: int, seconds: float) -> dict[str, float]:
-        """Rewards, lengths, staleness and throughput of the batch; see `batch_metrics`."""
         metrics = batch_metrics(self._groups, version - 1, seconds) | candidate_metrics(self._groups)
         metrics |= episode_metrics(self._groups, self._components.scheduler.settings) | self._source_metrics()
         metrics |= player_metrics(self._groups, self._components.scheduler.settings)
@@ -253,7 +250,6 @@ class RolloutSource(BatchSource):
         return kept
 
     async def probe(self) -> None:
-        """Probes every engine."""
         await self._components.pool.probe_all()
 
     async def close(self) -> None:

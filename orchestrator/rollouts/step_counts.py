@@ -46,7 +46,6 @@ class StepCounts:
         return self._without_signal < self._replaceable
 
     def state(self) -> dict[str, Any]:
-        """The counts, JSON-ready."""
         return {
             "failed_samples": self._failed,
             "refused": self._refused,

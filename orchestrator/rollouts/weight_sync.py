@@ -230,7 +230,6 @@ class FileSync:
         return SyncReport(update.version, *times, update.nbytes, engines, update.digest, self._sent)
 
     async def bring_up(self, engine: Engine) -> None:
-        """Loads the current weights into a new engine before its first token (the pool holds the lock)."""
         update = self._current
         if update is None:
             return

@@ -74,7 +74,6 @@ class RunLock:
             return not self._closed
 
     def close(self) -> None:
-        """Unlocks the folder."""
         with self._changing:
             self._closed = True
             os.close(self._file)

@@ -32,7 +32,6 @@ from troupe.workers.contract.roles import TableRef
 
 
 async def train_offline(session: Session) -> RunOutcome:
-    """Trains in a session that has the trainers."""
     request = session.request
     controller = await OfflineRun(session).controller()
     if session.checkpoints.found is not None:  # the resume stands
@@ -52,7 +51,6 @@ class OfflineRun:
         self._trainer = session.workers.examples
 
     async def controller(self) -> Controller:
-        """The controller, at step 0 or at the step of the checkpoint."""
         spec, data, checkpoints = self._spec, self._session.data, self._session.checkpoints
         found, done = checkpoints.found, checkpoints.done
         profiles = UpdateProfiles(spec.output.profile, self._out)

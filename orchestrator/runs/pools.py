@@ -68,22 +68,18 @@ class RunPools:
 
     @property
     def engines(self) -> EnginePool:
-        """The rollout engines."""
         return cast("EnginePool", self.by_role["rollout"])
 
     @property
     def rewards(self) -> RewardPool:
-        """The reward workers."""
         return cast("RewardPool", self.by_role["reward"])
 
     @property
     def environments(self) -> list[LinkedPool[roles.EnvironmentServer, Engine, roles.EnvironmentLink]]:
-        """The workers of each environment."""
         return [cast("Any", self.by_role[environment_role(name)]) for name in self.spec.roles.environments()]
 
     @property
     def judges(self) -> LinkedPool[roles.JudgeEngine, JudgeCaller, JudgeLink] | None:
-        """The judge workers, if the run has them."""
         return cast("Any", self.by_role.get("judge"))
 
     def require_sync(self) -> WeightSync:

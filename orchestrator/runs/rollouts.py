@@ -36,7 +36,6 @@ from troupe.workers.contract.messages import TextCut
 
 
 async def train_on_rollouts(session: Session) -> RunOutcome:
-    """Trains in a session that has the workers of all roles."""
     request = session.request
     async with open_pools(request.spec.rollouts, session) as pools:
         if session.observer is not None:
@@ -74,7 +73,6 @@ class RolloutRun:
         changed.write(self._out / RESOLVED_SPEC)
 
     async def controller(self) -> Controller:
-        """The controller, at step 0 or at the step of the checkpoint."""
         spec, policy, data = self._spec, self._workers.require_policy(), self._session.data
         checkpoints, sync = self._session.checkpoints, self._pools.require_sync()
         found, done = checkpoints.found, checkpoints.done

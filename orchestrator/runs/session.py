@@ -66,7 +66,6 @@ class StopSwitch:
             stop.set()
 
     def stop(self) -> None:
-        """Asks the run to stop."""
         self._asked = True
         if self._stop is not None:
             with suppress(RuntimeError):  # its loop is closed: the run has ended
@@ -97,7 +96,6 @@ def _facts(spec: RunSpec) -> dict[str, object]:
 
 
 def say(console: Console, lines: Sequence[str]) -> None:
-    """Shows lines on the console."""
     for line in lines:
         console.message(line)
 

@@ -69,7 +69,6 @@ class ChainDocument:
 
 
 def is_chain(document: yaml_reader.Document) -> bool:
-    """Whether the file has stages."""
     return isinstance(document.data, dict) and _STAGES in document.data
 
 

@@ -118,12 +118,10 @@ class OfflineSpec(RunSpec, frozen=True):
 
     @property
     def offline(self) -> OfflineSpec:
-        """This spec."""
         return self
 
     @property
     def row(self) -> OfflineAlgorithm:
-        """The algorithm's row of the table."""
         return self.algorithm.row
 
     @property

@@ -56,7 +56,6 @@ class RolloutSpec(RunSpec, frozen=True):
 
     @property
     def rollouts(self) -> RolloutSpec:
-        """This spec."""
         return self
 
     @property

@@ -85,7 +85,6 @@ class HubFiles(Frozen):
 
     @property
     def dataset_name(self) -> str:
-        """Name of the dataset."""
         return dict(self)[self.dataset_field]
 
 
@@ -106,7 +105,6 @@ class NamedHubFiles(SourceName, HubFiles):
 
     @property
     def dataset_field(self) -> str:
-        """The field with the name of the dataset."""
         return "dataset"
 
 

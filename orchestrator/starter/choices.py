@@ -143,7 +143,6 @@ def reward_of(choices: Choices, data: Data) -> dict[str, Any]:
 
 
 def environment_section(choices: Choices, data: Data) -> dict[str, Any]:
-    """The role `environment`."""
     reward = data.reward or Earned("")
     scored = {"function": reward.function, **reward.given}
     own: dict[str, dict[str, Any]] = {

@@ -36,7 +36,6 @@ class RunSummary:
         self._learned: dict[tuple[str, float], deque[float]] = {}
 
     def add(self, step: int, metrics: Mapping[str, object]) -> None:
-        """Take in the metrics of a finished step."""
         self._done = step
         self._recent.append(metrics)
         for name, metric, sign in LEARNED:

@@ -77,7 +77,6 @@ class LoggedRun:
 
 
 def numbers(metrics: Metrics) -> dict[str, float]:
-    """The metrics that are numbers."""
     return {name: float(value) for name, value in metrics.items() if isinstance(value, int | float)}
 
 
@@ -147,7 +146,6 @@ class TensorBoardSink:
         self._append(step=keep_through + 1, session_log=restart)
 
     def write(self, step: int, metrics: Metrics) -> None:
-        """Write every number as a scalar of this step, and flush."""
         values = [
             self._summaries.Summary.Value(tag=name, simple_value=value) for name, value in numbers(metrics).items()
         ]
@@ -158,7 +156,6 @@ class TensorBoardSink:
         self._records.flush()
 
     def close(self) -> None:
-        """Close the event file."""
         self._records.close()
 
 
@@ -206,14 +203,12 @@ class TrackerSink:
             self._run.define_metric("*", step_metric=_STEP)
 
     def write(self, step: int, metrics: Metrics) -> None:
-        """Record every number."""
         if self._names_step:
             self._run.log({_STEP: step, **numbers(metrics)})
         else:
             self._run.log(numbers(metrics), step=step)
 
     def close(self) -> None:
-        """Wait until everything is sent."""
         self._run.finish()
 
 
@@ -253,7 +248,6 @@ class MlflowSink:
             self._client.log_batch(self._id, params=settings[start : start + _MOST_PARAMETERS])
 
     def write(self, step: int, metrics: Metrics) -> None:
-        """Record every finite number."""
         now = int(time.time() * 1000)
         values = [
             self._entities.Metric(mlflow_name(name), value, now, step)
@@ -324,7 +318,6 @@ class PrometheusSink:
         self._latest = {**self._latest, **numbers(metrics), "step": latest, "step_time_seconds": time.time()}
 
     def close(self) -> None:
-        """Close the port."""
         if self._server is not None:
             self._server.shutdown()
             self._server.server_close()
@@ -376,6 +369,5 @@ class MetricSinks:
                 logger.warning("the metrics of step %d are missing in %s: %s", step, type(sink).__name__, error)
 
     def close(self) -> None:
-        """Close every sink."""
         for sink in self._sinks:
             sink.close()

@@ -42,7 +42,6 @@ class BestCheckpoints(RunPart):
         return self.state.no_gain(self._checkpoint)
 
     def restore(self, state: Any) -> None:
-        """Takes over the state of a checkpoint (see `RunPart`)."""
         self._resume(BestState.model_validate(state))
 
     def seen(self, step: int, metrics: Mapping[str, float]) -> None:

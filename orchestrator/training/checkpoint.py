@@ -356,7 +356,6 @@ def _one_line(error: Exception) -> str:
 
 
 def folder_name(step: int) -> str:
-    """Name of the folder of a step's checkpoint."""
     return f"step-{step:06d}"
 
 

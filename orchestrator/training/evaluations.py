@@ -73,7 +73,6 @@ class RunEvaluations(RunPart):
         """The step of the last evaluation, or None before the first."""
 
     def restore(self, state: Any) -> None:
-        """Takes over the state of a checkpoint (see `RunPart`)."""
         self._overdue = bool(state["due"]) and self._config is not None
 
     def snapshot(self) -> dict[str, Any]:

@@ -171,7 +171,6 @@ class Ledger:
 
     @classmethod
     def restore(cls, state: dict[str, Any], source_of: Callable[[int], str] | None = None) -> Ledger:
-        """The ledger from a value of `state`."""
         ledger = cls(source_of)
         ledger._by_source = {name: Counter(counts) for name, counts in state.get("sources", {}).items()}
         # Checkpoints of earlier versions name every closed group; there are as many draws at least.

@@ -99,7 +99,6 @@ class OfflineSource(BatchSource):
         self._tokens = 0
 
     async def restore(self, found: Checkpoint) -> int:
-        """Takes over the order of examples (see `BatchSource`)."""
         with found.restoring():
             self._components.order.restore(found.state["source"])
         self._state = self._components.order.state()

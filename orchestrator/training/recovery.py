@@ -152,7 +152,6 @@ class TrainerRecovery:
         return next((died for died in found if died is not None), None)
 
     async def restore(self, lost: WorkerError) -> None:
-        """Restarts all trainers and restores their state. Raises WorkerError if that is not possible."""
         async with self._committing:
             await self._restore(lost)
 

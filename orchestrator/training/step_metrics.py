@@ -25,7 +25,6 @@ class StepMetrics(RunPart):
         self._data = data
 
     async def after_step(self, step: UpdatedStep, metrics: Mapping[str, float]) -> Metrics:
-        """The metrics of the step."""
         timers = step.timers
         found = self._source.metrics(step.number, timers.total())
         await asyncio.sleep(0)  # aggregating thousands of samples took one iteration of the event loop
@@ -68,7 +67,6 @@ class ChangeEvents(RunPart):
         self._workers: dict[str, int] = {}
 
     async def after_step(self, step: UpdatedStep, metrics: Mapping[str, float]) -> Metrics:
-        """See `RunPart`; adds no metrics."""
         before, self._dropped = self._dropped, self._ledger.drop_reasons()
         for reason, samples in self._dropped.items():
             if (added := samples - before.get(reason, 0)) > 0:  # a retry takes dropped samples back

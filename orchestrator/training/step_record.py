@@ -82,7 +82,6 @@ class RecordedStep:
 
     @property
     def spec_file(self) -> Path:
-        """The spec as the step used it."""
         return self.path / RESOLVED_SPEC
 
     def tables(self) -> Tables:
@@ -114,7 +113,6 @@ class RecordedStep:
 
 
 def folder_of(root: Path, step: int) -> Path:
-    """Folder of a kept step."""
     return root / f"{_PREFIX}{step:06d}"
 
 
@@ -127,7 +125,6 @@ def kept_steps(root: Path) -> list[int]:
 
 
 def size_of(folder: Path) -> int:
-    """Bytes of the files of a folder."""
     return sum(entry.stat().st_size for entry in folder.iterdir())
 
 
@@ -149,7 +146,6 @@ def read_step(root: Path, step: int) -> RecordedStep:
 
 
 def read_steps(root: Path, steps: Iterable[int]) -> list[RecordedStep]:
-    """Kept steps, in order. Raises UsageError."""
     return [read_step(root, step) for step in steps]
 
 

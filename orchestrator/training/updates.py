@@ -50,7 +50,6 @@ class Penalty(RunPart):
         self.state = PenaltyState().for_penalty(penalty)
 
     def restore(self, state: Any) -> None:
-        """Takes over the state of a checkpoint (see `RunPart`)."""
         self.state = PenaltyState.model_validate(state).for_penalty(self._penalty)
 
 
@@ -156,7 +155,6 @@ class OfflineUpdates(Updates):
 
     @property
     def trainers(self) -> Sequence[TrainerGroup[Any]]:
-        """The trained model."""
         return (self._trainer,)
 
     async def _run(self, step: int, batch: Batch, state: PenaltyState) -> tuple[list[Metrics], PenaltyState]:
@@ -202,7 +200,6 @@ class RolloutUpdates(Updates):
 
     @property
     def trainers(self) -> Sequence[TrainerGroup[Any]]:
-        """Policy and critic."""
         return (self._policy,) if self._critic is None else (self._policy, self._critic)
 
     async def _run(self, step: int, batch: Batch, state: PenaltyState) -> tuple[list[Metrics], PenaltyState]:

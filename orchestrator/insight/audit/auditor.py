@@ -110,7 +110,6 @@ class AuditReport:
         return sum(gap.tokens for gap in self.gaps if gap.side == "sampler")
 
     def lines(self) -> list[str]:
-        """The report as text."""
         seconds = ", ".join(f"{name} {value:.1f} s" for name, value in self.seconds.items())
         lines = [f"audit of {self.weights}: {self.tokens} sampled tokens, {self.dtype} ({seconds})"]
         for gap in self.gaps:
@@ -141,7 +140,6 @@ class AuditReport:
         return found
 
     def as_json(self) -> dict[str, Any]:
-        """The report as JSON-ready data."""
         return asdict(self) | {"passed": self.passed, "findings": self.findings()}
 
     def require(self) -> None:

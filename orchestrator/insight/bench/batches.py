@@ -48,7 +48,6 @@ class SampledBatch:
 
     @property
     def response_tokens(self) -> int:
-        """Tokens that were sampled."""
         return sum(count for group in self.groups for count in sampled_tokens(group.summary.samples))
 
 
@@ -80,7 +79,6 @@ class SamplingBatches:
         return SampledBatch(time.monotonic() - began, groups)
 
     async def close(self) -> None:
-        """Cancels the groups in flight."""
         await self._scheduler.close()
 
 
@@ -94,7 +92,6 @@ class BatchPrompts:
         self._next = itertools.chain(planned, iter(source.next, None))
 
     def next(self) -> PromptPick:
-        """The next prompt."""
         return next(self._next)
 
 

@@ -86,7 +86,6 @@ def best_of(results: Sequence[Result]) -> Result | None:
 
 
 def kind_of(point: Point, measures: Measures) -> Kind:
-    """The bottleneck of a point."""
     role = point.spec.roles.rollout
     if measures.preemptions or (measures.most_kv_use >= _FULL and measures.waiting >= _WAITS):
         return Kind.KV_CACHE
@@ -258,7 +257,7 @@ _EXPLAIN = {
 
 
 def record_of(results: Sequence[Result], cores: int | None, train: TrainResult | None = None) -> Json:
-    """The whole benchmark. `cores`: CPU cores of the machine, or None for a cluster, whose free resources are unknown."""
+    """The whole benchmark. `cores`: the machine's, or None for a cluster, whose free resources are unknown."""
     spec, best = results[0].point.spec, best_of(results)
     return {
         "name": spec.name,

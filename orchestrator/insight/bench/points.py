@@ -52,7 +52,6 @@ class Point:
 
     @property
     def workers(self) -> int:
-        """Number of engines."""
         return self.spec.roles.rollout.workers
 
 

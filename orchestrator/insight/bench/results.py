@@ -28,7 +28,6 @@ class MeasuredBatch:
 
     @property
     def tokens_per_s(self) -> float:
-        """Sampled tokens per second."""
         return self.response_tokens / self.seconds if self.seconds > 0 else 0.0
 
 
@@ -113,7 +112,6 @@ class Result:
 
 
 def measures_of(point: Point, batches: Sequence[MeasuredBatch]) -> Measures:
-    """The numbers of a point."""
     rates = [batch.tokens_per_s for batch in batches]
     readings = [reading for batch in batches for reading in batch.engines]
     sequences = [sequence for reading in readings for sequence in reading.sequences]

@@ -209,7 +209,6 @@ def _folder(folder: Folder) -> Iterator[Finding]:
 
 
 def check_limits(machine: Machine) -> Iterator[Finding]:
-    """Open files."""
     soft, hard = machine.resources.open_files
     if 0 <= soft < _ENOUGH_FILES:
         target = _GOOD_FILES if hard == UNLIMITED else min(hard, _GOOD_FILES)
@@ -252,7 +251,6 @@ CHECKS: tuple[Callable[[Machine], Iterator[Finding]], ...] = (
 
 
 def examine(machine: Machine) -> tuple[Finding, ...]:
-    """Every finding about a machine."""
     return tuple(finding for check in CHECKS for finding in check(machine))
 
 

@@ -115,7 +115,6 @@ def version(numbers: tuple[int, ...]) -> str:
 
 
 def gather(working: Path) -> Machine:
-    """Every fact about this machine."""
     return Machine(_software(), _resources(working), nvidia.graphics(), proxy=_proxy(), rdma=rdma())
 
 

@@ -85,7 +85,6 @@ class TokenColumn:
     offsets: np.ndarray
 
     def row(self, number: int) -> np.ndarray:
-        """The values of a row."""
         return self.flat[self.offsets[number] : self.offsets[number + 1]]
 
     @classmethod

@@ -21,7 +21,6 @@ _CUT = 0.3
 
 
 def lower_learning_rate(run: History) -> Remedy:
-    """Proposes a lower learning rate of the policy."""
     rate = float(run.get(_LEARNING_RATE, 1e-6))
     return Remedy("Lower the learning rate.", field(_LEARNING_RATE, 0.3 * rate))
 

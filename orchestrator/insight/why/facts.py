@@ -193,7 +193,6 @@ class _File(Generic[T]):
             return None
 
     def encode(self, value: T) -> bytes:
-        """The value as JSON."""
         return self._adapter.dump_json(value)
 
     def decode(self, content: bytes) -> T | None:

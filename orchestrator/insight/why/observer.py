@@ -150,7 +150,6 @@ class RunObserver:
         return replace(known, driver=driver, processes=processes, nodes=nodes, exit_reasons=words)
 
     def report(self, error: str = "") -> DiagnosisReport:
-        """The current diagnosis."""
         began = time.monotonic()
         diagnosis = diagnose(self.facts(error))
         return DiagnosisReport(time.time(), os.getpid(), diagnosis, round(time.monotonic() - began, 2))

@@ -125,7 +125,6 @@ class Behaviour:
 
 
 def behaviour_of(process: ProcessFacts) -> Behaviour:
-    """What a process does."""
     thread = telling_thread(process)
     frame = None if thread is None else _telling_frame(thread)
     kind, doing = _kind(process, thread, frame)

@@ -158,7 +158,6 @@ def unmounted(sent: Document, options: KubernetesOptions) -> list[str]:
 
 
 def to_yaml(documents: Sequence[Document]) -> str:
-    """Serialize the documents as one YAML stream."""
     return yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, width=120)
 
 

@@ -47,6 +47,5 @@ OFFLINE_CHECKS: tuple[Check, ...] = (
 
 
 def find_problems(spec: RunSpec) -> list[Finding]:
-    """Everything that cannot work."""
     checks = OFFLINE_CHECKS if spec.rollouts is None else ROLLOUT_CHECKS
     return [finding for check in checks for finding in check(spec)]
