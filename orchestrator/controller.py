@@ -182,11 +182,8 @@ class Controller:
             self.sinks.close()
 
     async def _run(self) -> RunOutcome:
-        """Consumes batches from the source, one per step.
-
-        Waits for the next batch, for the trainers and for the engines' acknowledgements; each step ends within
-        `step_timeout_s`. `stop` interrupts the wait for a batch.
-        """
+        """Consumes batches from the source, one per step. Waits for the next batch, for the trainers and for the
+        engines' acknowledgements; each step ends within `step_timeout_s`. `stop` interrupts the wait for a batch."""
         spec, source = self._spec, self.components.source
         heartbeat, watch = asyncio.create_task(self._heartbeat()), asyncio.create_task(self.components.recovery.watch())
         try:

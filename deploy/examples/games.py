@@ -23,10 +23,8 @@ KUHN_OVER: Mapping[str, tuple[int, bool]] = {
 
 
 class MatchingPennies(Environment):
-    """Both name a side of a coin, h or t, unseen by the other: `even` wins 1 if they are the same, else `odd`.
-
-    In equilibrium both name each side with probability 1/2, and the value is 0.
-    """
+    """Both name a side of a coin, h or t, unseen by the other: `even` wins 1 if they are the same, else `odd`. In
+    equilibrium both name each side with probability 1/2, and the value is 0."""
 
     def start(self, row: Row) -> Observation:
         """Both are asked at once."""

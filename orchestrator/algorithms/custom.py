@@ -24,10 +24,8 @@ def check(config: AlgorithmConfig, *, old_logprobs: bool, ref_logprobs: bool, va
 
 
 def group_filter(config: AlgorithmConfig) -> Callable[[RewardSummary], bool] | None:
-    """The group filter of a custom algorithm; None for a built-in one, or without a filter.
-
-    It raises TroupeError if the user's function fails.
-    """
+    """The group filter of a custom algorithm; None for a built-in one, or without a filter. It raises TroupeError if
+    the user's function fails."""
     if not is_custom(config.name):
         return None
     from troupe.workers.algorithms.custom import group_rewards, load_custom

@@ -17,11 +17,9 @@ FrozenT = TypeVar("FrozenT", bound=Frozen)
 def overrides(
     models: Mapping[type[Frozen], str], without: Collection[str] = ()
 ) -> Callable[[type[FrozenT]], type[FrozenT]]:
-    """Adds the fields of models to a section, where each may be left out (null) for the algorithm's default.
-
-    A bound that may be None in its model is off at 0. Raises ValueError if a field has another type or other bounds in
-    another model. `models`: who reads each model, as it stands before the meaning of a field; empty if all do.
-    """
+    """Adds the fields of models to a section, where each may be left out (null) for the algorithm's default. A bound
+    that may be None in its model is off at 0. Raises ValueError if a field has another type or other bounds in another
+    model. `models`: who reads each model, as it stands before the meaning of a field; empty if all do."""
     found: dict[str, dict[str, FieldInfo]] = {}
     for model, readers in models.items():
         for name, info in model.model_fields.items():

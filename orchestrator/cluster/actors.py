@@ -164,10 +164,8 @@ class RunActors:
     @cached_property
     def _shared_engine(self) -> tuple[int, float] | None:
         """KV cache in bytes of an engine on the policy's GPU and its share of it, as `troupe plan` counts them, for
-        every engine alike.
-
-        None if each engine takes the free memory, alone on its GPU, or if the memory of a GPU is unknown.
-        """
+        every engine alike. None if each engine takes the free memory, alone on its GPU, or if the memory of a GPU is
+        unknown."""
         spec = self._spec.rollouts
         if spec is None or spec.device == "cpu" or spec.roles.rollout.colocate_with is None:
             return None

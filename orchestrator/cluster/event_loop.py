@@ -83,20 +83,16 @@ _M_ARENA_MAX = -8
 
 
 def share_heap() -> None:
-    """Makes the threads of this process allocate from one heap (glibc).
-
-    By default each has a heap that keeps what it frees. A driver, with Ray's threads, grows by 4 MiB in 100 steps then.
-    """
+    """Makes the threads of this process allocate from one heap (glibc). By default each has a heap that keeps what it
+    frees. A driver, with Ray's threads, grows by 4 MiB in 100 steps then."""
     with suppress(AttributeError):
         ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
 
 
 @asynccontextmanager
 async def rare_collections() -> AsyncIterator[None]:
-    """Makes collections rare inside the block; objects that exist at its start are not scanned at all.
-
-    At the end they are scanned again, unless the caller had excluded objects, from which they cannot be told apart.
-    """
+    """Makes collections rare inside the block; objects that exist at its start are not scanned at all. At the end they
+    are scanned again, unless the caller had excluded objects, from which they cannot be told apart."""
     before, excluded = gc.get_threshold(), gc.get_freeze_count()
     gc.collect()
     gc.freeze()
@@ -123,11 +119,9 @@ _SUBMITTED_AT_ONCE = 16
 
 
 async def gather_all(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Runs calls concurrently, submitted in order; returns their results in that order.
-
-    The first error cancels the others and is raised. Calls to thousands of workers do not block the event loop: after
-    every few submissions other tasks run.
-    """
+    """Runs calls concurrently, submitted in order; returns their results in that order. The first error cancels the
+    others and is raised. Calls to thousands of workers do not block the event loop: after every few submissions other
+    tasks run."""
     rest = iter(calls)
     first = list(itertools.islice(rest, 2))
     if len(first) == 1:

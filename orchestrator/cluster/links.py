@@ -27,10 +27,8 @@ def submit(actor: Any, method: Callable[..., object], *args: object, **kwargs: o
 
 
 class ActorEngines:
-    """The `EngineLink` of a run: pickled to the trainer, whose sender calls it.
-
-    The transfer group contains the engines one after another, each with as many ranks as it has processes.
-    """
+    """The `EngineLink` of a run: pickled to the trainer, whose sender calls it. The transfer group contains the engines
+    one after another, each with as many ranks as it has processes."""
 
     def __init__(self, actors: Sequence[Any], ranks_per_engine: int, timeout_s: float) -> None:
         self._actors = tuple(actors)

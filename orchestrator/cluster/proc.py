@@ -14,10 +14,8 @@ _ENDED = "Z"
 
 
 class StoppedProcesses:
-    """Finds processes that have been stopped (SIGSTOP, a frozen terminal) in several samples in a row.
-
-    Samples are counted, not seconds: when the whole machine was suspended, no process counts as stopped.
-    """
+    """Finds processes that have been stopped (SIGSTOP, a frozen terminal) in several samples in a row. Samples are
+    counted, not seconds: when the whole machine was suspended, no process counts as stopped."""
 
     def __init__(self, samples: int) -> None:
         """`samples`: how many in a row a process must be stopped to be found."""

@@ -182,11 +182,9 @@ class ProcessWatch:
         return found
 
     def inspect(self, own: Mapping[int, str], paths: tuple[Path, ...], timeout_s: float) -> list[NodeReport]:
-        """Reports on the processes of all nodes; for a thread other than the event loop's.
-
-        A node whose watch does not answer in time is reported as not reachable. Nodes that died before this watch began
-        are not reported: Ray never forgets them. `own`: further processes of this node by id, such as the driver.
-        """
+        """Reports on the processes of all nodes; for a thread other than the event loop's. A node whose watch does not
+        answer in time is reported as not reachable. Nodes that died before this watch began are not reported: Ray never
+        forgets them. `own`: further processes of this node by id, such as the driver."""
         roots: dict[str, dict[int, str]] = {self.node: dict(own)}
         for name, process in self.locations().items():
             roots.setdefault(process.node, {})[process.pid] = name

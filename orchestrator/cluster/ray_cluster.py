@@ -376,11 +376,9 @@ class Cluster:
             return await _run_on_node(nodes[placed.bundle], env, function, timeout_s, args, name)
 
     async def reserve(self, placements: Sequence[Placement], timeout_s: float) -> None:
-        """Reserves every placement group, waiting for resources for at most `timeout_s` seconds in total.
-
-        In a cluster started by the run, the wait is at most `_OWN_ROOM_TIMEOUT_S`. Raises DoesNotFit if a group could
-        not be reserved in time; the message lists requested and free resources.
-        """
+        """Reserves every placement group, waiting for resources for at most `timeout_s` seconds in total. In a cluster
+        started by the run, the wait is at most `_OWN_ROOM_TIMEOUT_S`. Raises DoesNotFit if a group could not be
+        reserved in time; the message lists requested and free resources."""
         limit_s = min(timeout_s, _OWN_ROOM_TIMEOUT_S) if self._owned else timeout_s
         deadline = time.monotonic() + limit_s
         for placement in placements:

@@ -69,11 +69,9 @@ def full_disks(sessions: Path) -> Iterator[str]:
 
 
 def start(cpus: int) -> Path:
-    """Starts a cluster on this machine; returns its session folder.
-
-    Ray's token authentication (the default for local clusters) protects its ports. Raises ClusterUnreachable if Ray did
-    not start, or lacks shared memory or room for its sockets.
-    """
+    """Starts a cluster on this machine; returns its session folder. Ray's token authentication (the default for local
+    clusters) protects its ports. Raises ClusterUnreachable if Ray did not start, or lacks shared memory or room for its
+    sockets."""
     if wrong := sockets_problem(temporary_folder()):
         raise ClusterUnreachable(f"Ray cannot start: {wrong}")
     if not (_SHARED_MEMORY.is_dir() and os.access(_SHARED_MEMORY, os.W_OK)):
@@ -174,11 +172,9 @@ class _OwnGroup(services.ConsolePopen):
 
 @contextmanager
 def _own_process_groups() -> Iterator[None]:
-    """Keeps signals to the run's process group (a closed terminal, `scancel`) from Ray's processes.
-
-    The run saves on such a signal, for which it needs them. They end when the run does: Ray makes the kernel end them.
-    Nor does Ray handle SIGTERM of this process.
-    """
+    """Keeps signals to the run's process group (a closed terminal, `scancel`) from Ray's processes. The run saves on
+    such a signal, for which it needs them. They end when the run does: Ray makes the kernel end them. Nor does Ray
+    handle SIGTERM of this process."""
     before, services.ConsolePopen = services.ConsolePopen, _OwnGroup
     handler, ray_utils.set_sigterm_handler = ray_utils.set_sigterm_handler, lambda _: None
     try:
@@ -227,11 +223,9 @@ def _with_own_setup() -> Iterator[None]:
 
 
 def _let_agents_end(session: Path) -> None:
-    """Keeps Ray's agents from outliving a local cluster that is killed.
-
-    When the raylet is gone, they look into its log for the words of an orderly end. If they do not find them, they
-    report its end to Ray's head before they exit, for a minute if that has been killed too.
-    """
+    """Keeps Ray's agents from outliving a local cluster that is killed. When the raylet is gone, they look into its log
+    for the words of an orderly end. If they do not find them, they report its end to Ray's head before they exit, for a
+    minute if that has been killed too."""
     with (session / "logs" / "raylet.out").open("a") as log:
         log.write(f"Written by Troupe, so that Ray's agents do not outlive the raylet: {_ORDERLY_END}\n")
 

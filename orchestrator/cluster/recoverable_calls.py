@@ -81,11 +81,9 @@ class RecoverableCalls:
             await asyncio.shield(self._restarting)
 
     async def _restart(self, restorer: Restorer, lost: WorkerError) -> None:
-        """Ends the calls under way, which are repeated afterwards, and restores the trainers.
-
-        The updates of a step are many calls. The remaining calls after the loss would otherwise reach trainers that are
-        restarted and not yet restored.
-        """
+        """Ends the calls under way, which are repeated afterwards, and restores the trainers. The updates of a step are
+        many calls. The remaining calls after the loss would otherwise reach trainers that are restarted and not yet
+        restored."""
         for task in self._calls:
             if task.cancel():
                 self._interrupted.add(task)

@@ -231,11 +231,9 @@ class WorkerGroup(Generic[W]):
 
 
 class TrainerGroup(WorkerGroup[TrainerT], ABC):
-    """Ranks that train one model together.
-
-    Methods that leave the trainers as they are repeat a call that failed because a rank was lost, once the ranks are
-    brought back. The others raise: only their caller knows what else to repeat.
-    """
+    """Ranks that train one model together. Methods that leave the trainers as they are repeat a call that failed
+    because a rank was lost, once the ranks are brought back. The others raise: only their caller knows what else to
+    repeat."""
 
     gpu_memory: int = 0
     """Memory of the smallest GPU of the ranks in bytes, once they have started, or 0 without one."""

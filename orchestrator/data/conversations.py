@@ -42,10 +42,8 @@ def require_whole(text: str, name: str) -> None:
 
 
 def spoken_turns(value: Any) -> Any:
-    """The messages of a text that has all turns of a conversation, or the value if it is no such text.
-
-    `\\n\\nHuman: 2+2?\\n\\nAssistant: 4` has two. An empty turn at the end, which a response fills, is no message.
-    """
+    """The messages of a text that has all turns of a conversation, or the value if it is no such text. `\\n\\nHuman:
+    2+2?\\n\\nAssistant: 4` has two. An empty turn at the end, which a response fills, is no message."""
     if not isinstance(value, str):
         return value
     for marker in _SPOKEN:
@@ -141,11 +139,9 @@ def is_whole(value: Any) -> bool:
 
 
 def split_answers(values: Sequence[Any], names: Sequence[str]) -> tuple[list[Message], list[list[Message]]]:
-    """Prompt and responses of whole conversations with a common beginning, which is the prompt.
-
-    As `extract_prompt` of TRL, except that each response keeps at least one message, and begins with the assistant's.
-    Raises BadRow if they are no conversations, or do not have a prompt in common.
-    """
+    """Prompt and responses of whole conversations with a common beginning, which is the prompt. As `extract_prompt` of
+    TRL, except that each response keeps at least one message, and begins with the assistant's. Raises BadRow if they
+    are no conversations, or do not have a prompt in common."""
     for value, name in zip(values, names, strict=True):
         if not isinstance(value, list) or not value:
             raise BadRow(f"the {name} is not a conversation, and there is no prompt")
@@ -162,10 +158,8 @@ def split_answers(values: Sequence[Any], names: Sequence[str]) -> tuple[list[Mes
 
 def marked_steps(text: str, labels: str) -> tuple[str, list[str], list[str]]:
     """Prompt, steps and labels of a text in which `ки` ends each step, and of the same text with + or - there instead.
-
     The first step begins with `Step 1:`, and the prompt is before it (Math-Shepherd). Raises BadRow if the texts differ
-    otherwise, or there is no step.
-    """
+    otherwise, or there is no step."""
     *steps, rest = text.split(STEP_END)
     found = re.fullmatch(r"([+-])".join(map(re.escape, [*steps, rest])), labels, re.DOTALL)
     if not steps or rest.strip() or found is None:

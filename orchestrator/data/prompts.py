@@ -228,10 +228,8 @@ def _answer(answer: Any) -> str:
 
 
 class PromptSource:
-    """Draws prompts endlessly: every epoch is a new permutation of the pool that depends only on seed and epoch.
-
-    With a curriculum, an epoch passes over some of the prompts.
-    """
+    """Draws prompts endlessly: every epoch is a new permutation of the pool that depends only on seed and epoch. With a
+    curriculum, an epoch passes over some of the prompts."""
 
     def __init__(self, pool: Ordered, seed: int, curriculum: Curriculum | None = None) -> None:
         self._pool_digest = pool.digest
@@ -299,21 +297,16 @@ class PromptSource:
 
 
 def evaluation_picks(pool: Ordered, seed: int, prompts: int = 0, name: str = "") -> list[PromptPick]:
-    """The prompts of every evaluation, always the same: `prompts` of the pool (0: all), chosen by the seed.
-
-    Their `prompt_uid` is `eval-rROW`, or `eval-NAME-rROW` for a set with a name.
-    """
+    """The prompts of every evaluation, always the same: `prompts` of the pool (0: all), chosen by the seed. Their
+    `prompt_uid` is `eval-rROW`, or `eval-NAME-rROW` for a set with a name."""
     order = permutation(pool.rows, seed, 0)
     uid = f"eval-{name}-r" if name else "eval-r"
     return [PromptPick(f"{uid}{row}", int(row)) for row in order[: prompts or pool.rows]]
 
 
 def permutation(rows: int, seed: int, epoch: int) -> np.ndarray:
-    """Row numbers in the order of an epoch, int64[rows].
-
-    Sorts raw Philox output: numpy guarantees that stream for all versions, but not `Generator.permutation`, so
-    a checkpoint resumes in the same order under another numpy.
-    """
+    """Row numbers in the order of an epoch, int64[rows]. Sorts raw Philox output: numpy guarantees that stream for all
+    versions, but not `Generator.permutation`, so a checkpoint resumes in the same order under another numpy."""
     keys = np.random.Philox(np.random.SeedSequence([seed, epoch])).random_raw(rows)
     return np.argsort(keys, kind="stable")
 

@@ -368,11 +368,8 @@ def _reads(fields: Fields, column: str) -> bool:
 
 
 def find_column(row: Tree, name: str) -> Any:
-    """Value of a column of a row.
-
-    A column of exactly this name comes first. Otherwise a dot leads into a struct, or into each struct of a list; a
-    struct that is null has null values. Raises KeyError if the row has no such column.
-    """
+    """Value of a column of a row. A column of exactly this name comes first. Otherwise a dot leads into a struct, or
+    into each struct of a list; a struct that is null has null values. Raises KeyError if the row has no such column."""
     if name in row:
         return row[name]
     end = name.rfind(".")
@@ -519,11 +516,9 @@ def _tasks(recipe: RecipeConfig, size: int, seed: int, label: str) -> Any:
 
 
 def task_seed(seed: int, index: int, name: str) -> int:
-    """Seed of one recipe's tasks.
-
-    reasoning-gym generates task i from seed + i, so neighbouring seeds would give the same tasks shifted by one; this
-    puts every (seed, recipe) far from every other. Below 2**31, with room for the indices.
-    """
+    """Seed of one recipe's tasks. reasoning-gym generates task i from seed + i, so neighbouring seeds would give the
+    same tasks shifted by one; this puts every (seed, recipe) far from every other. Below 2**31, with room for the
+    indices."""
     high = zlib.crc32(f"{seed}:{index}:{name}".encode())
     return (high * 2_654_435_761 + seed) % (2**31 - 10_000_001)
 

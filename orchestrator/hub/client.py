@@ -124,11 +124,9 @@ def cached(snapshot: Snapshot) -> Path | None:
 
 
 def download(snapshot: Snapshot, progress: Progress | None = None) -> Path:
-    """Downloads what the cache lacks of a snapshot and returns its folder; uses no network if the cache is complete.
-
-    An interrupted download is retried, and resumed if the hub supports that. Concurrent downloads of a file into one
-    cache wait for each other. Raises HubError if the files cannot be downloaded.
-    """
+    """Downloads what the cache lacks of a snapshot and returns its folder; uses no network if the cache is complete. An
+    interrupted download is retried, and resumed if the hub supports that. Concurrent downloads of a file into one cache
+    wait for each other. Raises HubError if the files cannot be downloaded."""
     bar = _bar(progress)
     with _reported(snapshot.repo, snapshot.commit):
         for attempt in range(1, _ATTEMPTS):

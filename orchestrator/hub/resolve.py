@@ -68,10 +68,8 @@ def pin_run(planned: PlannedRun, *, resume: bool) -> PlannedRun:
 
 
 def pin(spec: SpecT) -> tuple[SpecT, list[Finding]]:
-    """The spec with commits instead of branches and tags, and what cannot be used.
-
-    Downloads no weights and no data: it reads the list of files and each model's `config.json`.
-    """
+    """The spec with commits instead of branches and tags, and what cannot be used. Downloads no weights and no data: it
+    reads the list of files and each model's `config.json`."""
     sections: dict[str, Frozen] = {}
     findings: list[Finding] = []
     for section, model in hub_models(spec).items():
@@ -93,10 +91,8 @@ def pin(spec: SpecT) -> tuple[SpecT, list[Finding]]:
 
 
 def pin_configs(spec: SpecT) -> tuple[SpecT, list[Finding]]:
-    """The spec with folders that hold at least `config.json` instead of models on the hub, to plan memory with.
-
-    Also returns what cannot be looked up; such a model keeps its name.
-    """
+    """The spec with folders that hold at least `config.json` instead of models on the hub, to plan memory with. Also
+    returns what cannot be looked up; such a model keeps its name."""
     sections: dict[str, Frozen] = {}
     findings: list[Finding] = []
     for section, model in hub_models(spec).items():

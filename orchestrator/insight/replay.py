@@ -153,10 +153,8 @@ class Repeated:
         return f"step {self.step}: {result} ({parts}; {self.seconds:.2f} s)"
 
     def different_metrics(self) -> list[str]:
-        """Metrics of the first update with any that differ, as text: `policy/loss is 0.1 in the run, 0.2 here`.
-
-        Speeds are left out.
-        """
+        """Metrics of the first update with any that differ, as text: `policy/loss is 0.1 in the run, 0.2 here`. Speeds
+        are left out."""
         count = len(self.recorded_updates)
         for number, (before, now) in enumerate(zip(self.recorded_updates, self.updates, strict=False), start=1):
             compared = [name for name in before if name.rpartition("/")[2] not in _TIMED]

@@ -51,11 +51,9 @@ class SampleQuery:
 
 
 def select_samples(run: RunFolder, query: SampleQuery, columns: Sequence[str]) -> pa.Table:
-    """These columns of the samples that the query selects, at most `query.limit` of them.
-
-    Only the columns that are needed are read, and only files that may hold a row of the result. Raises UsageError if
-    the run has no samples, or the query is not valid; DataError if a file cannot be read.
-    """
+    """These columns of the samples that the query selects, at most `query.limit` of them. Only the columns that are
+    needed are read, and only files that may hold a row of the result. Raises UsageError if the run has no samples, or
+    the query is not valid; DataError if a file cannot be read."""
     with _connect() as connection, _explained(run):
         return _ordered(connection, run, query).project(", ".join(map(_quoted, columns))).to_arrow_table()
 
@@ -67,10 +65,8 @@ def count_samples(run: RunFolder, query: SampleQuery) -> int:
 
 
 def open_samples(files: dict[int, Path]) -> ds.Dataset:
-    """The files of these steps as a dataset with the columns of SAMPLES; what a file lacks is null.
-
-    A file's name contains its step, so that files of other steps are not opened.
-    """
+    """The files of these steps as a dataset with the columns of SAMPLES; what a file lacks is null. A file's name
+    contains its step, so that files of other steps are not opened."""
     parquet, local = ds.ParquetFileFormat(), LocalFileSystem()
     step = SAMPLES.field("step").type
     # Nulls are possible in files of earlier versions, whatever the current schema.

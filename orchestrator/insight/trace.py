@@ -126,11 +126,9 @@ def _micros(seconds: float) -> float:
 
 
 def step_windows(timeline: pa.Table) -> dict[int, Interval]:
-    """Start and end of every step, from the controller's phases.
-
-    Step 0, the start of a run, is left out. A checkpoint is recorded with the next step, which begins after it. What
-    lies between two steps, such as the hours until a run was resumed, belongs to none.
-    """
+    """Start and end of every step, from the controller's phases. Step 0, the start of a run, is left out. A checkpoint
+    is recorded with the next step, which begins after it. What lies between two steps, such as the hours until a run
+    was resumed, belongs to none."""
     found: dict[int, Interval] = {}
     columns = (timeline[name].to_pylist() for name in ("step", "worker", "phase", "start", "end"))
     for step, worker, phase, start, end in zip(*columns, strict=True):

@@ -56,11 +56,9 @@ class _Owner(BaseModel):
 
 
 class ControlServer(RunPart):
-    """Answers the requests to one run (`troupe scale`, `troupe apply`).
-
-    A background task polls the folder for request files, passes their changes to the scaler and writes the answers. It
-    waits for nothing but the poll interval and its own file operations; :meth:`close` cancels it.
-    """
+    """Answers the requests to one run (`troupe scale`, `troupe apply`). A background task polls the folder for request
+    files, passes their changes to the scaler and writes the answers. It waits for nothing but the poll interval and its
+    own file operations; :meth:`close` cancels it."""
 
     def __init__(self, run_folder: Path, scaler: WorkerScaler) -> None:
         self._mailbox = Mailbox(run_folder / FOLDER)

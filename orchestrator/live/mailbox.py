@@ -43,11 +43,9 @@ class PostedRequest:
 
 
 class Mailbox:
-    """One folder of requests and answers.
-
-    The run calls :meth:`open`, :meth:`take` and :meth:`answer`, a command :meth:`ask`. The answer to a request that is
-    withdrawn after the run has taken it stays until the next :meth:`open`.
-    """
+    """One folder of requests and answers. The run calls :meth:`open`, :meth:`take` and :meth:`answer`, a command
+    :meth:`ask`. The answer to a request that is withdrawn after the run has taken it stays until the next
+    :meth:`open`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -93,12 +93,9 @@ class WorkerScaler(RunPart):
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def change(self, changes: Mapping[str, Any]) -> None:
-        """Change fields of the spec; workers are added and removed in the background.
-
-        A changed spec that cannot be saved (disk full, ...) is logged; the run scales nevertheless. `changes`: dotted
-        path to value. Raises SpecError if the changed spec is invalid; UsageError if a field cannot change while the
-        run is active.
-        """
+        """Change fields of the spec; workers are added and removed in the background. A changed spec that cannot be
+        saved (disk full, ...) is logged; the run scales nevertheless. `changes`: dotted path to value. Raises SpecError
+        if the changed spec is invalid; UsageError if a field cannot change while the run is active."""
         wanted = changed(self.spec, changes, self._file)
         refused = [str(difference) for difference in differences(self.spec, wanted) if difference.refused]
         if refused:

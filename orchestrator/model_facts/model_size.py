@@ -74,10 +74,8 @@ class ModelSize(ModelShape):
         return max(self.largest, self.expert_weights)
 
     def multiplied(self, tokens: float = 1) -> int:
-        """Parameters that so many tokens at once are multiplied with.
-
-        An expert counts if one of them passes through it; an embedding that is only looked up does not.
-        """
+        """Parameters that so many tokens at once are multiplied with. An expert counts if one of them passes through
+        it; an embedding that is only looked up does not."""
         idle = (1 - self.experts / self.routed) ** tokens if self.routed else 0.0
         looked_up = self.vocabulary * self.hidden if self.head else 0
         return self.parameters - looked_up - int(idle * self.sparse * self.expert_weights)

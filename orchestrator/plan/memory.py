@@ -211,9 +211,7 @@ def of_engine(spec: RolloutSpec, placed: PlacedWorker, gpu: int, sizes: Sizes) -
 
 def shared_engine(spec: RolloutSpec, gpu: int, sizes: Sizes) -> tuple[int, float] | None:
     """KV cache in bytes on each GPU of an engine on policy GPUs of this many bytes, and the engine's share of them.
-
-    None if the size of its model is unknown.
-    """
+    None if the size of its model is unknown."""
     memories, cache = of_engine(spec, PlacedWorker("rollout-0", 0.0, spec.roles.rollout.gpus, "", 0, ""), gpu, sizes)
     if cache is None:
         return None

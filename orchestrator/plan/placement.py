@@ -144,11 +144,8 @@ class Fit:
 
 
 def place(roles: Sequence[RoleSize]) -> tuple[Placement, ...]:
-    """Placement groups for all roles, in the order in which they are reserved.
-
-    Groups with GPUs come first, since one without could take the cores that the last free GPU needs; trainers come
-    before engines.
-    """
+    """Placement groups for all roles, in the order in which they are reserved. Groups with GPUs come first, since one
+    without could take the cores that the last free GPU needs; trainers come before engines."""
     hosts = [role for role in roles if role.colocate_with is None]
     guests = [role for role in roles if role.colocate_with is not None and not role.in_process]
     placements: list[Placement] = []
@@ -169,11 +166,9 @@ def place_one(role: RoleSize, index: int) -> Placement:
 def fit(
     placements: Sequence[Placement], nodes: Sequence[Node], reserved: Mapping[tuple[str, str], int] | None = None
 ) -> Fit:
-    """Assign placement groups to nodes by first-fit packing, those with labels first, then by GPUs.
-
-    A bundle with the strategy `SPREAD` goes, among the nodes with room for it, to the one with the fewest of its role.
-    `reserved`: number of bundles that are already reserved, by role and name of the node.
-    """
+    """Assign placement groups to nodes by first-fit packing, those with labels first, then by GPUs. A bundle with the
+    strategy `SPREAD` goes, among the nodes with room for it, to the one with the fewest of its role. `reserved`: number
+    of bundles that are already reserved, by role and name of the node."""
     free = {node.name: [node.cpus, node.gpus] for node in nodes}
     held = Counter(reserved)
     node_of: dict[tuple[str, int], str] = {}

@@ -212,11 +212,9 @@ def _by_name(parts: Sequence[Part]) -> dict[str, int]:
 def plan_stages(
     runs: Sequence[PlannedRun], nodes: Sequence[Node] | None, *, advise: bool = False
 ) -> Iterator[tuple[PlannedRun, Plan]]:
-    """Plan each run, up to and including the first that does not fit.
-
-    A later stage may start from a model that does not exist yet; it has the size of the model that the earlier stage
-    trains. `nodes`: the nodes of the cluster, or None for this machine.
-    """
+    """Plan each run, up to and including the first that does not fit. A later stage may start from a model that does
+    not exist yet; it has the size of the model that the earlier stage trains. `nodes`: the nodes of the cluster, or
+    None for this machine."""
     sizes = Sizes()
     for run in runs:
         available = [local_node(os.cpu_count() or 1, run.spec)] if nodes is None else nodes

@@ -188,11 +188,9 @@ def _passes(trainer: TrainerConfig, size: ModelSize) -> float:
 def token_seconds(
     size: ModelSize, trainer: TrainerConfig, length: int, peaks: GpuPeaks, *, adapters: bool = False
 ) -> float:
-    """Seconds in which one GPU computes the update of one token, without communication.
-
-    Traffic is of the operations between products, in bytes of bfloat16: norms, residuals, rotary positions and the
-    gated feed-forward. The output head computes its logits twice and reads them in float32.
-    """
+    """Seconds in which one GPU computes the update of one token, without communication. Traffic is of the operations
+    between products, in bytes of bfloat16: norms, residuals, rotary positions and the gated feed-forward. The output
+    head computes its logits twice and reads them in float32."""
     passes = _passes(trainer, size)
     products, traffic = PRODUCTS * peaks.flops, TRAFFIC * peaks.bandwidth
     head = size.vocabulary * size.hidden

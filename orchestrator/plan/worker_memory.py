@@ -81,11 +81,9 @@ class WorkerMemory:
         return max(map(self.during, PERIODS))
 
     def during(self, period: Period) -> int:
-        """The most that is held at once in a period, in bytes.
-
-        A pass and a step hardly overlap, and on a GPU torch's allocator reuses the memory of one for the other. In host
-        memory both count: buckets fill while the backward pass runs, and freed blocks below 1 MiB stay.
-        """
+        """The most that is held at once in a period, in bytes. A pass and a step hardly overlap, and on a GPU torch's
+        allocator reuses the memory of one for the other. In host memory both count: buckets fill while the backward
+        pass runs, and freed blocks below 1 MiB stay."""
         held = [part for part in self.parts if period in part.periods]
         phases = {phase: sum(part.bytes for part in held if part.phase == phase) for phase in _PHASES}
         either = max if self.where == "gpu" else sum
@@ -187,11 +185,9 @@ def training(worker: str, rank: Training) -> tuple[WorkerMemory, ...]:
 
 
 def save_copy(trained: ModelSize, width: int, rank: Training, stage: int) -> int:
-    """Bytes of the copy from which a rank writes its part of a checkpoint.
-
-    It holds what DeepSpeed saves (optimizer, and below ZeRO-3 all weights, which rank 0 alone saves), the moving
-    average, and the whole weights of each export.
-    """
+    """Bytes of the copy from which a rank writes its part of a checkpoint. It holds what DeepSpeed saves (optimizer,
+    and below ZeRO-3 all weights, which rank 0 alone saves), the moving average, and the whole weights of each
+    export."""
     whole = trained.parameters
     share = math.ceil(whole / rank.ranks) if stage else whole
     weights = 0 if stage == 3 else width * whole
@@ -202,23 +198,17 @@ def save_copy(trained: ModelSize, width: int, rank: Training, stage: int) -> int
 
 
 def _loading(size: ModelSize, width: int, ranks: int, stage: int) -> int:
-    """Host memory of a rank with a GPU until its weights are on the GPU.
-
-    Below ZeRO-3 every rank builds the whole model. Under ZeRO-3 it reads its share tensor by tensor; two can
-    be whole at once (embedding and output head, converted to another type); then DeepSpeed copies the share once
-    through host memory.
-    """
+    """Host memory of a rank with a GPU until its weights are on the GPU. Below ZeRO-3 every rank builds the whole
+    model. Under ZeRO-3 it reads its share tensor by tensor; two can be whole at once (embedding and output head,
+    converted to another type); then DeepSpeed copies the share once through host memory."""
     if stage < 3:
         return width * size.parameters
     return width * max(math.ceil(size.parameters / ranks), 2 * size.largest)
 
 
 def gathered(size: ModelSize) -> int:
-    """Numbers that a rank holds whole at once under ZeRO-3.
-
-    DeepSpeed limits what it keeps and prefetches to `LIVE`, but gathers the current module regardless of its size
-    (`partitioned_param_coordinator.py`, `fetch_sub_module`).
-    """
+    """Numbers that a rank holds whole at once under ZeRO-3. DeepSpeed limits what it keeps and prefetches to `LIVE`,
+    but gathers the current module regardless of its size (`partitioned_param_coordinator.py`, `fetch_sub_module`)."""
     return min(size.parameters, max(LIVE, size.module))
 
 
@@ -303,10 +293,8 @@ def _offloaded(size: ModelSize, width: int, ranks: int, stage: int) -> Iterator[
 
 
 def _mask_row(size: ModelSize, longest: int, packing: bool) -> int:
-    """Length of a row of the attention mask; packed rows have none.
-
-    A model with eager attention is padded; one with windows has a mask of each sequence on the CPU.
-    """
+    """Length of a row of the attention mask; packed rows have none. A model with eager attention is padded; one with
+    windows has a mask of each sequence on the CPU."""
     return 0 if packing and not (size.windowed or size.eager) else longest
 
 
@@ -325,18 +313,14 @@ def layer_bytes(size: ModelSize, width: int, masked: int) -> int:
 
 
 def _pairs(size: ModelSize, masked: int) -> int:
-    """Bytes that a layer with eager attention keeps of one token's pairs: the capped logits, and the probabilities.
-
-    In bfloat16 these are also there in float32, from which they are rounded: 8 bytes more.
-    """
+    """Bytes that a layer with eager attention keeps of one token's pairs: the capped logits, and the probabilities. In
+    bfloat16 these are also there in float32, from which they are rounded: 8 bytes more."""
     return 8 * size.heads * masked if size.eager else 0
 
 
 def activations(size: ModelSize, width: int, tokens: int, masked: int, recomputed: int) -> int:
-    """Bytes that the layers keep of `tokens` tokens, and that the backward pass through one layer adds.
-
-    Of `recomputed` layers the inputs are kept, and all of one at a time.
-    """
+    """Bytes that the layers keep of `tokens` tokens, and that the backward pass through one layer adds. Of `recomputed`
+    layers the inputs are kept, and all of one at a time."""
     kept = recomputed * width * size.hidden + (size.layers - recomputed + (recomputed > 0)) * layer_bytes(
         size, width, masked
     )
@@ -359,11 +343,9 @@ def head(size: ModelSize, width: int, tokens: int, gpu: bool) -> int:
 
 
 def tiled_head(size: ModelSize, width: int, tokens: int, gpu: bool) -> int:
-    """Bytes of the output head in a pass in which it computes log-probs tile by tile.
-
-    Hidden states of `tokens` tokens and their float32 gradient; the gradient of the head's weight; and a tile's logits,
-    their exponentials (which a GPU's kernel does not keep), and the gradient in the type of the weights.
-    """
+    """Bytes of the output head in a pass in which it computes log-probs tile by tile. Hidden states of `tokens` tokens
+    and their float32 gradient; the gradient of the head's weight; and a tile's logits, their exponentials (which a
+    GPU's kernel does not keep), and the gradient in the type of the weights."""
     made = width + (4 if gpu else 8)
     return (width + 4) * size.hidden * tokens + width * size.vocabulary * size.hidden + made * _tile(size, tokens, gpu)
 
@@ -409,10 +391,8 @@ class Scoring:
 
 
 def scoring(worker: str, model: Scoring) -> tuple[WorkerMemory, ...]:
-    """Memory of a frozen model that scores: its weights and the activations of one layer.
-
-    Every rank of a divided model has a GPU: it keeps its part there and gathers what it runs.
-    """
+    """Memory of a frozen model that scores: its weights and the activations of one layer. Every rank of a divided model
+    has a GPU: it keeps its part there and gathers what it runs."""
     size, width, tokens, ranks = model.size, WIDTHS[model.dtype], model.tokens, model.ranks
     if _tiled(size, truncated=model.whole_logits):
         held = (4 if model.gpu else 8) * _tile(size, tokens, model.gpu)
@@ -456,10 +436,8 @@ class Cache:
 
 
 def kv_bytes(size: ModelSize, width: int, ranks: int = 1) -> int:
-    """Bytes that one layer caches of one token on each of an engine's ranks.
-
-    vLLM divides the KV heads among the ranks, and gives each at least one; a compressed cache has every rank whole.
-    """
+    """Bytes that one layer caches of one token on each of an engine's ranks. vLLM divides the KV heads among the ranks,
+    and gives each at least one; a compressed cache has every rank whole."""
     return width * (size.latent or 2 * max(1, size.kv_heads // ranks) * size.head_dim)
 
 

@@ -94,10 +94,8 @@ class SlurmFlags(Flags):
 
 
 def with_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace each dataclass parameter of a Typer command by one option per field.
-
-    Typer reads the options from the signature, so the decorator rewrites it; a call builds the dataclasses again.
-    """
+    """Replace each dataclass parameter of a Typer command by one option per field. Typer reads the options from the
+    signature, so the decorator rewrites it; a call builds the dataclasses again."""
     hints = get_type_hints(command, include_extras=True)
     groups = {name: hint for name, hint in hints.items() if is_dataclass(hint) and isinstance(hint, type)}
     parameters: list[inspect.Parameter] = []

@@ -95,11 +95,9 @@ class JobServer:
             self._client = JobSubmissionClient(address, headers=token_header())
 
     def submit(self, spec: RunSpec | ChainDocument, submission: Submission, note: Echo) -> str:
-        """Submit the spec with every relative path made absolute, because the job has another working directory.
-
-        What is sent is a copy: the user's folder is only read. `note`: called with what of the working directory is not
-        sent. Returns the submission id.
-        """
+        """Submit the spec with every relative path made absolute, because the job has another working directory. What
+        is sent is a copy: the user's folder is only read. `note`: called with what of the working directory is not
+        sent. Returns the submission id."""
         with tempfile.TemporaryDirectory(prefix="troupe-job-") as scratch, self._reported():
             if submission.working_dir is not None:
                 for line in copy_folder(submission.working_dir, Path(scratch)).notes():
@@ -203,20 +201,16 @@ def submit_when_ready(client: Any, **job: Any) -> str:
 
 
 def entrypoint(spec_file: str) -> str:
-    """The job's command line, which resumes automatically after an unexpected end.
-
-    It uses this interpreter if the cluster has it, else the one on the cluster's PATH.
-    """
+    """The job's command line, which resumes automatically after an unexpected end. It uses this interpreter if the
+    cluster has it, else the one on the cluster's PATH."""
     python = f'"$(command -v {shlex.quote(sys.executable)} || command -v python || echo python3)"'
     return f"{python} -m troupe run {shlex.quote(spec_file)} --resume --supervise"
 
 
 def job_environment() -> dict[str, str]:
-    """Environment variables of the job; none is copied from this process.
-
-    They give a stopped job time to save (Ray's default is three seconds) and, if Troupe runs from its source tree
-    instead of an installed package, put that tree on the path.
-    """
+    """Environment variables of the job; none is copied from this process. They give a stopped job time to save (Ray's
+    default is three seconds) and, if Troupe runs from its source tree instead of an installed package, put that tree on
+    the path."""
     environment = {"RAY_JOB_STOP_WAIT_TIME_S": f"{_SAVE_TIMEOUT_S:g}"}
     root = Path(__file__).resolve().parents[2]
     return environment | ({"PYTHONPATH": str(root)} if (root / "pyproject.toml").is_file() else {})
@@ -224,10 +218,8 @@ def job_environment() -> dict[str, str]:
 
 def token_header() -> dict[str, str]:
     """HTTP header with Ray's token, empty without a token. Unlike `ray.init`, the job client does not read the token.
-
     The header replaces RAY_AUTH_MODE because Ray reads that variable once, at import: after a later change this process
-    and the clusters it starts would use different modes.
-    """
+    and the clusters it starts would use different modes."""
     if os.environ.get("RAY_AUTH_MODE", "token").lower() != "token":
         return {}
     file = Path(os.environ.get("RAY_AUTH_TOKEN_PATH", Path.home() / ".ray" / "auth_token"))

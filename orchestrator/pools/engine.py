@@ -70,11 +70,9 @@ class Engine:
 
 
 class Dispatch:
-    """Assigns engines to the calls that wait for one, in order of arrival: to each the least-loaded engine.
-
-    Engines are indexed by load, so that no call scans all of them. Of several engines with the same load, the one that
-    has had it longest comes first. An engine without samples accepts any number of them.
-    """
+    """Assigns engines to the calls that wait for one, in order of arrival: to each the least-loaded engine. Engines are
+    indexed by load, so that no call scans all of them. Of several engines with the same load, the one that has had it
+    longest comes first. An engine without samples accepts any number of them."""
 
     def __init__(self, engines: Sequence[Engine], max_load: int, lost: Callable[[], EnginesLost | None]) -> None:
         """Nothing is assigned yet. `max_load`: most unfinished samples of one engine, running and queued."""
@@ -178,9 +176,7 @@ class Generated(NamedTuple):
 
 class GenerationMeter:
     """Counts tokens, and the time in which at least one engine has a group: each group is generated inside the meter.
-
-    Other parts of a step, such as the updates of synchronous training, do not count.
-    """
+    Other parts of a step, such as the updates of synchronous training, do not count."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

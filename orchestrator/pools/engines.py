@@ -74,11 +74,9 @@ class EnginePool(ReplicaPool[Engine]):
         """Why no further engine is started: a replacement died as its predecessor did; empty before that."""
 
     def follow(self, spec: RolloutSpec) -> None:
-        """Adapts to more environment workers or fewer engines: each engine gets more of the episodes.
-
-        Its bound is never lowered: while the engines start among which the episodes are to be divided, the others still
-        have all of them.
-        """
+        """Adapts to more environment workers or fewer engines: each engine gets more of the episodes. Its bound is
+        never lowered: while the engines start among which the episodes are to be divided, the others still have all of
+        them."""
         self.dispatch.accept(engine_load(spec))
 
     @property
@@ -125,9 +123,7 @@ class EnginePool(ReplicaPool[Engine]):
 
     def hold(self) -> Engine | None:
         """Takes the least-loaded engine, with its weights, out of the dispatch; returns None if no other would serve.
-
-        It finishes the groups that it has. `end_hold` ends this.
-        """
+        It finishes the groups that it has. `end_hold` ends this."""
         engine = self.dispatch.least() if len(self.dispatch) > 1 else None
         if engine is not None:
             engine.held = True
@@ -201,11 +197,9 @@ class EnginePool(ReplicaPool[Engine]):
         return None
 
     async def probe_all(self) -> None:
-        """Probes every serving engine; replaces one that died or missed `probe_misses` consecutive probes.
-
-        A probe that times out during a transfer of weights does not count: an engine answers after its update. The
-        transfer has a separate timeout.
-        """
+        """Probes every serving engine; replaces one that died or missed `probe_misses` consecutive probes. A probe that
+        times out during a transfer of weights does not count: an engine answers after its update. The transfer has a
+        separate timeout."""
 
         async def probe(engine: Engine) -> None:
             transferring = self.weights.lock.locked()
@@ -273,9 +267,7 @@ class EnginePool(ReplicaPool[Engine]):
 
     async def _rejoin(self, engine: Engine) -> None:
         """Loads the weights into a released engine, which then receives groups; it is lost if it cannot load them.
-
-        Weights that turn out to be others while they are loaded must not meet samples.
-        """
+        Weights that turn out to be others while they are loaded must not meet samples."""
 
         async def admit() -> None:
             while True:

@@ -41,11 +41,8 @@ class Callers(Generic[CallerT, LinkT]):
 
 
 class LinkedPool(ReplicaPool[WorkerHandle[WorkerT]], Generic[WorkerT, CallerT, LinkT]):
-    """The environment or judge workers.
-
-    A task for each worker waits in `Watched.watch` until the worker dies or freezes, and then reports the loss. Work
-    of a lost worker starts again on another.
-    """
+    """The environment or judge workers. A task for each worker waits in `Watched.watch` until the worker dies or
+    freezes, and then reports the loss. Work of a lost worker starts again on another."""
 
     def __init__(
         self,

@@ -54,10 +54,8 @@ class PoolWeights:
             await self._bring_up(engine)
 
     async def renewing(self, attempt: Callable[[], Awaitable[None]]) -> None:
-        """Awaits `attempt`, again once damaged weights are published again.
-
-        It must leave lock and memory: trainers that are restarted for it push their weights.
-        """
+        """Awaits `attempt`, again once damaged weights are published again. It must leave lock and memory: trainers
+        that are restarted for it push their weights."""
         for renewals in itertools.count():
             try:
                 await attempt()

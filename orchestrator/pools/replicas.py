@@ -35,10 +35,8 @@ ReplicaT = TypeVar("ReplicaT", bound=PoolWorker)
 
 
 class RestartBudget:
-    """Restarts of one role that a run makes before it gives up.
-
-    Steps that are trained without a loss give used restarts back.
-    """
+    """Restarts of one role that a run makes before it gives up. Steps that are trained without a loss give used
+    restarts back."""
 
     def __init__(self, role: str, limit: int, steps_per_restart: int = 0) -> None:
         """Nothing is used yet.
@@ -100,11 +98,8 @@ class Changes:
 
 
 class ReplicaPool(Generic[ReplicaT]):
-    """The replicas of one role.
-
-    A lost worker is replaced by one of the same name as long as the restart budget lasts; until then the others do its
-    work. The pool runs a task only while it starts a replacement.
-    """
+    """The replicas of one role. A lost worker is replaced by one of the same name as long as the restart budget lasts;
+    until then the others do its work. The pool runs a task only while it starts a replacement."""
 
     def __init__(
         self,
@@ -150,11 +145,9 @@ class ReplicaPool(Generic[ReplicaT]):
         return [*(worker.name for worker in self.workers if worker not in self._leaving), *self.starting]
 
     async def call(self, call: Callable[[ReplicaT], Awaitable[T]]) -> T:
-        """Runs a call on the least-loaded worker; the call of a lost worker is repeated on another one.
-
-        Without a serving worker it waits for the one that is being started. Raises WorkerError if the call failed, or
-        every worker was lost and none can be replaced.
-        """
+        """Runs a call on the least-loaded worker; the call of a lost worker is repeated on another one. Without a
+        serving worker it waits for the one that is being started. Raises WorkerError if the call failed, or every
+        worker was lost and none can be replaced."""
         while True:
             if not (serving := self.serving):
                 await self._changes.wait_for(lambda: self.serving or not self.starting)
@@ -190,11 +183,9 @@ class ReplicaPool(Generic[ReplicaT]):
             await self._started(name)
 
     async def retire(self, name: str, timeout_s: float) -> None:
-        """Removes a worker from the pool; the caller ends its process.
-
-        Waits until the worker has started (if it is starting) and then until it has finished its work, at most
-        `timeout_s` seconds for this. Unfinished work then fails with the process and is repeated on other workers.
-        """
+        """Removes a worker from the pool; the caller ends its process. Waits until the worker has started (if it is
+        starting) and then until it has finished its work, at most `timeout_s` seconds for this. Unfinished work then
+        fails with the process and is repeated on other workers."""
         await self.until_started(name)
         worker = next((worker for worker in self.workers if worker.name == name), None)
         if worker is None:
@@ -216,10 +207,8 @@ class ReplicaPool(Generic[ReplicaT]):
         await self._changes.wait_for(lambda: name not in self.starting)
 
     async def lose(self, worker: ReplicaT, error: WorkerError, may_replace: bool = True) -> None:
-        """Ends the process of a lost worker and starts a replacement, if the restart budget allows one.
-
-        A worker that is being removed is not replaced. Does nothing if the worker has left the pool.
-        """
+        """Ends the process of a lost worker and starts a replacement, if the restart budget allows one. A worker that
+        is being removed is not replaced. Does nothing if the worker has left the pool."""
         if worker not in self.workers:
             return
         self.workers.remove(worker)
@@ -278,10 +267,8 @@ class ReplicaPool(Generic[ReplicaT]):
             self.workers.remove(worker)
 
     async def _replace(self, name: str) -> None:
-        """Starts a replacement, again while the restart budget lasts.
-
-        The node of a worker may be lost with it, which Ray finds out later: until then a replacement dies there too.
-        """
+        """Starts a replacement, again while the restart budget lasts. The node of a worker may be lost with it, which
+        Ray finds out later: until then a replacement dies there too."""
         try:
             await self._lost(name)
             while True:

@@ -52,11 +52,9 @@ def engine_sampler(pool: EnginePool) -> Sampler:
 
 
 def held_sampler(pool: EnginePool, engine: Engine, version: int) -> Sampler:
-    """Samples on an engine that is held at a version, as many prompts at a time as it has room for.
-
-    Raises EvaluationLost if the engine is lost or leaves, or tokens are of another version; the WorkerError of the
-    last attempt if it fails otherwise.
-    """
+    """Samples on an engine that is held at a version, as many prompts at a time as it has room for. Raises
+    EvaluationLost if the engine is lost or leaves, or tokens are of another version; the WorkerError of the last
+    attempt if it fails otherwise."""
     turn = asyncio.Lock()
 
     async def sample(request: GroupRequest, prompts: TableRef) -> tuple[GroupSummary, TableRef]:

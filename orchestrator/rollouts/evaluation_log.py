@@ -68,10 +68,8 @@ def evaluation_as_json(step: int, results: Mapping[str, SetResult]) -> Json:
 
 
 class EvaluationLog:
-    """Writes the file anew after every evaluation.
-
-    Its `sets` describe the last evaluation; evaluations before a change of the spec have other `settings`.
-    """
+    """Writes the file anew after every evaluation. Its `sets` describe the last evaluation; evaluations before a change
+    of the spec have other `settings`."""
 
     def __init__(self, file: Path, sets: Mapping[str, Json], done: int) -> None:
         """Forgets evaluations after step `done`, the step from which the run resumes."""

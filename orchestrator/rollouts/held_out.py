@@ -25,10 +25,9 @@ _T = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2
 
 @dataclass(frozen=True)
 class MeanEstimate:
-    """A mean over the prompts of a set, with the bounds of its 95% confidence interval.
-
-    The interval covers the choice of the prompts, and with it the sampling of each one's responses. None if nothing
-    tells it: one prompt only, or a reward that is the same for all."""
+    """A mean over the prompts of a set, with the bounds of its 95% confidence interval. The interval covers the choice
+    of the prompts, and with it the sampling of each one's responses. None if nothing tells it: one prompt only, or a
+    reward that is the same for all."""
 
     value: float
     low: float | None

@@ -127,10 +127,8 @@ async def write_samples(
 
 
 async def read_samples(found: Checkpoint, spec: RolloutSpec, rewards: RewardPool) -> list[GroupProgress]:
-    """The open groups of a checkpoint, with tables that reward workers have read into the object store.
-
-    Groups that cannot be used are left out, with a message.
-    """
+    """The open groups of a checkpoint, with tables that reward workers have read into the object store. Groups that
+    cannot be used are left out, with a message."""
     place = found.path / SAMPLES
     if not place.is_dir():
         return []

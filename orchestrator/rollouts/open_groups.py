@@ -173,10 +173,8 @@ class OpenGroups:
         return [progress for progress in found if progress is not None]
 
     def _ready(self, version: int) -> list[ScheduledGroup] | None:
-        """The next batch if it can be formed now: the groups that started first, and of these those opened first.
-
-        It is not formed while more groups would be left than the batches until their limit can take.
-        """
+        """The next batch if it can be formed now: the groups that started first, and of these those opened first. It is
+        not formed while more groups would be left than the batches until their limit can take."""
         size, limit = self._size, self._limit
         oldest_allowed = version - limit
         # Called whenever a group finishes: the common answer "not ready" must not scan every group.
@@ -211,11 +209,9 @@ class ResumedGroups:
         version: int,
         failed: Mapping[str, int],
     ) -> int:
-        """Keeps the finished samples of these groups, and returns how many failed ones are sampled again.
-
-        A group of another attempt or size, and one that would exceed the staleness limit by the step whose batch it can
-        reach, is sampled again like a group without progress. `failed`: failed samples of open groups, by prompt_uid.
-        """
+        """Keeps the finished samples of these groups, and returns how many failed ones are sampled again. A group of
+        another attempt or size, and one that would exceed the staleness limit by the step whose batch it can reach, is
+        sampled again like a group without progress. `failed`: failed samples of open groups, by prompt_uid."""
         known = {group.prompt_uid: (group.attempt, settings[group.row].samples) for group in self.waiting}
         usable = [
             group

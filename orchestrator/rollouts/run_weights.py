@@ -20,11 +20,9 @@ _MOST_DIGESTS = 64
 
 
 class RunWeights:
-    """Brings the versions of the policy's weights to the engines, one at a time.
-
-    `publish` leaves the loading to a task, which waits for the engines and ends when all of them have acknowledged the
-    version or are lost. The next version waits for it, as does `settle`; its error ends what runs in `guard`.
-    """
+    """Brings the versions of the policy's weights to the engines, one at a time. `publish` leaves the loading to a
+    task, which waits for the engines and ends when all of them have acknowledged the version or are lost. The next
+    version waits for it, as does `settle`; its error ends what runs in `guard`."""
 
     def __init__(
         self, sync: WeightSync, calls: RecoverableCalls, recorder: RunRecorder, served: Callable[[int], None]
@@ -66,11 +64,9 @@ class RunWeights:
             await asyncio.gather(self._loading, return_exceptions=True)
 
     async def _load(self, version: int) -> None:
-        """Makes every engine load the published version, in the background.
-
-        Slots of the scheduler that wait for a version that did not arrive wait for the next one. The policy trains on
-        what the earlier ones have left, and then waits: a version is published again at the latest when none is left.
-        """
+        """Makes every engine load the published version, in the background. Slots of the scheduler that wait for a
+        version that did not arrive wait for the next one. The policy trains on what the earlier ones have left, and
+        then waits: a version is published again at the latest when none is left."""
         try:
             report = await self._calls.retry(self._sync.load)
         except WorkerError as error:

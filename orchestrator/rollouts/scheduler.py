@@ -196,9 +196,7 @@ class RolloutScheduler:
 
     def advance(self, version: int) -> None:
         """Records that the last batch is trained, which made the policy `version`, and opens the slots that this frees.
-
-        They stay closed until `serve` has been called with the version as well.
-        """
+        They stay closed until `serve` has been called with the version as well."""
         self.version = version
         self.groups.mark_trained()
         self._dispatch()
@@ -321,11 +319,9 @@ class RolloutScheduler:
         self._settle(group, scored)
 
     async def _generate(self, group: ScheduledGroup) -> list[tuple[GroupSummary, TableRef]]:
-        """Generates on the least-loaded engine; a failed engine costs an attempt, not the group.
-
-        Groups that a leaving engine could not finish run on another engine without the cost of an attempt. Returns
-        (summary, ROLLOUTS reference) of the group, followed by the greedy response's pair, if any.
-        """
+        """Generates on the least-loaded engine; a failed engine costs an attempt, not the group. Groups that a leaving
+        engine could not finish run on another engine without the cost of an attempt. Returns (summary, ROLLOUTS
+        reference) of the group, followed by the greedy response's pair, if any."""
         settings, tries = group.settings, 0
         while True:
             done = () if group.finished is None else group.finished.summary.samples
@@ -365,11 +361,8 @@ class RolloutScheduler:
                 return results
 
     def _settle(self, group: ScheduledGroup, scored: ScoredGroup) -> None:
-        """Keeps or replaces a scored group, and drops its samples without reward.
-
-        A group is replaced if too few of its samples have a reward, or if it has no signal and the budget for such
-        replacements lasts (dynamic sampling).
-        """
+        """Keeps or replaces a scored group, and drops its samples without reward. A group is replaced if too few of its
+        samples have a reward, or if it has no signal and the budget for such replacements lasts (dynamic sampling)."""
         failures = scored.failures
         if scored.least_rewarded < self._min_group:
             self._replace(group, failures[0][1], failed=True, scored=scored)
@@ -391,10 +384,8 @@ class RolloutScheduler:
     def _replace(
         self, group: ScheduledGroup, reason: str, *, failed: bool, detail: str = "", scored: ScoredGroup | None = None
     ) -> None:
-        """Drops a failed or refused group, counts it, and opens its slot for another prompt.
-
-        `scored`: the group, if its rewards failed.
-        """
+        """Drops a failed or refused group, counts it, and opens its slot for another prompt. `scored`: the group, if
+        its rewards failed."""
         logger.warning("%s dropped: %s %s", group.pick.prompt_uid, reason, detail)
         self._drop(group, reason)
         if failed:

@@ -137,11 +137,9 @@ class SignalTest:
 
 
 class RewardPool(ReplicaPool[WorkerHandle[Reward]]):
-    """The reward workers; the least-loaded one scores each group.
-
-    A worker has `_GROUPS_AT_ONCE` groups at most, and for each of them the time of one: if reward functions time out,
-    groups wait long for each other, and the worker is not lost.
-    """
+    """The reward workers; the least-loaded one scores each group. A worker has `_GROUPS_AT_ONCE` groups at most, and
+    for each of them the time of one: if reward functions time out, groups wait long for each other, and the worker is
+    not lost."""
 
     def __init__(
         self,
@@ -223,11 +221,9 @@ _Waiting = tuple[list[int], TableRef, asyncio.Future[WaveScores]]
 
 
 class TokenScorer:
-    """Scores the tokens of groups in waves on one worker group.
-
-    A task runs while groups are waiting. It takes all of them as one wave, waits for the ranks to score it, and ends
-    when no group is waiting; the next call of `score` starts it again.
-    """
+    """Scores the tokens of groups in waves on one worker group. A task runs while groups are waiting. It takes all of
+    them as one wave, waits for the ranks to score it, and ends when no group is waiting; the next call of `score`
+    starts it again."""
 
     def __init__(
         self,

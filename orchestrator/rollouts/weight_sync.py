@@ -65,10 +65,8 @@ class WeightSync(Protocol):
         ...
 
     async def load(self) -> SyncReport | None:
-        """Loads the version that was published last into every engine, beside an update of the trainers.
-
-        Returns None if it did not arrive and the policy has trained since: the next version replaces it.
-        """
+        """Loads the version that was published last into every engine, beside an update of the trainers. Returns None
+        if it did not arrive and the policy has trained since: the next version replaces it."""
         ...
 
     async def bring_up(self, engine: Engine) -> None:
@@ -190,11 +188,9 @@ class FileSync:
         self._published.notify()
 
     async def renew(self) -> None:
-        """Makes the policy publish the current version again, after a new engine failed to load it.
-
-        While the policy trains, its weights are no longer the version's: then this waits for the next one. Raises
-        WorkerError if the policy is lost; TimeoutError if no version was published within `schedule.step_timeout_s`.
-        """
+        """Makes the policy publish the current version again, after a new engine failed to load it. While the policy
+        trains, its weights are no longer the version's: then this waits for the next one. Raises WorkerError if the
+        policy is lost; TimeoutError if no version was published within `schedule.step_timeout_s`."""
         async with self._pool.weights.lock:
             damaged = self._damaged
             if damaged is None or self._current is not damaged:
@@ -208,10 +204,8 @@ class FileSync:
             await self._published.wait_for(lambda: self._current is not damaged)
 
     async def _load(self, update: WeightUpdate) -> SyncReport:
-        """Loads an update into every engine, or raises, when none of them reads it any more.
-
-        Engines lost during the call are not in the report.
-        """
+        """Loads an update into every engine, or raises, when none of them reads it any more. Engines lost during the
+        call are not in the report."""
 
         async def apply(engine: Engine) -> WeightAck | Exception | None:
             try:
@@ -258,10 +252,8 @@ class FileSync:
         return await engine.handle.call(RolloutEngine.update_weights, self._timeout_s, update)
 
     async def _write_to_hosts(self, update: WeightUpdate, engines: list[Engine]) -> None:
-        """Writes the payload to the file of hosts that lack it, through one engine of each host.
-
-        A host whose engines are all lost still lacks it: loading it fails there as well.
-        """
+        """Writes the payload to the file of hosts that lack it, through one engine of each host. A host whose engines
+        are all lost still lacks it: loading it fails there as well."""
         if not (lacking := self._lacking(engines)):
             return
         try:
@@ -368,11 +360,9 @@ class DeviceSync:
         return self._sent
 
     async def bring_up(self, engine: Engine) -> None:
-        """Loads the current weights into a new engine before its first token (the pool holds the lock).
-
-        The other engines continue to serve. Raises UpdateDamaged if the policy is lost, or has trained since the
-        version was sent: its weights are no longer the version's.
-        """
+        """Loads the current weights into a new engine before its first token (the pool holds the lock). The other
+        engines continue to serve. Raises UpdateDamaged if the policy is lost, or has trained since the version was
+        sent: its weights are no longer the version's."""
         if not self._pool.weights.version:
             return
         self._missed = self._pushes

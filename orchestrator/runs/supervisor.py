@@ -60,9 +60,7 @@ def describe(code: int) -> str:
 
 def _run(command: Sequence[str]) -> tuple[int, bool]:
     """Runs one process to its end; its exit code (negative: the signal that killed it), and whether we were stopped.
-
-    The process has a separate group: a signal from the terminal reaches only this process, which passes it on once.
-    """
+    The process has a separate group: a signal from the terminal reaches only this process, which passes it on once."""
     process = subprocess.Popen(command, env=os.environ.copy(), process_group=0, preexec_fn=_end_with_parent)
     with _forwarding(process) as stopped:
         while True:

@@ -224,11 +224,9 @@ def _borrowed(node: Any, path: FieldPath = ()) -> Iterator[tuple[FieldPath, str]
 
 
 def _start_from(data: dict[str, Any], path: FieldPath, stage: PlannedRun) -> None:
-    """Fill in a model's path: the stage's final model, or the model below its adapters and the adapters.
-
-    The reward role reads texts as the stage did. A tokenizer is read from the model below adapters, which has not the
-    template of the stage.
-    """
+    """Fill in a model's path: the stage's final model, or the model below its adapters and the adapters. The reward
+    role reads texts as the stage did. A tokenizer is read from the model below adapters, which has not the template of
+    the stage."""
     section: Any = data
     for key in path[:-1]:
         section = section[key]

@@ -27,10 +27,8 @@ def is_pattern(path: str) -> bool:
 
 
 def matching_files(path: str) -> list[Path]:
-    """The files of a path that may be a pattern (`data/train-*.parquet`), in order of their names.
-
-    The path itself if it is no pattern, or if nothing matches.
-    """
+    """The files of a path that may be a pattern (`data/train-*.parquet`), in order of their names. The path itself if
+    it is no pattern, or if nothing matches."""
     found = sorted(glob.glob(path, recursive=True)) if is_pattern(path) else []
     return [Path(name) for name in found] or [Path(path)]
 

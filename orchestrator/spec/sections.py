@@ -355,10 +355,9 @@ class ScheduleConfig(BaseSchedule):
 
 
 class CurriculumConfig(Frozen):
-    """Draws a prompt the more often, the nearer its pass rate is to one half.
-
-    A pass over the data draws a prompt with probability max(floor, 4 p (1 - p)), where p = (solved + 1) / (samples + 2)
-    counts its samples in finished steps. A prompt without results is always drawn."""
+    """Draws a prompt the more often, the nearer its pass rate is to one half. A pass over the data draws a prompt with
+    probability max(floor, 4 p (1 - p)), where p = (solved + 1) / (samples + 2) counts its samples in finished steps. A
+    prompt without results is always drawn."""
 
     solved_at: Annotated[float | None, COUNTED_BEFORE] = None
     """A sample with at least this reward counts as solved; null: `evaluation.solved_at`, or by the rule that stands

@@ -382,9 +382,7 @@ TABLES = {"File": TableFile, "Datasets": DatasetsFolder, "Hub": HubFiles}
 
 def in_tables(purpose: type[Columns], *others: type[Frozen]) -> Any:
     """The sections that read data for a purpose, which differ in `kind`: one for each kind of table, and others.
-
-    Sections of a list have a field `name`, so that the name of a dataset on the hub is another field.
-    """
+    Sections of a list have a field `name`, so that the name of a dataset on the hub is another field."""
     sections: list[type[Frozen]] = []
     for word, table in TABLES.items():
         kind = NamedHubFiles if table is HubFiles and issubclass(purpose, SourceName) else table

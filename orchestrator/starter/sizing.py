@@ -91,11 +91,9 @@ def _best(choices: Choices, data: Data) -> tuple[Sizing | None, Plan | None]:
 
 
 def _fastest(choices: Choices, data: Data, groups: Iterator[list[Sizing]]) -> tuple[Sizing | None, Plan | None]:
-    """The fastest settings that leave memory free, else the fastest that fit, else the last, or None.
-
-    The optimizer is in host memory only if nothing else leaves memory free. Without a prediction the first settings
-    that leave memory free count.
-    """
+    """The fastest settings that leave memory free, else the fastest that fit, else the last, or None. The optimizer is
+    in host memory only if nothing else leaves memory free. Without a prediction the first settings that leave memory
+    free count."""
     best: tuple[Sizing | None, Plan | None] = None, None
     for group in groups:
         offloads = best[0] is not None and best[0].offload_optimizer

@@ -243,10 +243,8 @@ class Console:
         self._printed = time.monotonic()
 
     def _break_silences(self) -> None:
-        """Prints the current phase whenever nothing was printed for `quiet_s`; runs in a thread until `close`.
-
-        A thread, because a phase may report nothing for minutes, or block the event loop.
-        """
+        """Prints the current phase whenever nothing was printed for `quiet_s`; runs in a thread until `close`. A
+        thread, because a phase may report nothing for minutes, or block the event loop."""
         while not self._closed.wait(max(0.0, self._printed + self._quiet_s - time.monotonic())):
             if time.monotonic() - self._printed < self._quiet_s:
                 continue
@@ -296,10 +294,8 @@ def cell(metrics: Mapping[str, object], column: Column) -> str:
 
 
 def note(metrics: Mapping[str, object]) -> str:
-    """Why a step has no metrics of an update; empty for one that has.
-
-    An update without any advantage is made, so that every rank participates, but it has no loss and moves nothing.
-    """
+    """Why a step has no metrics of an update; empty for one that has. An update without any advantage is made, so that
+    every rank participates, but it has no loss and moves nothing."""
     empty = "policy/empty_updates" in metrics and "policy/loss" not in metrics
     return NO_UPDATE if empty or not metrics.get("updates", 1.0) else ""
 

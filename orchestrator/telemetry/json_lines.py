@@ -35,10 +35,8 @@ class JsonLinesFile:
         """Lines that could not be written yet."""
 
     def write(self, step: int, fields: Mapping[str, object]) -> None:
-        """Append one line. nan and infinity become null, because JSON has neither.
-
-        A line that cannot be written (disk full, read-only) is written with a later one.
-        """
+        """Append one line. nan and infinity become null, because JSON has neither. A line that cannot be written (disk
+        full, read-only) is written with a later one."""
         line = {"step": step, "time": round(time.time(), 3)} | {k: _finite(v) for k, v in fields.items()}
         self._waiting.append(f"{json.dumps(line, allow_nan=False)}\n".encode())
         try:

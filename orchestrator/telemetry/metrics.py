@@ -91,21 +91,17 @@ def _equal(left: float, right: float) -> bool:
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """Unbiased estimate of the probability that at least one of `k` samples is correct, from `correct` of `samples`.
-
-    1 - C(samples - correct, k) / C(samples, k): equation 1 of Chen et al. 2021 (arXiv 2107.03374). Raises ValueError if
-    0 <= correct <= samples or 1 <= k <= samples does not hold.
-    """
+    """Unbiased estimate of the probability that at least one of `k` samples is correct, from `correct` of `samples`. 1
+    - C(samples - correct, k) / C(samples, k): equation 1 of Chen et al. 2021 (arXiv 2107.03374). Raises ValueError if 0
+    <= correct <= samples or 1 <= k <= samples does not hold."""
     if not (0 <= correct <= samples and 1 <= k <= samples):
         raise ValueError(f"pass@{k} is not defined for {correct} correct of {samples} samples")
     return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 
 def merge_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The metrics of a step's updates: means over the updates that have them, and the largest of what ends in `_max`.
-
-    A non-finite gradient norm (of a skipped update) counts only if no update has a finite one.
-    """
+    """The metrics of a step's updates: means over the updates that have them, and the largest of what ends in `_max`. A
+    non-finite gradient norm (of a skipped update) counts only if no update has a finite one."""
     names = dict.fromkeys(name for metrics in updates for name in metrics)
     return {name: _merged(name, [metrics[name] for metrics in updates if name in metrics]) for name in names}
 

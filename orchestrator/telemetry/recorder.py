@@ -95,10 +95,8 @@ class RunRecorder:
 
 
 def delete_oldest(folder: Path, bound: int) -> list[int]:
-    """Deletes samples and timelines of the oldest steps until the rest takes at most `bound` bytes.
-
-    The newest step stays. Returns the steps that were deleted.
-    """
+    """Deletes samples and timelines of the oldest steps until the rest takes at most `bound` bytes. The newest step
+    stays. Returns the steps that were deleted."""
     of_step: dict[int, list[Path]] = {}
     for files in _files(folder):
         for step, path in files.items():

@@ -108,9 +108,7 @@ def _rated(change: int, wanted: bool) -> str:
 
 def trend(values: Sequence[float]) -> tuple[float, float, int]:
     """Mean of the first and of the last third, and whether the second is clearly above (1) or below (-1) the first.
-
-    Clearly: by two standard errors of their difference.
-    """
+    Clearly: by two standard errors of their difference."""
     size = max(1, len(values) // 3)
     parts = values[:size], values[-size:]
     first, last = map(fmean, parts)

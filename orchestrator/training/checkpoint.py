@@ -249,11 +249,9 @@ class CheckpointStore:
         shutil.rmtree(replaced, ignore_errors=True)
 
     def _prune(self, newest: int) -> None:
-        """Removes the oldest checkpoints before `newest` beyond the number to keep, except protected ones.
-
-        Later ones stay and do not count: they are damaged, or the run resumed from an earlier step. If `newest`
-        holds no model, the last one that does stays too.
-        """
+        """Removes the oldest checkpoints before `newest` beyond the number to keep, except protected ones. Later ones
+        stay and do not count: they are damaged, or the run resumed from an earlier step. If `newest` holds no model,
+        the last one that does stays too."""
         earlier = [step for step in self.steps() if step < newest]
         models = [] if self.has_model(newest) else [step for step in earlier if self.has_model(step)]
         for step in earlier[: max(0, len(earlier) - (self.keep - 1))]:
@@ -269,12 +267,9 @@ class CheckpointStore:
 
 
 def verify(path: Path) -> Checkpoint:
-    """Verifies every file of a checkpoint against its manifest.
-
-    Damaged samples do not make a checkpoint invalid: they are sampled again (`Checkpoint.damaged`). Raises
-    InvalidCheckpoint if a file is missing, changed or not listed, or the manifest or the state cannot be read; OSError
-    if a file cannot be read.
-    """
+    """Verifies every file of a checkpoint against its manifest. Damaged samples do not make a checkpoint invalid: they
+    are sampled again (`Checkpoint.damaged`). Raises InvalidCheckpoint if a file is missing, changed or not listed, or
+    the manifest or the state cannot be read; OSError if a file cannot be read."""
     manifest = _read_json(path / MANIFEST)
     listed = manifest.get("files")
     if manifest.get("format") != FORMAT or not isinstance(listed, dict):
@@ -325,10 +320,8 @@ def trainer_layouts(spec: RunSpec) -> dict[str, TrainerLayout]:
 
 
 def stage_problem(saved: TrainerLayout, now: TrainerLayout) -> str:
-    """Why trainers with one ZeRO stage cannot load another stage's files, or empty if they can.
-
-    ZeRO stages 1 and 2 have the same files. In float32 stage 0's files are converted.
-    """
+    """Why trainers with one ZeRO stage cannot load another stage's files, or empty if they can. ZeRO stages 1 and 2
+    have the same files. In float32 stage 0's files are converted."""
     both = {saved.zero_stage, now.zero_stage}
     if len(both) == 1 or both <= {1, 2} or (both <= {0, 1, 2} and now.dtype == "float32"):
         return ""

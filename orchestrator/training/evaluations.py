@@ -46,10 +46,8 @@ class RunEvaluations(RunPart):
         console: Console,
         sinks: MetricSinks,
     ) -> None:
-        """Evaluates nothing yet.
-
-        Without held-out data there is no `evaluator`, and without `beside` training waits for every evaluation.
-        """
+        """Evaluates nothing yet. Without held-out data there is no `evaluator`, and without `beside` training waits for
+        every evaluation."""
         self._config = spec.evaluation
         self._steps = spec.schedule.steps
         self._evaluator = evaluator

@@ -67,11 +67,9 @@ def write_merged(source: Path, target: Path, base: Path | None = None) -> Path:
 
 
 def write_model(source: Path, target: Path) -> Path:
-    """Copies a model to a new folder, which appears when it is complete.
-
-    The files get the access that the user's umask gives new files: safetensors writes weights for their owner alone.
-    Raises CheckpointError if `target` exists or cannot be written.
-    """
+    """Copies a model to a new folder, which appears when it is complete. The files get the access that the user's umask
+    gives new files: safetensors writes weights for their owner alone. Raises CheckpointError if `target` exists or
+    cannot be written."""
     failed: list[OSError] = []
 
     def copy(file: str, to: str) -> None:

@@ -77,10 +77,8 @@ class Ledger:
         return 0
 
     def retry(self, prompt_uid: str) -> int:
-        """Abandons the current attempt of a group and reopens its dropped samples; returns the new attempt number.
-
-        A late result of the abandoned attempt fails `is_current` and is discarded.
-        """
+        """Abandons the current attempt of a group and reopens its dropped samples; returns the new attempt number. A
+        late result of the abandoned attempt fails `is_current` and is discarded."""
         group = self._group(prompt_uid)
         self._dropped -= Counter(group.dropped.values())
         self._in_flight += len(group.dropped)
@@ -211,9 +209,7 @@ class Ledger:
 
 def kind_of(reason: str) -> str:
     """The part that reasons of one kind share: an exception's type and place without its message, no quotations.
-
-    Messages of user code can differ for every sample; checkpoints and summaries must not grow with them.
-    """
+    Messages of user code can differ for every sample; checkpoints and summaries must not grow with them."""
     found = _ERROR.search(reason)
     kind = f"{reason[: found.start()]}error: {found['type']}{found['place'] or ''}" if found else reason
     return _QUOTED.sub("...", kind)[:_LONGEST_KIND]

@@ -42,11 +42,9 @@ def split_balanced(lengths: Sequence[int], rows: Sequence[int], parts: int) -> l
 def cut_micro_batches(
     lengths: Sequence[int], rows: Sequence[int], budget: int, *, packed: bool = False
 ) -> list[tuple[int, ...]]:
-    """Sorts `rows` by length and splits them into micro-batches of at most `budget` tokens.
-
-    The tokens of a micro-batch are its rows' tokens if `packed`, otherwise (number of rows) x (longest row). A single
-    row longer than the budget forms a separate micro-batch.
-    """
+    """Sorts `rows` by length and splits them into micro-batches of at most `budget` tokens. The tokens of a micro-batch
+    are its rows' tokens if `packed`, otherwise (number of rows) x (longest row). A single row longer than the budget
+    forms a separate micro-batch."""
     cuts = _fill(longest_first(lengths, rows), lengths, lengths, [1] * len(lengths), budget, packed)
     return [tuple(cut) for cut in cuts]
 
@@ -171,10 +169,8 @@ def _cut_units(
 def plan_units(
     rows: Sequence[TrainRow], units: Sequence[Sequence[int]], ranks: int, budget: int, *, packed: bool = False
 ) -> list[RankPlan]:
-    """Plans one optimizer update over `units`: rows that the loss compares and that share a micro-batch.
-
-    Like `plan_update`, with units instead of rows: the totals are the loss tokens of the units and their number.
-    """
+    """Plans one optimizer update over `units`: rows that the loss compares and that share a micro-batch. Like
+    `plan_update`, with units instead of rows: the totals are the loss tokens of the units and their number."""
     cuts = _cut_whole(rows, units, ranks, budget, packed)
     return _pad(cuts, sum(rows[r].loss_tokens for unit in units for r in unit), len(units), packed)
 
@@ -211,11 +207,9 @@ def minibatches(row_count: int, parts: int, seed: Sequence[int]) -> list[list[in
 
 
 def pick_states(rows: Sequence[TrainRow], wanted: int, seed: Sequence[int]) -> tuple[list[int], int]:
-    """Draws rows by `seed` until they have `wanted` loss tokens.
-
-    Rows are drawn group by group, because rows of one group can share their prompt, often most of their cost. Returns
-    the rows (none if `wanted` is 0), and the stride that reduces their loss tokens to about `wanted`.
-    """
+    """Draws rows by `seed` until they have `wanted` loss tokens. Rows are drawn group by group, because rows of one
+    group can share their prompt, often most of their cost. Returns the rows (none if `wanted` is 0), and the stride
+    that reduces their loss tokens to about `wanted`."""
     rng = np.random.default_rng(list(seed))
     groups: dict[int, list[int]] = {}
     for number, row in enumerate(rows):

@@ -112,22 +112,18 @@ class TrainerRecovery:
             return await self._updates.run(step, batch, state)
 
     async def commit(self, step: int, write: Callable[[], T]) -> T:
-        """Runs `write` in a thread: the trainers' state after `step` steps is in a valid checkpoint then.
-
-        The state is the last `begin_save`'s; later steps stay, to be repeated. No restart begins until then: it
-        would look for the previous checkpoint, which may be removed.
-        """
+        """Runs `write` in a thread: the trainers' state after `step` steps is in a valid checkpoint then. The state is
+        the last `begin_save`'s; later steps stay, to be repeated. No restart begins until then: it would look for the
+        previous checkpoint, which may be removed."""
         async with self._committing:
             written = await asyncio.to_thread(write)
             self._saved, self._steps = step, self._later
         return written
 
     async def watch(self) -> None:
-        """Probes the trainers at a fixed interval, and restarts them if one has died and no call has noticed.
-
-        Runs as a task until the run ends: a step may wait for engines alone, and an engine that starts needs what a
-        lost policy had published. Raises WorkerError if they cannot be restarted.
-        """
+        """Probes the trainers at a fixed interval, and restarts them if one has died and no call has noticed. Runs as a
+        task until the run ends: a step may wait for engines alone, and an engine that starts needs what a lost policy
+        had published. Raises WorkerError if they cannot be restarted."""
         while True:
             await asyncio.sleep(min(probe_interval_s(self._spec), _PROBE_S))
             await self.calls.retry(self._probe)
@@ -139,10 +135,8 @@ class TrainerRecovery:
                 raise died
 
     async def find_lost(self, error: WorkerError) -> WorkerError | None:
-        """The loss of a trainer that explains a failed call, or None if it has another cause.
-
-        The other ranks of a collective operation may notice the loss first, as another error.
-        """
+        """The loss of a trainer that explains a failed call, or None if it has another cause. The other ranks of a
+        collective operation may notice the loss first, as another error."""
         workers = {worker.name for group in self._updates.trainers for worker in group.workers}
         if error.worker not in workers:
             return None

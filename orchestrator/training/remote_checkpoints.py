@@ -73,9 +73,7 @@ class RemoteCheckpoints:
 
     def stop(self) -> None:
         """Ends an upload that another thread does, soon: after a part of a file, or with the request that it waits for.
-
-        The process waits for that thread when it ends.
-        """
+        The process waits for that thread when it ends."""
         self._stopped.set()
 
     def steps(self) -> list[int]:
@@ -230,10 +228,8 @@ class RemoteCheckpoints:
         return self._repeat(find)
 
     def _prune(self, checkpoint: Path, protected: Collection[int]) -> None:
-        """Removes the oldest checkpoints before this one beyond `keep`, and what interrupted uploads left.
-
-        If it holds no model, the last one that does stays too, as in the run's folder.
-        """
+        """Removes the oldest checkpoints before this one beyond `keep`, and what interrupted uploads left. If it holds
+        no model, the last one that does stays too, as in the run's folder."""
         found, newest = self._found(), step_of(checkpoint.name) or 0
         earlier = sorted(step for step, complete in found.items() if complete and step < newest)
         surplus = earlier[: max(0, len(earlier) - (self.keep - 1))]

@@ -103,11 +103,9 @@ class _Saving:
 
 
 class RunSaves(RunPart):
-    """Writes checkpoints, at most one at a time.
-
-    With `checkpoint.async_save`, a task writes one from the trainers' copies while the loop continues. It waits for the
-    trainers, the upload before and the disk, and ends when the checkpoint is published or given up.
-    """
+    """Writes checkpoints, at most one at a time. With `checkpoint.async_save`, a task writes one from the trainers'
+    copies while the loop continues. It waits for the trainers, the upload before and the disk, and ends when the
+    checkpoint is published or given up."""
 
     def __init__(self, spec: RunSpec, updates: Updates, targets: SaveContext, done: int) -> None:
         """Writes nothing yet; `done`: step of the checkpoint that the run resumes from."""
@@ -253,10 +251,8 @@ class RunSaves(RunPart):
         await self._save(await self._source.snapshot(), now)
 
     async def _save(self, snapshot: SourceSnapshot, now: Moment) -> None:
-        """Writes one atomic checkpoint of everything a resumed run needs.
-
-        A step that is saved already gets only the samples that have been finished since.
-        """
+        """Writes one atomic checkpoint of everything a resumed run needs. A step that is saved already gets only the
+        samples that have been finished since."""
         again = self._saved_at == now.step
         if again and snapshot.write is None:
             return

@@ -65,10 +65,8 @@ class BestState(Frozen):
         return self.model_copy(update={"steps": steps})
 
     def no_gain(self, checkpoint: CheckpointConfig) -> str:
-        """Why the run ends early: it has had as many evaluations without a gain as `checkpoint.patience` allows.
-
-        Empty if it does not end.
-        """
+        """Why the run ends early: it has had as many evaluations without a gain as `checkpoint.patience` allows. Empty
+        if it does not end."""
         if checkpoint.best is None or checkpoint.patience is None:
             return ""
         state = self.of(checkpoint.best)

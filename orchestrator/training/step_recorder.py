@@ -35,11 +35,9 @@ _UNFINISHED = ".unfinished-"
 
 
 class StepRecorder(RunPart):
-    """Writes one folder for each step, in the background: a rank writes the tables, this process the rest.
-
-    The tables never come to this process. A step that cannot be kept (disk full, ...) is logged and left out. One that
-    alone is larger than all steps may be ends the keeping, as the next ones are about as large.
-    """
+    """Writes one folder for each step, in the background: a rank writes the tables, this process the rest. The tables
+    never come to this process. A step that cannot be kept (disk full, ...) is logged and left out. One that alone is
+    larger than all steps may be ends the keeping, as the next ones are about as large."""
 
     def __init__(self, spec: RunSpec, out: Path, trainers: Sequence[TrainerGroup[Any]]) -> None:
         self._spec = spec
@@ -56,10 +54,8 @@ class StepRecorder(RunPart):
         self._failed = False
 
     def begin(self, done: int) -> None:
-        """Removes what was kept after step `done`, which the run repeats, and takes the digest of the weights.
-
-        In the background, as the trainers may have something else to do: `settle` before the weights change.
-        """
+        """Removes what was kept after step `done`, which the run repeats, and takes the digest of the weights. In the
+        background, as the trainers may have something else to do: `settle` before the weights change."""
         if self._keeps:
             self._writing = asyncio.create_task(self._begin(done), name=f"begin to keep steps after {done}")
 

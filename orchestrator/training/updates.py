@@ -173,11 +173,9 @@ class OfflineUpdates(Updates):
 
 
 class RolloutUpdates(Updates):
-    """Updates of the policy and of the critic on rollouts: at the same time, or in float16 one after the other.
-
-    There, if the policy's gradient overflows, the critic's update is skipped too: both have then learned from the same
-    samples (DeepSpeed-Chat's `--align_overflow`, which also skips the policy's for the critic's).
-    """
+    """Updates of the policy and of the critic on rollouts: at the same time, or in float16 one after the other. There,
+    if the policy's gradient overflows, the critic's update is skipped too: both have then learned from the same samples
+    (DeepSpeed-Chat's `--align_overflow`, which also skips the policy's for the critic's)."""
 
     def __init__(
         self,

@@ -327,10 +327,8 @@ def _draws(found: TokenScores) -> Iterator[_Draw]:
 
 
 def _fits(draw: _Draw, found: TokenScores) -> bool:
-    """Whether the tokens are drawn in this way: all, those from narrow distributions, and those from wide ones.
-
-    A token's place in the distribution, counted from the most probable token, is then uniform.
-    """
+    """Whether the tokens are drawn in this way: all, those from narrow distributions, and those from wide ones. A
+    token's place in the distribution, counted from the most probable token, is then uniform."""
     drawn = np.random.default_rng(0).uniform(size=len(draw.above))
     places = np.clip(draw.above + drawn * np.exp(draw.logprobs), 0.0, 1.0)
     spread = _spread(found)

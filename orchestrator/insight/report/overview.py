@@ -225,10 +225,8 @@ def _ends(history: History, metric: str | None) -> Json | None:
 
 
 def used(lines: Sequence[Mapping[str, Any]]) -> dict[str, Json]:
-    """Tokens trained and seconds spent up to each step, without the time between a stop and a resumption.
-
-    Empty for what a run does not record.
-    """
+    """Tokens trained and seconds spent up to each step, without the time between a stop and a resumption. Empty for
+    what a run does not record."""
     rows = {line["step"]: line for line in lines if isinstance(line.get("step"), int)}
     found: dict[str, Json] = {}
     for axis, metric in _USED.items():
@@ -246,10 +244,8 @@ def used(lines: Sequence[Mapping[str, Any]]) -> dict[str, Json]:
 
 
 def evaluations(run: RunFolder) -> Json:
-    """The first and the last evaluation of a run by set; empty if it has none, or if they do not have this form.
-
-    The first one is the first that was made like the last one: a resumed run may have changed how.
-    """
+    """The first and the last evaluation of a run by set; empty if it has none, or if they do not have this form. The
+    first one is the first that was made like the last one: a resumed run may have changed how."""
     content = read_evaluations(run.path / EVALUATIONS)
     try:
         found = comparable(content["evaluations"])

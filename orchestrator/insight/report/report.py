@@ -41,10 +41,8 @@ def write_report(folders: Sequence[Path], output: Path, budget: int = SAMPLE_BYT
 
 
 def write_last_report(folders: Sequence[Path], output: Path) -> Path | None:
-    """The report at the end of runs, however they ended, or None if no step was recorded.
-
-    If it cannot be written, that is a warning: no run fails for its report.
-    """
+    """The report at the end of runs, however they ended, or None if no step was recorded. If it cannot be written, that
+    is a warning: no run fails for its report."""
     begun = [folder for folder in folders if (folder / METRICS).is_file()]
     if not begun:
         return None
@@ -94,10 +92,8 @@ def samples_data(run: RunFolder, budget: int, texts: TokenTexts | None = None) -
 def _fitting_blocks(
     steps: Sequence[int], sizes: Mapping[int, int], budget: int, run: RunFolder, texts: TokenTexts
 ) -> list[Json]:
-    """Blocks of evenly spread steps within the budget; of the last step in any case.
-
-    The size of a block is estimated from the size of its file, so that only kept blocks are read.
-    """
+    """Blocks of evenly spread steps within the budget; of the last step in any case. The size of a block is estimated
+    from the size of its file, so that only kept blocks are read."""
     blocks: dict[int, Json | None] = {}
     written: dict[int, int] = {}
 

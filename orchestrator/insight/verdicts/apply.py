@@ -52,11 +52,9 @@ _CLOSE_S = 60.0
 
 
 def apply_rules(history: History) -> list[Verdict]:
-    """The verdicts of every rule: problems first, then by the step at which they began.
-
-    A remedy is left out if the run's spec has its lines already or cannot take them (an option that its algorithm
-    lacks), or if the cluster has no room for its workers.
-    """
+    """The verdicts of every rule: problems first, then by the step at which they began. A remedy is left out if the
+    run's spec has its lines already or cannot take them (an option that its algorithm lacks), or if the cluster has no
+    room for its workers."""
     usable = bool(history.spec) and _loads(history.spec) is not None
     capacity = history.capacity
     found = [
@@ -114,11 +112,9 @@ def _loads(spec: Mapping[str, Any]) -> RunSpec | None:
 
 
 def comparable_history(run: RunFolder, history: History) -> History:
-    """The record of a run without results made under other settings than the newest ones.
-
-    Settings of evaluations are read from `evaluation.json`, or from `run_started` events if a run writes none (offline
-    training); settings of rewards from these events. Results without either (older versions) are kept.
-    """
+    """The record of a run without results made under other settings than the newest ones. Settings of evaluations are
+    read from `evaluation.json`, or from `run_started` events if a run writes none (offline training); settings of
+    rewards from these events. Results without either (older versions) are kept."""
     evaluated = _by_file(run)
     if evaluated is None:
         evaluated = _by_starts(history, EVALUATION, _EVALUATED)

@@ -88,10 +88,8 @@ class Series:
         return self.where(lambda at, _: found.start <= at <= found.end)
 
     def typical(self, found: Stretch) -> float:
-        """Median of the smoothed values within a stretch: of the last ones if it is ongoing, of all if it is over.
-
-        For a stretch of this series that is a value for which its condition holds.
-        """
+        """Median of the smoothed values within a stretch: of the last ones if it is ongoing, of all if it is over. For
+        a stretch of this series that is a value for which its condition holds."""
         part = self.smooth.during(found)
         return part.last if found.ongoing else part.median
 
@@ -100,10 +98,8 @@ class Series:
         return Series(self.name, self.steps, tuple(map(function, self.values)))
 
     def stretch(self, holds: Callable[[float], bool], at_least: int = SHORTEST) -> Stretch | None:
-        """The longest stretch of smoothed values for which `holds` is true; the one that reaches the end wins.
-
-        None if no stretch has `at_least` values.
-        """
+        """The longest stretch of smoothed values for which `holds` is true; the one that reaches the end wins. None if
+        no stretch has `at_least` values."""
         found = [part for part in self._stretches(holds) if part[1] - part[0] + 1 >= at_least]
         if not found:
             return None
@@ -230,10 +226,8 @@ class History:
         return started[-1] if started and isinstance(started[-1], Mapping) else {}
 
     def share_of_samples(self, counted: Series) -> Series:
-        """Counts of samples of the step, as shares of the samples dispatched for the step.
-
-        Steps recorded before `dispatched_samples` existed are judged by their batch as the spec has it.
-        """
+        """Counts of samples of the step, as shares of the samples dispatched for the step. Steps recorded before
+        `dispatched_samples` existed are judged by their batch as the spec has it."""
         dispatched = dict(self["dispatched_samples"])
         shares = [
             (step, count / size) for step, count in counted if (size := dispatched.get(step, self._samples_per_batch))

@@ -152,11 +152,9 @@ def starved_engines(run: History) -> Iterator[Verdict]:
 
 
 def growing_memory(run: History) -> Iterator[Verdict]:
-    """A worker's memory grows with every step.
-
-    Memory that flattens is no leak: allocators, and kernels that are prepared for each new shape of a batch, take some
-    ten steps to warm up. A leak grows as much in the second half of these steps as in the first.
-    """
+    """A worker's memory grows with every step. Memory that flattens is no leak: allocators, and kernels that are
+    prepared for each new shape of a batch, take some ten steps to warm up. A leak grows as much in the second half of
+    these steps as in the first."""
     for peak in run.named("memory/"):
         late = peak.after(max(_WARM_UP + 1, peak.steps[0] + (peak.steps[-1] - peak.steps[0]) // 3))
         if len(late) <= _GROWTH_STEPS:

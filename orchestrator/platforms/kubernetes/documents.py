@@ -39,11 +39,9 @@ _KILL_S = 60
 
 @dataclass(frozen=True)
 class _Names:
-    """Values of the labels of Kubernetes nodes for one type of GPU.
-
-    Ray and Kubernetes name GPUs differently, and every distributor of Kubernetes has a separate label: NVIDIA's GPU
-    feature discovery, GKE, and Karpenter on AWS. A node with any of them matches.
-    """
+    """Values of the labels of Kubernetes nodes for one type of GPU. Ray and Kubernetes name GPUs differently, and every
+    distributor of Kubernetes has a separate label: NVIDIA's GPU feature discovery, GKE, and Karpenter on AWS. A node
+    with any of them matches."""
 
     product: tuple[str, ...]
     gke: tuple[str, ...] = ()
@@ -181,10 +179,8 @@ def _template() -> Template:
 
 
 def _to_json(value: Any) -> str:
-    """JSON that YAML reads as the same value, in ASCII.
-
-    Jinja's filter and `ensure_ascii` write characters outside the basic plane as two escapes, which YAML does not join.
-    """
+    """JSON that YAML reads as the same value, in ASCII. Jinja's filter and `ensure_ascii` write characters outside the
+    basic plane as two escapes, which YAML does not join."""
     text = json.dumps(value, ensure_ascii=False)
     return re.sub(r"[^ -~]", lambda match: f"\\U{ord(match[0]):08x}", text)
 

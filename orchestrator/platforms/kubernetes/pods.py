@@ -73,12 +73,9 @@ class Share:
 
 
 def shares(specs: Sequence[RunSpec], limits: Limits) -> tuple[tuple[Share, ...], ...]:
-    """What each run of a file needs of each group of pods.
-
-    All roles with GPUs share pods of whole nodes (`gpu`), all roles without GPUs share others (`cpu`); roles that
-    require different node labels have separate pods (`gpu-2`). So has a role that scales, one worker each, because
-    the autoscaler adds and removes whole pods.
-    """
+    """What each run of a file needs of each group of pods. All roles with GPUs share pods of whole nodes (`gpu`), all
+    roles without GPUs share others (`cpu`); roles that require different node labels have separate pods (`gpu-2`). So
+    has a role that scales, one worker each, because the autoscaler adds and removes whole pods."""
     names: dict[_Pool, str] = {}
     found: list[tuple[Share, ...]] = []
     for spec in specs:
@@ -91,11 +88,8 @@ def shares(specs: Sequence[RunSpec], limits: Limits) -> tuple[tuple[Share, ...],
 
 
 def pod_groups(specs: Sequence[RunSpec], limits: Limits) -> tuple[PodGroup, ...]:
-    """The groups of all runs of a file.
-
-    The stages of a chain run one after another on the same pods, so each group is as large as its most demanding stage
-    requires.
-    """
+    """The groups of all runs of a file. The stages of a chain run one after another on the same pods, so each group is
+    as large as its most demanding stage requires."""
     largest: dict[str, PodGroup] = {}
     for group in (_group(share) for of_run in shares(specs, limits) for share in of_run):
         other = largest.get(group.name, group)

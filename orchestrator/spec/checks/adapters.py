@@ -107,11 +107,9 @@ def wrong_adapters(
 
 
 def unverified_adapters(models: Mapping[str, ModelConfig]) -> Iterator[str]:
-    """One line for each adapter that names a different model from the one it is added to.
-
-    An adapter that Troupe wrote has the digest of the model below, which is compared when it is loaded. One of peft has
-    only a name: a folder of another machine, or a name on the hub.
-    """
+    """One line for each adapter that names a different model from the one it is added to. An adapter that Troupe wrote
+    has the digest of the model below, which is compared when it is loaded. One of peft has only a name: a folder of
+    another machine, or a name on the hub."""
     for section, model in models.items():
         folder = Path(model.adapter or "")
         config = {} if model.adapter is None else _read(folder)

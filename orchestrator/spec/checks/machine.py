@@ -68,10 +68,8 @@ def model_problems(spec: RunSpec, models: Mapping[str, ModelConfig]) -> list[Fin
 
 
 def packages_of(spec: RunSpec) -> Iterator[tuple[str, str]]:
-    """(field, module) of every feature of the spec whose package is one of an extra.
-
-    Those of reward functions and environments are found when these are loaded.
-    """
+    """(field, module) of every feature of the spec whose package is one of an extra. Those of reward functions and
+    environments are found when these are loaded."""
     for name, source in spec.data.sources().items():
         if (module := _READ_BY.get(source.kind)) is not None:
             yield f"data.{name}.kind", module

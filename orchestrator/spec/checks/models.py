@@ -215,10 +215,8 @@ def broken_weights(models: Mapping[str, ModelConfig]) -> Iterator[Finding]:
 
 
 def headless(models: Mapping[str, ModelConfig], trains: Trains) -> Iterator[Finding]:
-    """Language models whose files hold no output head, by the path of their field.
-
-    Critics and reward models need none, nor does the model that a reward model is trained from.
-    """
+    """Language models whose files hold no output head, by the path of their field. Critics and reward models need none,
+    nor does the model that a reward model is trained from."""
     for section, model in models.items():
         if section in (REWARD_MODEL, _EITHER_KIND) or (section == "model" and trains == "reward_model"):
             continue
@@ -268,9 +266,7 @@ def other_tokenizers(models: Mapping[str, ModelConfig]) -> Iterator[Finding]:
 
 def _tokenized_differently(own: Path, other: Path) -> tuple[str, list[int], list[int]] | None:
     """(text, tokens, other tokens) of the first piece of a tokenizer's vocabulary that another one reads differently.
-
-    None without one, or if a file cannot be read, which is reported where it is used.
-    """
+    None without one, or if a file cannot be read, which is reported where it is used."""
     from tokenizers import Tokenizer
 
     try:

@@ -29,10 +29,8 @@ def evaluation_digest(spec: RunSpec) -> str:
 
 
 def reward_digest(spec: RunSpec) -> str:
-    """Digest of the settings that determine rewards in training, without the functions' time limits and place.
-
-    Equal ones are comparable. Empty for a run on offline data.
-    """
+    """Digest of the settings that determine rewards in training, without the functions' time limits and place. Equal
+    ones are comparable. Empty for a run on offline data."""
     if spec.rollouts is None:
         return ""
     rollouts: RolloutSpec = spec.rollouts

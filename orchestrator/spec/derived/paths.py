@@ -122,10 +122,8 @@ def _replaced(node: Any, path: Sequence[str], section: Frozen) -> Any:
 
 
 def with_pins(spec: SpecT, pinned: RunSpec) -> SpecT:
-    """The spec with the commits that another spec of the same run is pinned to.
-
-    A section keeps its own revision if that is a commit, or if the other spec names another repository.
-    """
+    """The spec with the commits that another spec of the same run is pinned to. A section keeps its own revision if
+    that is a commit, or if the other spec names another repository."""
     sections: dict[str, Frozen] = {}
     models, data = pinned.models(), hub_data(pinned)
     for section, model in hub_models(spec).items():
@@ -140,10 +138,8 @@ def with_pins(spec: SpecT, pinned: RunSpec) -> SpecT:
 
 
 def _same_files(source: HubFiles, pinned: HubFiles) -> bool:
-    """Whether a section can mean the files that another is pinned to.
-
-    These are names in order; the section may have patterns in any order, each matching at least one of them.
-    """
+    """Whether a section can mean the files that another is pinned to. These are names in order; the section may have
+    patterns in any order, each matching at least one of them."""
     same = (source.dataset_name, source.subset, source.split) == (pinned.dataset_name, pinned.subset, pinned.split)
     if not same or is_commit(source.revision):
         return False
@@ -152,10 +148,8 @@ def _same_files(source: HubFiles, pinned: HubFiles) -> bool:
 
 
 def model_overrides(spec: RunSpec, path: Path) -> list[str]:
-    """Overrides (`--set`) that replace the trained model, or add an adapter to it if the folder holds one.
-
-    A reference on offline data without a separate model keeps the model that training starts from.
-    """
+    """Overrides (`--set`) that replace the trained model, or add an adapter to it if the folder holds one. A reference
+    on offline data without a separate model keeps the model that training starts from."""
     if (path / ADAPTER_CONFIG).is_file():
         overrides = [f"model.adapter={json.dumps(str(path))}", *template_overrides(spec, path)]
     else:

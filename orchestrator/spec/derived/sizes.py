@@ -29,11 +29,9 @@ class PromptRoom(NamedTuple):
 
 
 def prompt_room(spec: RunSpec, section: str) -> PromptRoom:
-    """Tokens that a prompt of this section in `data` may have, after reserving a response, or a turn of its episodes.
-
-    A turn may have what the conversation leaves of the model's length, and needs one token. `section`: the section; of
-    a mixture `train.0`, or `train.0 (math)` with the source.
-    """
+    """Tokens that a prompt of this section in `data` may have, after reserving a response, or a turn of its episodes. A
+    turn may have what the conversation leaves of the model's length, and needs one token. `section`: the section; of a
+    mixture `train.0`, or `train.0 (math)` with the source."""
     if (offline := spec.offline) is not None:
         words = f"data.max_length {offline.data.max_length} allows for prompt and response"
         return PromptRoom(offline.data.max_length, "data.max_length", words)
@@ -87,12 +85,9 @@ def _example_bytes(spec: OfflineSpec) -> int:
 
 
 def _rollout_bytes(spec: RolloutSpec) -> int:
-    """Bytes with prompts and responses at their longest.
-
-    ROLLOUTS hold ids, text (about 4 bytes per token), log-probs, masks and, if sampling is truncated, the tokens
-    that were left, once for every step in progress; the scores (old, reference and a teacher's tokens, values) and
-    TRAIN exist once (`workers/contract/messages.py`).
-    """
+    """Bytes with prompts and responses at their longest. ROLLOUTS hold ids, text (about 4 bytes per token), log-probs,
+    masks and, if sampling is truncated, the tokens that were left, once for every step in progress; the scores (old,
+    reference and a teacher's tokens, values) and TRAIN exist once (`workers/contract/messages.py`)."""
     response = spec.sampling.max_tokens
     prompt = max(1, spec.roles.rollout.max_model_len - response)
     left = min(4 * spec.sampling.top_k or _KEPT_BYTES, _KEPT_BYTES) if spec.sampling.truncates else 0
@@ -104,12 +99,9 @@ def _rollout_bytes(spec: RolloutSpec) -> int:
 
 
 def engine_load(spec: RolloutSpec) -> int:
-    """Most unfinished samples of one engine, running and queued.
-
-    Two groups can queue in a full engine and take the places that finished samples free before their group ends.
-    An episode that waits for its environment takes no place in the engine, so that an engine gets as many groups as
-    there are episodes.
-    """
+    """Most unfinished samples of one engine, running and queued. Two groups can queue in a full engine and take the
+    places that finished samples free before their group ends. An episode that waits for its environment takes no place
+    in the engine, so that an engine gets as many groups as there are episodes."""
     episodes = sum(one.workers * one.episodes for one in spec.roles.environments().values())
     episodes = -(-episodes // spec.roles.rollout.workers)
     largest = max(spec.group_sizes)
