@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from troupe.orchestrator.roles.table import TRAINED
-from troupe.orchestrator.telemetry.metric_reference import metric_sections
+from troupe.orchestrator.telemetry.metrics import metric_sections
 
 _HEAD = """\
 # Metrics

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Mapping, Sequence
 
 from troupe.orchestrator.controller import Controller, RunComponents, RunParts
+from troupe.orchestrator.pools.replicas import RestartBudget
 from troupe.orchestrator.runs.checkpoints import RunCheckpoints
 from troupe.orchestrator.runs.session import Session
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.derived.training import kl_penalty
 from troupe.orchestrator.telemetry.console import Console
+from troupe.orchestrator.telemetry.event_log import EventLog
+from troupe.orchestrator.telemetry.metrics import PeakMemory, merge_updates
+from troupe.orchestrator.telemetry.recorder import RunRecorder
 from troupe.orchestrator.telemetry.sinks import MetricSinks
+from troupe.orchestrator.training.batch import BatchSource
 from troupe.orchestrator.training.best_checkpoints import BestCheckpoints
 from troupe.orchestrator.training.evaluations import RunEvaluations
-from troupe.orchestrator.training.parts import RunPart, restore_parts
+from troupe.orchestrator.training.ledger import Ledger
+from troupe.orchestrator.training.parts import Metrics, Moment, RunPart, UpdatedStep, restore_parts
 from troupe.orchestrator.training.saves import RunSaves, SaveContext, Uploads
-from troupe.orchestrator.training.step_metrics import ChangeEvents, RestartCounts, StepFiles, StepMetrics
 from troupe.orchestrator.training.updates import Penalty
 
 
@@ -72,3 +78,83 @@ def run_parts(
         with checkpoints.found.restoring():
             restore_parts(parts, checkpoints.found.state)
     return RunParts(penalty, best, evaluations, saves, parts)
+
+
+class StepMetrics(RunPart):
+    """Collects the metrics of batch, updates, phases and ledger; the evaluation before it is one of the phases."""
+
+    def __init__(self, source: BatchSource, ledger: Ledger, peaks: PeakMemory, data: Mapping[str, float]) -> None:
+        """`data`: counts of the data's rows, a metric of every step."""
+        self._source = source
+        self._ledger = ledger
+        self._peaks = peaks
+        self._data = data
+
+    async def after_step(self, step: UpdatedStep, metrics: Mapping[str, float]) -> Metrics:
+        timers = step.timers
+        found = self._source.metrics(step.number, timers.total())
+        await asyncio.sleep(0)  # aggregating thousands of samples took one iteration of the event loop
+        found |= step.batch.summary.metrics
+        found |= merge_updates(step.updates)
+        found |= {"seconds/step": timers.total()}
+        found |= {f"seconds/{name}": seconds for name, seconds in timers.seconds().items()}
+        found |= {f"utilisation/{name}": share for name, share in timers.shares().items()}
+        found |= {f"ledger/{name}": float(count) for name, count in self._ledger.counts().items()}
+        found |= {"updates": float(len(step.updates))}
+        return found | self._peaks.metrics() | dict(self._data)
+
+
+class RestartCounts(RunPart):
+    """Gives restarts back for steps without a lost worker, and counts the trainers' restarts."""
+
+    def __init__(self, trainers: RestartBudget, others: Sequence[RestartBudget]) -> None:
+        """`others`: the budgets of the other roles."""
+        self._trainers = trainers
+        self._others = others
+
+    async def after_update(self, step: UpdatedStep) -> None:
+        """Counts a trained step."""
+        for budget in (self._trainers, *self._others):
+            budget.after_step()
+
+    async def after_step(self, step: UpdatedStep, metrics: Mapping[str, float]) -> Metrics:
+        """Restarts of the trainers in the whole run."""
+        return {"trainer_restarts": float(self._trainers.total)}
+
+
+class ChangeEvents(RunPart):
+    """Records dropped and repeated samples, and changed numbers of workers, as events."""
+
+    def __init__(self, ledger: Ledger, events: EventLog) -> None:
+        """Counts from what the ledger has now."""
+        self._ledger = ledger
+        self._events = events
+        self._dropped, self._retries = ledger.drop_reasons(), ledger.counts()["retries"]
+        self._workers: dict[str, int] = {}
+
+    async def after_step(self, step: UpdatedStep, metrics: Mapping[str, float]) -> Metrics:
+        before, self._dropped = self._dropped, self._ledger.drop_reasons()
+        for reason, samples in self._dropped.items():
+            if (added := samples - before.get(reason, 0)) > 0:  # a retry takes dropped samples back
+                self._events.record("dropped", reason=reason, samples=added)
+        retries, self._retries = self._retries, self._ledger.counts()["retries"]
+        if self._retries != retries:
+            self._events.record("retry", groups=self._retries - retries)
+        known, self._workers = self._workers, {k[8:]: int(v) for k, v in metrics.items() if k.startswith("workers/")}
+        changed = {role: count for role, count in self._workers.items() if count != known.get(role, 0)}
+        if known and changed:
+            self._events.record("scaled", workers=changed)
+        return {}
+
+
+class StepFiles(RunPart):
+    """Writes the samples and the timeline of every step, in the background."""
+
+    def __init__(self, source: BatchSource, recorder: RunRecorder) -> None:
+        self._source = source
+        self._recorder = recorder
+
+    async def end_step(self, now: Moment) -> None:
+        """Begins to write the step's files."""
+        await self._source.save_trajectories(now.step)
+        await self._recorder.end_step(now.step)

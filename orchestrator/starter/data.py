@@ -3,20 +3,33 @@ function that fits the answers."""
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from troupe.orchestrator.algorithms.offline import OFFLINE_ALGORITHMS, DataFormat
+from troupe.orchestrator.data.bad_rows import BadRow, SkippedRow
+from troupe.orchestrator.data.calls import CALLED
 from troupe.orchestrator.data.conversations import STEP_END
-from troupe.orchestrator.data.preferences import answer_columns, column_names
-from troupe.orchestrator.data.readers import find_column, has_column
-from troupe.orchestrator.errors import UsageError
+from troupe.orchestrator.data.examples import as_examples, example_reader
+from troupe.orchestrator.data.pools import Collected, collect
+from troupe.orchestrator.data.preferences import answer_columns, column_names, doubts
+from troupe.orchestrator.data.prompts import read_prompt
+from troupe.orchestrator.data.readers import find_column, has_column, json_safe, named_values, prompt_fields, prompt_row
+from troupe.orchestrator.errors import DataError, UsageError
+from troupe.orchestrator.model_facts.model_size import SizeUnknown, read_size
+from troupe.orchestrator.spec.offline import columns, data_format
+from troupe.orchestrator.spec.sources import DataSource, Examples, ExampleSource
 from troupe.orchestrator.starter.answers import asking, fitting_reward, fitting_tests
-from troupe.orchestrator.starter.choices import GYM, Choices, Data, needs_answer, own_tasks
-from troupe.orchestrator.starter.difficulty import generated_data
-from troupe.orchestrator.starter.examples import tools_column, trained_characters, what_is_read
+from troupe.orchestrator.starter.choices import GYM, Choices, Data, Earned, needs_answer, own_tasks
 from troupe.orchestrator.starter.tables import Table, find_tables
 
 _COLUMNS: Mapping[str, tuple[str, ...]] = {
@@ -226,3 +239,115 @@ def _tokens(table: Table, column: str) -> int:
     """Room for the longest value, with the chat template: two characters a token, and at least 128."""
     longest = max(len(str(find_column(row, column))) for row in table.rows if has_column(row, column))
     return min(4096, max(128, 64 * -(-(longest // 2 + 64) // 64)))
+
+
+_SMALL = 1_000_000_000
+"""Parameters up to which a model gets a task's easiest settings; of the default ones it would solve next to none."""
+_TASKS = 2000
+"""Generated tasks to train on."""
+
+
+def generated_data(choices: Choices) -> Data:
+    """Generated tasks to train and evaluate on."""
+    task = choices.data.removeprefix(GYM)
+    recipe: dict[str, Any] = {"name": task}
+    tasks, notes = _TASKS, ()
+    if _is_small(choices.model) and (settings := easiest(task)):
+        recipe["args"], tasks = settings, trained_tasks(task, settings)
+        notes = ("The tasks are the easiest of their kind, for a small model: `args` of the recipe makes them harder.",)
+    train = {"kind": "reasoning_gym", "recipes": [recipe], "size": tasks, "seed": 1}
+    section = {"train": train, "eval": train | {"size": 200, "seed": 2}}
+    return Data(section, 512, 0, Earned("reasoning_gym"), notes=notes)
+
+
+def _is_small(model: str) -> bool:
+    try:
+        return read_size(Path(model)).parameters <= _SMALL
+    except SizeUnknown:
+        return False
+
+
+def trained_tasks(task: str, settings: Mapping[str, Any]) -> int:
+    """Tasks to train on: half of the different ones if there are few, because a task is not evaluated on as well."""
+    made = importlib.import_module("reasoning_gym").create_dataset(task, size=_TASKS, seed=0, **settings)
+    different = len({entry["question"] for entry in made})
+    return _TASKS if different > _TASKS // 2 else max(1, different // 2)
+
+
+def easiest(task: str) -> dict[str, Any]:
+    """Settings of a task at the first level of its curriculum; empty if it has none that the task takes."""
+    factory = importlib.import_module("reasoning_gym.factory")
+    if not factory.has_curriculum(task):
+        return {}
+    try:
+        config = factory.create_curriculum(task).generate_configuration({"seed": 0})
+        config.validate()
+    except Exception:  # a curriculum may leave the bounds of the task, which raises anything
+        return {}
+    fields = [field.name for field in dataclasses.fields(config) if field.name not in ("seed", "size")]
+    return json_safe({name: getattr(config, name) for name in fields})
+
+
+_TOOLS = ("tools", "functions")
+_COMPARED = 200
+"""Rows in which the columns with responses are compared."""
+
+Rows = Sequence[Mapping[str, Any]]
+
+
+def tools_column(algorithm: str, section: Mapping[str, Any], rows: Rows) -> str | None:
+    """The column with the tools of rows that call some, or None if calls are text, and so are the tools (Hermes)."""
+    filled = (name for name in _TOOLS if any(row.get(name) not in (None, "", "[]", []) for row in rows))
+    if (name := next(filled, None)) is None:
+        return None
+    source: ExampleSource = TypeAdapter[Examples](ExampleSource).validate_python({**section, "tools": name})
+    format_ = data_format(OFFLINE_ALGORITHMS[algorithm].formats, source)
+    read, fields = example_reader(source, format_, plain=False), columns(format_, source)
+    for row in rows:
+        with suppress(BadRow, SkippedRow, KeyError):
+            if any(CALLED in response for response in read(named_values(fields, "", row))["responses"]):
+                return name
+    return None
+
+
+def what_is_read(algorithm: str, section: Mapping[str, Any], rows: Rows) -> tuple[str, ...]:
+    """What a section of the spec reads of the first rows, and what it leaves out, one line for each. Raises UsageError
+    if no row can be used, or a column does not say what it is read as."""
+    try:
+        fields, found = _collected(algorithm, section, rows)
+    except DataError as error:
+        raise UsageError(f"--data: {error}") from None
+    left_out = [f"{count} {kind}" for kind, count in found.skipped.items()]
+    left_out += [f"{found.bad_rows} bad rows (the first: {found.problems[0]})"] if found.bad_rows else []
+    notes = [f"Of the first {len(rows)} rows are left out: {', '.join(left_out)}."] if left_out else []
+    if "chosen" in fields:
+        notes += [f"Warning: {doubt}." for doubt in doubts(fields["chosen"], fields["rejected"], rows)]
+    read = fields.values()
+    unread = [name for name in rows[0] if name and not any(one == name or one.startswith(f"{name}.") for one in read)]
+    return (*notes, *([f"Columns that the spec does not read: {', '.join(unread)}."] if unread else []))
+
+
+def trained_characters(algorithm: str, section: Mapping[str, Any], rows: Rows) -> int:
+    """The length of what the first rows would train, 0 if none can be used."""
+    try:
+        _, found = _collected(algorithm, section, rows[:_COMPARED])
+    except DataError:
+        return 0
+    return sum(len(text) for row in found.rows for text in row["responses"])
+
+
+def _collected(
+    algorithm: str, section: Mapping[str, Any], rows: Rows
+) -> tuple[Mapping[str, str], Collected[dict[str, Any]]]:
+    """Column of each field that the section reads, and what a run reads of the rows. Raises DataError."""
+    if algorithm in OFFLINE_ALGORITHMS:
+        examples: ExampleSource = TypeAdapter[Examples](ExampleSource).validate_python(section)
+        format_ = data_format(OFFLINE_ALGORITHMS[algorithm].formats, examples)
+        fields, read = columns(format_, examples), example_reader(examples, format_, plain=False)
+        join = partial(as_examples, examples)
+    else:
+        prompts: Any = TypeAdapter[DataSource](DataSource).validate_python(section)
+        fields, join = prompt_fields(prompts), iter
+        read = lambda raw: {"prompt": read_prompt(prompt_row(prompts, raw), prompts, plain=False)}  # noqa: E731
+    raw = (named_values(fields, f"row {number}", row) for number, row in enumerate(rows, start=1))
+    return fields, collect(join(raw), read, "data.train", "skip")

@@ -17,7 +17,7 @@ from troupe.orchestrator.roles.table import TRAINED
 from troupe.orchestrator.spec.errors import known_paths
 from troupe.orchestrator.spec.offline import OfflineSpec
 from troupe.orchestrator.spec.rollout import RolloutSpec
-from troupe.orchestrator.telemetry.metric_reference import metric_named, metric_sections
+from troupe.orchestrator.telemetry.metrics import metric_named, metric_sections
 
 OTHERS = {ROOT / "docs" / "guides" / "migration.md", ROOT / "docs" / "project" / "upgrade.md", ROOT / "CHANGELOG.md"}
 """Pages with names of other frameworks, and of earlier versions."""

@@ -24,7 +24,7 @@ from troupe.orchestrator.rollouts.evaluation_log import EVALUATIONS, comparable,
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.load import parse_spec
 from troupe.orchestrator.spec.yaml_reader import read_file
-from troupe.orchestrator.telemetry.metric_reference import Metric, metric_named, metric_sections
+from troupe.orchestrator.telemetry.metrics import Metric, metric_named, metric_sections
 from troupe.orchestrator.telemetry.run_folder import RunFolder
 from troupe.orchestrator.telemetry.run_summary import LEARNED
 from troupe.workers.contract.text import without_secrets

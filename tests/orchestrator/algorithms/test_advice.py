@@ -16,7 +16,7 @@ from troupe.orchestrator.algorithms.offline import OFFLINE_ALGORITHMS, OfflineAl
 from troupe.orchestrator.algorithms.section import AlgorithmConfig
 from troupe.orchestrator.algorithms.table import ALGORITHMS
 from troupe.orchestrator.spec.rollout import RolloutSpec
-from troupe.orchestrator.telemetry.metric_reference import metric_sections
+from troupe.orchestrator.telemetry.metrics import metric_sections
 
 ADVICE = all_advice()
 ROWS = (*ALGORITHMS, *OFFLINE_ALGORITHMS)

@@ -14,7 +14,7 @@ from troupe.orchestrator.spec.load import plan_runs, read_document
 from troupe.orchestrator.starter import difficulty
 from troupe.orchestrator.starter.choices import Choices
 from troupe.orchestrator.starter.command import text_of
-from troupe.orchestrator.starter.difficulty import easiest, trained_tasks
+from troupe.orchestrator.starter.data import easiest, trained_tasks
 
 
 def test_the_easiest_settings_are_the_first_level_of_the_curriculum() -> None:

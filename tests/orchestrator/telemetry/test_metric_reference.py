@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from troupe.orchestrator.telemetry.console import COLUMNS
-from troupe.orchestrator.telemetry.metric_reference import PHASES, metric_named, metric_sections
-from troupe.orchestrator.telemetry.metrics import PeakMemory
+from troupe.orchestrator.telemetry.metrics import PHASES, PeakMemory, metric_named, metric_sections
 from troupe.orchestrator.training.ledger import Ledger
 from troupe.workers.contract.messages import Answer, Peak
 
