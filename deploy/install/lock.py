@@ -82,13 +82,8 @@ def resolve(
     said why.
 
     Args:
-        lock: The lock, whose pins stay if they fit.
-        machine: The machine.
-        extras: Extras of `pyproject.toml`.
-        more: Further requirements.
         limits: Exact versions of some distributions.
         left_out: Distributions that nothing needs.
-        options: Further options of uv.
     """
     with tempfile.TemporaryDirectory() as folder:
         # uv keeps the versions in the file that it writes.

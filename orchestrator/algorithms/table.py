@@ -46,19 +46,8 @@ class TrustRegion(Frozen):
 
 
 ROW_ONLY = frozenset(
-    {
-        "objective",
-        "divergence",
-        "ratio",
-        "dynamic_clip",
-        "max_ratio",
-        "estimator",
-        "baseline",
-        "covariance",
-        "reward_to_go",
-        "custom",
-    }
-)
+    ("objective", "divergence", "ratio", "dynamic_clip", "max_ratio", "estimator", "baseline", "covariance")
+) | {"reward_to_go", "custom"}
 """Fields of the losses that distinguish the algorithms: a spec does not set them."""
 SECTIONS = frozenset({"distill"})
 """Fields of the losses that are sections in a spec, too, whose fields replace the defaults one by one."""

@@ -258,13 +258,10 @@ class Cluster:
         In a program that is connected to a cluster already, that one is used and stays when the run ends.
 
         A local cluster offers at least the CPUs that are needed: on a laptop, roles share the same cores. Raises
-        ClusterUnreachable if the cluster cannot be joined or started.
-
-        Args:
-            needed: Resources of the run; only `CPU` is used.
-            server: From which the workers of a cluster that is started here are forked, closed with the connection. In
-                another cluster, Ray starts them all: with the environment of their node, and not below this process,
-                which a job of Ray ends with its whole tree. If None, Ray starts them all as well.
+        ClusterUnreachable if the cluster cannot be joined or started. `server`: from which the workers of a cluster
+        that is started here are forked, closed with the connection. In another cluster, Ray starts them all: with the
+        environment of their node, and not below this process, which a job of Ray ends with its whole tree. If None, Ray
+        starts them all as well.
         """
         started = False
         try:

@@ -134,12 +134,8 @@ def load_pool(
     earlier: dict[str, str] | None = None,
 ) -> Pool:
     """Read a source into a pool with schema PROMPTS, whose column `row` counts from 0. Raises DataError if the source
-    cannot be read, a row is bad with `stop`, or no row is left.
-
-    Args:
-        without: Exclude the prompts of this pool.
-        earlier: Prompts of the sources before, with their answers; this one's are added.
-    """
+    cannot be read, a row is bad with `stop`, or no row is left. `earlier`: prompts of the sources before, with their
+    answers; this one's are added."""
     is_asked = asked_in(without)
     found = collect(
         read_rows(source, label),

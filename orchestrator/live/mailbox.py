@@ -110,12 +110,8 @@ def require_folder(run_folder: Path) -> None:
 
 
 def run_in_child(action: Callable[[], object], timeout_s: float) -> None:
-    """Runs a file operation in a forked child, so that a disk that hangs does not block this process.
-
-    Raises:
-        TimeoutError: It has not ended in time. The child continues when the disk answers.
-        OSError: It failed.
-    """
+    """Runs a file operation in a forked child, so that a disk that hangs does not block this process. Raises
+    TimeoutError if it has not ended in time, and the child continues when the disk answers; OSError if it failed."""
     child = os.fork()
     if child == 0:
         code = errno.EIO

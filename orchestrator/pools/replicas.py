@@ -39,12 +39,8 @@ class RestartBudget:
     restarts back."""
 
     def __init__(self, role: str, limit: int, steps_per_restart: int = 0) -> None:
-        """Nothing is used yet.
-
-        Args:
-            role: `failures.{role}_restarts` is the limit.
-            steps_per_restart: Steps without a lost worker after which one restart is refunded, or 0 for never.
-        """
+        """Nothing is used yet. `steps_per_restart`: steps without a lost worker after which one restart is refunded, or
+        0 for never."""
         self.role = role
         self._limit = limit
         self._steps_per_restart = steps_per_restart

@@ -6,9 +6,6 @@ weights. A batch must include every group that started at version - k or earlier
 P groups that started at version - k + i or earlier, which the i batches after it can take. So they always fit: no group
 is ever dropped for its age, and a step waits for a straggler only if one would otherwise exceed the limit. With k = 0
 this is strictly on-policy training, by the same code.
-
-Engines may load a version during the next update. The policy is one version ahead of them then, and k * P groups are
-open at most: as many as fill the k batches in which a group that starts at the engines' version is young enough.
 """
 
 from __future__ import annotations

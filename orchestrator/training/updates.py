@@ -91,11 +91,8 @@ class Updates(ABC):
 
     async def run(self, step: int, batch: Batch, state: PenaltyState) -> tuple[list[Metrics], PenaltyState]:
         """All updates on this batch. Returns the metrics of each update, named `ROLE/METRIC`, and the state after them.
-
-        Raises:
-            TrainingDiverged: A loss is not finite, or too many consecutive gradients were not.
-            WorkerError: A call failed. The updates before it are not counted.
-        """
+        Raises TrainingDiverged if a loss is not finite, or too many consecutive gradients were not; WorkerError if a
+        call failed, and the updates before it are not counted."""
         before = self._nonfinite.copy()
         try:
             return await self._run(step, batch, state)

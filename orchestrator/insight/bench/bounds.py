@@ -61,12 +61,8 @@ class Bound:
 
 
 def bound_of(result: Result, results: Sequence[Result], cores: int | None) -> Bound | None:
-    """The bottleneck of a result, or None if it was not measured.
-
-    Args:
-        results: All of the sweep: a change that another point has tried without gain is not advised.
-        cores: CPU cores of the machine, or None for a cluster, whose free resources are unknown.
-    """
+    """The bottleneck of a result, or None if it was not measured. `results`: all of the sweep: a change that another
+    point has tried without gain is not advised."""
     if result.measures is None:
         return None
     kind = kind_of(result.point, result.measures)

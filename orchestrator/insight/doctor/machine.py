@@ -1,7 +1,4 @@
-"""Input and output of `troupe doctor`: the facts about this machine, and what a check found.
-
-A fact that cannot be read gets a default that triggers no check.
-"""
+"""Input and output of `troupe doctor`: the facts about this machine, and what a check found."""
 
 from __future__ import annotations
 

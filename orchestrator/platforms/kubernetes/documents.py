@@ -78,11 +78,8 @@ _TYPES = {
 
 def manifests(sent: Document, runs: Sequence[PlannedRun], options: KubernetesOptions) -> list[Document]:
     """The documents to apply: a ConfigMap with the spec and a RayJob, or a RayCluster alone. `sent`: the spec (or
-    chain) as plain data with absolute paths.
-
-    Raises:
-        UsageError: /dev/shm does not fit into a pod's memory, or the spec does not fit into a ConfigMap.
-    """
+    chain) as plain data with absolute paths. Raises UsageError if /dev/shm does not fit into a pod's memory, or the
+    spec into a ConfigMap."""
     specs = [run.spec for run in runs]
     groups = pod_groups(specs, options.limits)
     sizes = memory(runs, groups, options)

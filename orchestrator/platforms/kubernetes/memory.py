@@ -66,11 +66,8 @@ class Need:
 
 
 def memory(runs: Sequence[PlannedRun], groups: Sequence[PodGroup], options: KubernetesOptions) -> dict[str, PodMemory]:
-    """Memory of the head pod (`head`) and of the pods of each group, enough for every run of a file.
-
-    Raises:
-        UsageError: /dev/shm does not fit into a pod's memory.
-    """
+    """Memory of the head pod (`head`) and of the pods of each group, enough for every run of a file. Raises UsageError
+    if /dev/shm does not fit into a pod's memory."""
     needs: dict[str, list[Need]] = {}
     for group, need in _needs(runs, options):
         needs.setdefault(group, []).append(need)

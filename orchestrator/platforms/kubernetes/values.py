@@ -48,12 +48,8 @@ def parse_claim(text: str) -> Claim:
 
 
 def parse_variable(text: str) -> Variable:
-    """Parse `NAME=VALUE` of --env.
-
-    Raises:
-        UsageError: It has another form, or the name is a credential's, whose value would stand in the manifest. The
-            message does not repeat the value.
-    """
+    """Parse `NAME=VALUE` of --env. Raises UsageError, which does not repeat the value, if it has another form, or the
+    name is a credential's, whose value would stand in the manifest."""
     variable, equals, value = text.partition("=")
     if not equals or not _VARIABLE.fullmatch(variable):
         raise UsageError("--env: expected NAME=VALUE, as in NCCL_DEBUG=INFO")
@@ -66,11 +62,8 @@ def parse_variable(text: str) -> Variable:
 
 
 def parse_secret_variable(text: str) -> SecretVariable:
-    """Parse `NAME=SECRET:KEY` of --secret-env.
-
-    Raises:
-        UsageError: It has another form. The message repeats nothing after `=`, which may be a secret value.
-    """
+    """Parse `NAME=SECRET:KEY` of --secret-env. Raises UsageError if it has another form, and repeats nothing after `=`,
+    which may be a secret value."""
     variable, equals, source = text.partition("=")
     secret, _, key = source.partition(":")
     if not equals or not _VARIABLE.fullmatch(variable):

@@ -1,7 +1,4 @@
-"""Checks that a machine has what a spec needs: models, data, libraries, the user's reward functions and environment.
-
-Imports nothing heavy; the user's code is loaded in another process.
-"""
+"""Checks that a machine has what a spec needs: models, data, libraries, the user's reward functions and environment."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Checks that the models of a spec suit their roles, by their folders: configurations, weights, tokenizers.
-
-Reads small files and headers and imports nothing heavy.
-"""
+"""Checks that the models of a spec suit their roles, by their folders: configurations, weights, tokenizers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The paths and the repositories on the Hugging Face hub that a spec names, and specs with others in their place.
-
-Looks nothing up on the hub.
-"""
+"""The paths and the repositories on the Hugging Face hub that a spec names, and specs with others in their place."""
 
 from __future__ import annotations
 
