@@ -11,7 +11,7 @@ import yaml
 
 from troupe.orchestrator.data.summary import load_data
 from troupe.orchestrator.spec.load import plan_runs, read_document
-from troupe.orchestrator.starter import difficulty
+from troupe.orchestrator.starter import data as starter_data
 from troupe.orchestrator.starter.choices import Choices
 from troupe.orchestrator.starter.command import text_of
 from troupe.orchestrator.starter.data import easiest, trained_tasks
@@ -46,6 +46,6 @@ def test_tasks_are_left_to_evaluate_on_where_there_are_few(tiny_model: Path, tmp
 def test_a_large_model_gets_the_default_settings(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(difficulty, "read_size", lambda folder: SimpleNamespace(parameters=7_000_000_000))
+    monkeypatch.setattr(starter_data, "read_size", lambda folder: SimpleNamespace(parameters=7_000_000_000))
     data = yaml.safe_load(text_of(Choices(str(tiny_model), "reasoning_gym:chain_sum", cpus=2), tmp_path / "a"))["data"]
     assert (data["train"]["recipes"], data["train"]["size"]) == ([{"name": "chain_sum"}], 2000)
