@@ -51,6 +51,7 @@ from troupe.workers.contract.messages import (
     PrepareRequest,
     RankPlan,
     RewardSummary,
+    SampleKey,
     SampleSummary,
     SaveStatus,
     ScoreSummary,
@@ -58,6 +59,7 @@ from troupe.workers.contract.messages import (
     TextSummary,
     TrainRow,
     TrainSummary,
+    Unscored,
     UpdateMetrics,
     WeightAck,
     WeightsSent,
@@ -407,7 +409,7 @@ class FakeReward:
         given = _alternating(samples)
         return RewardSummary(uid, rollouts.attempt, ("ok",) * samples, given, {"fake": given}), rollouts
 
-    async def write_trajectories(self, path: str, step: int, *tables: FakeTable) -> int:
+    async def write_trajectories(self, path: str, step: int, unscored: Unscored, *tables: FakeTable) -> int:
         """Writes nothing."""
         return 0
 
@@ -470,7 +472,13 @@ class FakeTrainer:
         """What its weights consist of: every update since the initial model, with its batch."""
         self.write_s = 0.0
         """Time in which it writes a save in the background."""
+        self.not_finite: dict[SampleKey, str] = {}
+        """Why samples have no finite score."""
         self.saving: tuple[str, asyncio.Task[SaveStatus]] | None = None
+
+    def summary_of(self, uids: Sequence[str]) -> ScoreSummary:
+        """What it says of the scores of these groups."""
+        return ScoreSummary(0, {key: why for key, why in self.not_finite.items() if key[0] in uids})
 
     async def host(self) -> str:
         """One machine for all."""
@@ -556,7 +564,7 @@ class FakeCritic(FakeTrainer):
     async def compute_values(self, plan: RankPlan, *rollouts: FakeTable) -> tuple[ScoreSummary, FakeTable]:
         """Lists the groups of the wave, with the number of updates that the critic has made."""
         uids = tuple(uid for table in rollouts for uid in table.uids)
-        return ScoreSummary(0), FakeTable("values", uids, versions=(len(self.learned),))
+        return self.summary_of(uids), FakeTable("values", uids, versions=(len(self.learned),))
 
     async def update(self, plan: RankPlan, batch: FakeTable) -> UpdateMetrics:
         """Counts."""
@@ -613,7 +621,8 @@ class FakePolicy(FakeTrainer):
 
     async def compute_logprobs(self, plan: RankPlan, *rollouts: FakeTable) -> tuple[ScoreSummary, FakeTable]:
         """Lists the groups of the wave."""
-        return ScoreSummary(0), FakeTable("old_logprobs", tuple(uid for table in rollouts for uid in table.uids))
+        uids = tuple(uid for table in rollouts for uid in table.uids)
+        return self.summary_of(uids), FakeTable("old_logprobs", uids)
 
     async def reference_logprobs(self, plan: RankPlan, *rollouts: FakeTable) -> tuple[ScoreSummary, FakeTable]:
         """Lists the groups of the wave."""

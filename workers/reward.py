@@ -28,6 +28,7 @@ from troupe.workers.contract.messages import (
     KeptTable,
     Peak,
     RewardSummary,
+    Unscored,
     WorkerHealth,
 )
 from troupe.workers.contract.rewards import COMPARED, ENVIRONMENT_REWARD, JUDGE_REWARD, differ, not_usable, total
@@ -277,9 +278,9 @@ class RewardWorker:
         )
         return summary, _rewards_table(identities, asked, combined, per_sample)
 
-    def write_trajectories(self, path: str, step: int, *tables: pa.Table) -> int:
+    def write_trajectories(self, path: str, step: int, unscored: Unscored, *tables: pa.Table) -> int:
         """Join the tables of a step into one Parquet file (`troupe.workers.data.trajectories`); returns its rows."""
-        return write_trajectories(path, step, tables)
+        return write_trajectories(path, step, unscored, tables)
 
     def write_evaluation(self, path: str, step: int, *tables: pa.Table) -> int:
         """Write the readable columns of ROLLOUTS and REWARDS tables; returns the number of rows."""

@@ -21,7 +21,7 @@ from troupe.orchestrator.telemetry.timeline import CallLog
 from troupe.orchestrator.training import step_recorder
 from troupe.orchestrator.training.step_recorder import StepRecorder
 from troupe.workers.contract.config import Device, ModelConfig, PolicyConfig, RewardConfig
-from troupe.workers.contract.messages import KeptFile
+from troupe.workers.contract.messages import KeptFile, Unscored
 from troupe.workers.models.token_batch import TokenBatch
 from troupe.workers.policy import PolicyWorker
 from troupe.workers.reward import RewardWorker
@@ -174,9 +174,9 @@ class TimedReward(RewardWorker):
         super().__init__(config, name, device, policy)
         self._watch = LoopParts(time.process_time)
 
-    def write_trajectories(self, path: str, step: int, *tables: pa.Table) -> int:
+    def write_trajectories(self, path: str, step: int, unscored: Unscored, *tables: pa.Table) -> int:
         """See `RewardWorker.write_trajectories`."""
         with self._watch.timed("reward: samples"):
-            rows = super().write_trajectories(path, step, *tables)
+            rows = super().write_trajectories(path, step, unscored, *tables)
         _note(Path(path).parents[1].name, self.name, self._watch)  # the run folder has the name of the run
         return rows

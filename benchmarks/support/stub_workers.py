@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from tests.fakes import FakeEngine
 from troupe.workers.contract.arrow import pickle_tables
-from troupe.workers.contract.messages import GroupRequest, GroupSummary
+from troupe.workers.contract.messages import GroupRequest, GroupSummary, Unscored
 from troupe.workers.reward import RewardWorker
 
 
@@ -36,6 +36,6 @@ class StubEngine(FakeEngine):
 class StubReward(RewardWorker):
     """The product's reward worker; writes nothing, because the tables of the simulated policy are none."""
 
-    def write_trajectories(self, path: str, step: int, *tables: object) -> int:
+    def write_trajectories(self, path: str, step: int, unscored: Unscored, *tables: object) -> int:
         """Write nothing."""
         return 0

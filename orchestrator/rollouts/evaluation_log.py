@@ -11,12 +11,12 @@ from typing import Any
 
 from troupe.orchestrator.data.pools import Pool
 from troupe.orchestrator.rollouts.held_out import CONFIDENCE, SetResult
-from troupe.orchestrator.spec.derived.digests import plays_and_judges
+from troupe.orchestrator.spec.derived.digests import contents_of, plays_and_judges
 from troupe.orchestrator.spec.derived.sampling import held_out_sets
 from troupe.orchestrator.spec.field_tree import field_tree
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.workers.contract.atomic_file import write_atomic
-from troupe.workers.contract.config import RewardFunctionConfig
+from troupe.workers.contract.config import ModelConfig, RewardFunctionConfig
 from troupe.workers.contract.consequences import Counts
 
 EVALUATIONS = "evaluation.json"
@@ -35,7 +35,9 @@ def described_sets(spec: RolloutSpec, pools: Mapping[str, Pool]) -> dict[str, Js
         sampling = one.sampling.model_dump(mode="json") | forms
         rewards = [function.model_dump(mode="json", exclude_defaults=True) for function in one.functions]
         if reward.model is not None and not one.own_rewards:
-            model = {"path": reward.model.path, "revision": reward.model.revision}
+            model: Json = {"path": reward.model.path, "revision": reward.model.revision}
+            if contents := contents_of(reward.model.model_dump(mode="json"), field_tree(ModelConfig)):
+                model["contents"] = contents
             rewards.append({"name": "reward_model", "weight": reward.model_weight, **model})
         found[one.label] = {
             "digest": pools[one.section].digest,

@@ -60,6 +60,7 @@ class KeptGroup:
     rewards: RewardSummary | None = None
     candidates: RewardSummary | None = None
     greedy_reward: float | None = None
+    unscored: dict[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -169,6 +170,7 @@ async def _read(place: Path, group: KeptGroup, damaged: frozenset[str], rewards:
             tuple(table for kind, table in tables.items() if kind not in ("rollouts", "rewards")),
             greedy_reward=group.greedy_reward,
             candidates=group.candidates,
+            unscored=group.unscored,
         )
     elif group.finished is not None:
         finished = Samples(group.finished, tables["rollouts"])
@@ -199,4 +201,5 @@ def _kept(group: GroupProgress, tables: dict[str, KeptTable]) -> KeptGroup:
         rewards=scored.rewards,
         candidates=scored.candidates,
         greedy_reward=scored.greedy_reward,
+        unscored=dict(scored.unscored),
     )

@@ -111,7 +111,7 @@ class RolloutScheduler:
         self._failures = spec.failures
         self._seed = spec.seed
         self.settings = settings or RowTable.of((0,), group_settings(spec))
-        self._min_group = algorithms.row_of(spec.algorithm).min_group_size
+        self.min_group = algorithms.row_of(spec.algorithm).min_group_size
         self._greedy_baseline = algorithms.advantage(spec.algorithm).baseline == "greedy"
         """Whether a greedy response to every prompt is generated and scored as well; it is not trained on."""
         self._signal = SignalTest(group_filter(spec.algorithm))
@@ -361,7 +361,7 @@ class RolloutScheduler:
         """Keeps or replaces a scored group, and drops its samples without reward. A group is replaced if too few of its
         samples have a reward, or if it has no signal and the budget for such replacements lasts (dynamic sampling)."""
         failures = scored.failures
-        if scored.least_rewarded < self._min_group:
+        if scored.least_rewarded < self.min_group:
             self._replace(group, failures[0][1], failed=True, scored=scored)
             return
         for sample_index, reason in failures:

@@ -12,7 +12,7 @@ import asyncio
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -24,7 +24,7 @@ from troupe.orchestrator.spec.derived.sampling import GroupSettings
 from troupe.orchestrator.training.batch import plan_rows
 from troupe.orchestrator.training.ledger import kind_of
 from troupe.workers.contract.environments import OK
-from troupe.workers.contract.messages import Fault, GroupSummary, KeepRequest, KeptTable, RewardSummary
+from troupe.workers.contract.messages import Fault, GroupSummary, KeepRequest, KeptTable, RewardSummary, Unscored
 from troupe.workers.contract.rewards import differ
 from troupe.workers.contract.roles import Reward, TableRef
 
@@ -52,8 +52,8 @@ class ScoredGroup:
     """Reward of the greedy response to the prompt, if the algorithm uses one."""
     candidates: RewardSummary | None = None
     """Rewards of the answers from other sources, if the prompt has some."""
-    unscored: frozenset[int] = frozenset()
-    """Indices of the samples that lost their reward because a model has no finite score of a token."""
+    unscored: Mapping[int, str] = field(default_factory=dict)
+    """Why samples (and candidates) lost their reward: a model has no finite score of a token. By index."""
 
     @property
     def failures(self) -> list[tuple[int, str]]:
@@ -61,6 +61,14 @@ class ScoredGroup:
         own = enumerate(zip(self.summary.samples, self.rewards.statuses, strict=True))
         scored = [(i, status, i in self.unscored or sample.status != OK) for i, (sample, status) in own]
         return [(i, status if before else f"reward: {status}") for i, status, before in scored if status != OK]
+
+    def without(self, unscored: Mapping[int, str]) -> ScoredGroup:
+        """The group without the rewards of samples and candidates, which have these statuses instead, by index."""
+        own = len(self.rewards.statuses)
+        others = {index - own: why for index, why in unscored.items()}
+        candidates = None if self.candidates is None else self.candidates.without(others)
+        unscored = {**self.unscored, **unscored}
+        return replace(self, rewards=self.rewards.without(unscored), candidates=candidates, unscored=unscored)
 
     @cached_property
     def truncated(self) -> frozenset[int]:
@@ -184,9 +192,11 @@ class RewardPool(ReplicaPool[WorkerHandle[Reward]]):
                 self._faults.note(summary.faults)
                 return summary, table
 
-    async def write(self, path: str, step: int, tables: Sequence[TableRef], timeout_s: float) -> None:
-        """Writes the samples of a step as Parquet, on the least-loaded worker; raises WorkerError if that fails."""
-        await self.call(lambda worker: worker.call(Reward.write_trajectories, timeout_s, path, step, *tables))
+    async def write(
+        self, path: str, step: int, tables: Sequence[TableRef], timeout_s: float, unscored: Unscored
+    ) -> None:
+        """Makes the least-loaded worker write a step's samples; see `Reward.write_trajectories`. Raises WorkerError."""
+        await self.call(lambda worker: worker.call(Reward.write_trajectories, timeout_s, path, step, unscored, *tables))
 
     async def write_evaluation(self, path: str, step: int, tables: Sequence[TableRef]) -> None:
         """Writes the samples of an evaluation as Parquet, on the least-loaded worker; raises WorkerError."""
@@ -330,15 +340,15 @@ class Scorer:
             for (uid, index), why in scores.failed.items()
             if uid == summary.prompt_uid and rewards.rewards[index] is not None
         }
+        tables = tuple(ref for scores in tokens for ref in scores.tables)
+        group = ScoredGroup(summary, rewards, rollouts, reward_table, tables, row)
+        if summary.candidates:
+            own = len(summary.samples)
+            group = replace(group, rewards=rewards.part(0, own), candidates=rewards.part(own))
         if failed:
             self._faults.note(Fault(why, f"{summary.prompt_uid}[{index}]", 1) for index, why in failed.items())
-            rewards = rewards.without(failed)
-        tables = tuple(ref for scores in tokens for ref in scores.tables)
-        group = ScoredGroup(summary, rewards, rollouts, reward_table, tables, row, unscored=frozenset(failed))
-        if not summary.candidates:
-            return group
-        own = len(summary.samples)
-        return replace(group, rewards=rewards.part(0, own), candidates=rewards.part(own))
+            group = group.without(failed)
+        return group
 
 
 def row_lengths(summary: GroupSummary) -> list[int]:

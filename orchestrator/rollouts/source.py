@@ -19,14 +19,14 @@ from troupe.orchestrator.data.curriculum import Curriculum
 from troupe.orchestrator.data.pools import RowTable
 from troupe.orchestrator.data.prompts import PromptOrder
 from troupe.orchestrator.data.texts import TextOrder
-from troupe.orchestrator.errors import DataLost, TroupeError, WorkerError
+from troupe.orchestrator.errors import BatchFailed, DataLost, TroupeError, WorkerError
 from troupe.orchestrator.pools.engines import EnginePool, finished_samples
 from troupe.orchestrator.pools.workers import Workers
 from troupe.orchestrator.rollouts.kept_samples import read_samples, write_samples
 from troupe.orchestrator.rollouts.open_groups import GroupProgress
 from troupe.orchestrator.rollouts.players import player_metrics
 from troupe.orchestrator.rollouts.scheduler import RolloutScheduler
-from troupe.orchestrator.rollouts.scoring import RewardPool, ScoredGroup, row_lengths
+from troupe.orchestrator.rollouts.scoring import FaultLog, RewardPool, ScoredGroup, row_lengths
 from troupe.orchestrator.rollouts.step_counts import add, sample_counts
 from troupe.orchestrator.spec.derived.sampling import GroupSettings
 from troupe.orchestrator.spec.derived.training import old_logprobs_at_batch, values_at_batch
@@ -38,7 +38,14 @@ from troupe.orchestrator.training.checkpoint import SAMPLES, Checkpoint
 from troupe.orchestrator.training.ledger import Ledger
 from troupe.workers.contract.advantage_state import AdvantageState
 from troupe.workers.contract.config import BUDGETS
-from troupe.workers.contract.messages import PrepareRequest, SampleSummary, engine_prompt_tokens, sampled_tokens
+from troupe.workers.contract.messages import (
+    Fault,
+    PrepareRequest,
+    SampleSummary,
+    Unscored,
+    engine_prompt_tokens,
+    sampled_tokens,
+)
 from troupe.workers.contract.rewards import is_solved
 from troupe.workers.contract.roles import TableRef
 
@@ -95,6 +102,7 @@ class RolloutSource(BatchSource):
         self._trajectories = out / "trajectories" if spec.output.trajectories else None
         self._components = components
         self._batch_scorers = _batch_scorers(spec, components.workers)
+        self._faults = FaultLog("role")
         self._console = console
         self._stop = stop
         self._advantage_state = AdvantageState()
@@ -193,10 +201,12 @@ class RolloutSource(BatchSource):
             return
         tables = [ref for group in self._groups for ref in (group.rollouts, group.reward_table)]
         tables += [] if train is None else [train]
-        self._writing = asyncio.create_task(self._write_samples(folder, version, tables), name=f"step {version}")
+        unscored = {(group.summary.prompt_uid, i): why for group in self._groups for i, why in group.unscored.items()}
+        writing = self._write_samples(folder, version, tables, unscored)
+        self._writing = asyncio.create_task(writing, name=f"step {version}")
         self._writing.add_done_callback(_retrieve)  # a run that ends with an error does not flush
 
-    async def _write_samples(self, folder: Path, version: int, tables: list[TableRef]) -> None:
+    async def _write_samples(self, folder: Path, version: int, tables: list[TableRef], unscored: Unscored) -> None:
         """Writes the tables of a step with the policy's results in its updates. Raises WorkerError."""
         timeout_s = self._spec.schedule.train_timeout_s
         try:
@@ -204,7 +214,7 @@ class RolloutSource(BatchSource):
         except WorkerError as error:
             logger.warning("the samples of step %d have no log-probs of its updates: %s", version, error)
         path = str(folder / f"step-{version:06d}.parquet")
-        await self._components.rewards.write(path, version, tables, timeout_s)
+        await self._components.rewards.write(path, version, tables, timeout_s, unscored)
 
     async def flush(self) -> None:
         """Waits until the samples of the last step are written."""
@@ -263,7 +273,10 @@ class RolloutSource(BatchSource):
         tables = [*rollouts, *(group.reward_table for group in groups), *_unique(groups)]
         policy, timeout_s = self._components.workers.require_policy(), self._spec.schedule.train_timeout_s
         if self._batch_scorers:
-            tables += await self._score_batch(groups)
+            scores, unscored = await self._score_batch(groups)
+            tables += scores
+            if unscored:
+                groups = self._groups = self._drop(unscored, groups)
         request = self._prepare_request(groups)
         summary, table = await policy.prepare(request, *tables, timeout_s=timeout_s)
         policy_trains = version >= self._spec.critic_warmup
@@ -272,8 +285,8 @@ class RolloutSource(BatchSource):
         texts = None if self._components.texts is None else self._components.texts.pick()
         return Batch(summary, table, texts=texts)
 
-    async def _score_batch(self, groups: Sequence[ScoredGroup]) -> list[TableRef]:
-        """Token scores of the batch by every trainer that scores whole batches, concurrently."""
+    async def _score_batch(self, groups: Sequence[ScoredGroup]) -> tuple[list[TableRef], Unscored]:
+        """Token scores of the batch by every trainer that scores whole batches, and the samples without finite ones."""
         self._console.phase(" and ".join(scorer.what for scorer in self._batch_scorers))
         lengths = [length for group in groups for length in row_lengths(group.summary)]
         rollouts = [group.rollouts for group in groups]
@@ -282,7 +295,34 @@ class RolloutSource(BatchSource):
             scorer.score(plan_rows(lengths, scorer.group), *rollouts, timeout_s=timeout_s)
             for scorer in self._batch_scorers
         )
-        return [table for scores in scored for _, table in scores]
+        unscored = {
+            key: f"{scorer.group.role}: {why}"
+            for scorer, parts in zip(self._batch_scorers, scored, strict=True)
+            for summary, _ in parts
+            for key, why in summary.failed.items()
+        }
+        return [table for parts in scored for _, table in parts], unscored
+
+    def _drop(self, unscored: Unscored, groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
+        """The groups without the samples that have no finite score, which are accounted for.
+
+        Raises:
+            BatchFailed: Too many samples have failed, or too few of a group are left.
+        """
+        found: list[ScoredGroup] = []
+        scheduler, ledger = self._components.scheduler, self._components.ledger
+        for group in groups:
+            uid, rewarded = group.summary.prompt_uid, (*group.rewarded, *group.rewarded_candidates)
+            failed = {i: unscored[uid, i] for i in rewarded if (uid, i) in unscored}
+            found.append(group.without(failed) if failed else group)
+            self._faults.note(Fault(why, f"{uid}[{i}]", 1) for i, why in failed.items())
+            for i in failed.keys() & {*group.rewarded}:
+                ledger.mark_dropped(uid, i, failed[i])
+            if found[-1].least_rewarded < scheduler.min_group:
+                why = next(iter(failed.values()))
+                raise BatchFailed(f"{uid}: too few samples have finite scores ({found[-1].least_rewarded}): {why}")
+            scheduler.counts.fail(len(failed))
+        return found
 
     def _prepare_request(self, groups: Sequence[ScoredGroup]) -> PrepareRequest:
         """Arguments of `PolicyGroup.prepare` besides the tables."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import chain, product
 from typing import Any
 
-from troupe.workers.contract.expressions import BINARY, FUNCTIONS, evaluate
+from troupe.workers.contract.expressions import FUNCTIONS, evaluate
 
 _SINGLE = (str, bool, int, float)
 
@@ -45,7 +45,7 @@ class Condition:
                 if isinstance(own, _SINGLE) and isinstance(own, str) != isinstance(literal, str):
                     hint = f"; of numbers as text write float({column})" if isinstance(own, str) else ""
                     raise ValueError(f"{column} is {own!r:.60}, which is never {literal!r}{hint}")
-            found = evaluate(self._test, lambda op, a, b: BINARY[type(op)](a, b), values)
+            found = evaluate(self._test, values)
         except Exception as error:  # a null has no order, and a text is no number
             raise ValueError(f"cannot be evaluated: {error}") from None
         if not isinstance(found, bool):

@@ -3,8 +3,8 @@
     python -m tests.faults.soak --minutes 30                         # the tiny model, PPO with every role
     python -m tests.faults.soak --spec deploy/specs/laptop-grpo.yaml --every-s 300
 
-Effective training time ratio: steps times the median step before the first kill, divided by the seconds that these
-steps took with the kills.
+The share that it prints is the effective training time: steps a second with the kills, divided by the steps a second of
+the same run in the minutes before the first kill (`--undisturbed-minutes`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,21 +27,29 @@ from tests.faults.injected import ENGINE, WORKERS, Signalled, left_behind, stop_
 from tests.real.commands import PPO, Run, ledger_balances, running
 
 WARM_UP = 10
-"""Steps before the first kill, by which the length of a step is measured."""
+"""Steps before anything is measured."""
 BUDGETS = tuple(f"failures.{role}_restarts=1000" for role in ("trainer", "engine", "reward", "reference"))
 
 
-def soak(run: Run, seconds: float, every_s: float, seed: int) -> Mapping[str, Any]:
-    """Train so long, and kill a worker at a random moment of each `every_s` seconds; what was measured."""
+def order_of_roles(roles: Sequence[str], kills: int, seed: int) -> list[str]:
+    """The role that each kill hits: each of them once, in random order, before any is hit again."""
+    rng = random.Random(seed)
+    rounds = (rng.sample(roles, len(roles)) for _ in range(-(-kills // len(roles))))
+    return list(chain.from_iterable(rounds))[:kills]
+
+
+def soak(run: Run, seconds: float, undisturbed_s: float, every_s: float, seed: int) -> Mapping[str, Any]:
+    """Train undisturbed, then kill a worker at a random moment of each `every_s` seconds; what was measured."""
     rng = random.Random(seed)
     run.wait_for_step(WARM_UP)
     targets = {role: title for role, title in (*WORKERS.items(), ("engine", ENGINE)) if run.processes(title)}
-    step_s = median(line["seconds/step"] for line in run.metrics[1:])
+    began, first = time.monotonic(), run.steps()[-1]
+    time.sleep(undisturbed_s)
+    undisturbed = (run.steps()[-1] - first) / (time.monotonic() - began)
     recoveries: dict[str, list[float]] = {role: [] for role in targets}
     began, first = time.monotonic(), run.steps()[-1]
-    for number in range(round(seconds / every_s)):
+    for number, role in enumerate(order_of_roles(list(targets), round(seconds / every_s), seed)):
         time.sleep(max(0.0, began + (number + rng.random()) * every_s - time.monotonic()))
-        role = rng.choice(list(targets))
         outcome = Signalled(role, targets[role], signal.SIGKILL).inject(run)
         if not outcome.ok or outcome.recovered_s is None:
             raise RuntimeError(f"{outcome}\n{run.output[-3000:]}")
@@ -55,9 +64,9 @@ def soak(run: Run, seconds: float, every_s: float, seed: int) -> Mapping[str, An
     return {
         "steps": done,
         "kills": sum(map(len, recoveries.values())),
-        "step_s": step_s,
-        "step_s_with_kills": median(line["seconds/step"] for line in lines),
-        "ratio": done * step_s / took,
+        "steps_a_second": done / took,
+        "steps_a_second_undisturbed": undisturbed,
+        "share": done / took / undisturbed,
         "recovery_s": {role: _spread(times) for role, times in recoveries.items() if times},
         "dropped": lines[-1]["ledger/dropped"],
         "driver_mib_per_100_steps": _slope([line["memory/driver"] for line in lines]) * 1024 * 100,
@@ -83,7 +92,8 @@ def main(arguments: list[str]) -> None:
     """Run the soak and print its result as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--spec", type=Path, default=PPO)
-    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--minutes", type=float, default=30.0, help="minutes with kills (default: 30)")
+    parser.add_argument("--undisturbed-minutes", type=float, default=5.0, help="minutes before them (default: 5)")
     parser.add_argument("--every-s", type=float, default=60.0, help="seconds with one kill each (default: 60)")
     parser.add_argument("--seed", type=int, default=17)
     parser.add_argument("--set", dest="overrides", action="append", default=[], help="FIELD=VALUE of the spec")
@@ -92,7 +102,8 @@ def main(arguments: list[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         overrides = (*endless, *given.overrides)
         with running(Run(Path(folder), ROOT / given.spec, *overrides, name="soak")) as run:
-            sys.stdout.write(json.dumps(soak(run, 60.0 * given.minutes, given.every_s, given.seed), indent=1) + "\n")
+            seen = soak(run, 60.0 * given.minutes, 60.0 * given.undisturbed_minutes, given.every_s, given.seed)
+            sys.stdout.write(json.dumps(seen, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import pyarrow as pa
 import pytest
 
 from tests.faults.chaos import NOTHING, Broken, Ended, _check
+from tests.faults.soak import order_of_roles
 from tests.orchestrator.insight.test_replay import kept_step
 from troupe.orchestrator.training.step_record import REPLAY, STEP, folder_of
 from troupe.workers.contract.messages import KEPT_BATCH
@@ -45,3 +46,10 @@ def test_a_step_that_differs_is_named_with_what_differs(tmp_path: Path, part: st
     with pytest.raises(Broken, match=f"step 1 differs from a run without faults: {{'{part}'"):
         _check("ppo", faulty, healthy)
     _check("ppo", faulty, NOTHING)
+
+
+def test_kills_hit_every_role_before_any_is_hit_again() -> None:
+    roles = ["policy", "critic", "reward", "engine"]
+    order = order_of_roles(roles, 10, seed=17)
+    assert [sorted(order[at : at + 4]) for at in (0, 4)] == [sorted(roles)] * 2 and len({*order[8:]}) == 2
+    assert order[:4] != order[4:8]

@@ -6,6 +6,7 @@ import errno
 import hashlib
 import json
 import math
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -296,6 +297,46 @@ def test_the_environment_and_the_judge_of_a_held_out_set_decide_its_results() ->
     assert plays_and_judges(spec, games)["played_in"]["args"] == {"high": 10}
     assert plays_and_judges(spec, plain)["judged_by"]["model"]["path"] == "judge"
     assert "judged_by" not in plays_and_judges(spec, games) and "played_in" not in plays_and_judges(spec, plain)
+
+
+def rewarded_by(model: Path) -> RolloutSpec:
+    held_out = {"a": {"kind": "jsonl", "path": "e"}}
+    return fake_spec(
+        data={"eval": held_out}, evaluation={}, roles={"reward": {"functions": [], "model": {"path": str(model)}}}
+    )
+
+
+@pytest.mark.parametrize("make", [rewarded_by, lambda model: named(judge=str(model))])
+@pytest.mark.parametrize("changed", ["config.json", "model.safetensors"])
+def test_other_content_at_the_same_path_makes_results_incomparable(
+    make: Callable[[Path], RolloutSpec], changed: str, tmp_path: Path
+) -> None:
+    """A judge or reward model that was trained further in its place. Large files are read in blocks all over them."""
+    (tmp_path / "config.json").write_text("{}")
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(bytes(3 << 20))
+    pool: Any = SimpleNamespace(digest="rows")
+    pools = dict.fromkeys(["eval.a", "eval.games", "eval.plain"], pool)
+
+    def digests() -> tuple[str, ...]:
+        spec = make(tmp_path)
+        return evaluation_digest(spec), reward_digest(spec), settings_of(described_sets(spec, pools))
+
+    before = digests()
+    os.utime(weights, (0, 0))
+    assert digests() == before
+    (tmp_path / "config.json").write_text("[]" if changed == "config.json" else "{}")
+    if changed == "model.safetensors":
+        weights.write_bytes(bytes(1 << 20) + bytes(reversed(range(256))) * (1 << 12) + bytes(1 << 20))
+    assert all(now != then for now, then in zip(digests(), before, strict=True))
+
+
+def test_the_content_of_a_chat_template_is_part_of_how_a_run_evaluates(tmp_path: Path) -> None:
+    template, digests = tmp_path / "chat.jinja", set[str]()
+    for text in ("{{ a }}", "{{ b }}"):
+        template.write_text(text)
+        digests.add(evaluation_digest(fake_spec(model={"chat_template": str(template)})))
+    assert len(digests) == 2
 
 
 def test_the_digest_of_evaluations_is_that_of_earlier_versions() -> None:

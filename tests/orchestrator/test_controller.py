@@ -8,7 +8,7 @@ import io
 import json
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -38,7 +38,14 @@ from troupe.orchestrator.data.mixture import curriculum_of, group_settings, prom
 from troupe.orchestrator.data.pools import RowTable
 from troupe.orchestrator.data.prompts import PromptPick, PromptSource
 from troupe.orchestrator.data.texts import Pieces, TextOrder
-from troupe.orchestrator.errors import ExportFailed, TrainingDiverged, TroupeError, WorkerError, WorkerRaised
+from troupe.orchestrator.errors import (
+    BatchFailed,
+    ExportFailed,
+    TrainingDiverged,
+    TroupeError,
+    WorkerError,
+    WorkerRaised,
+)
 from troupe.orchestrator.insight.verdicts.data import dropped_samples, failing_rewards
 from troupe.orchestrator.insight.verdicts.history import History
 from troupe.orchestrator.live.scaling import WorkerScaler
@@ -70,7 +77,14 @@ from troupe.workers.algorithms.advantages import SampledTokens
 from troupe.workers.algorithms.estimators import estimate
 from troupe.workers.contract.advantage_state import AdvantageState
 from troupe.workers.contract.config import AdvantageConfig
-from troupe.workers.contract.messages import GroupRequest, GroupSummary, PrepareRequest, TrainRow, WeightUpdate
+from troupe.workers.contract.messages import (
+    GroupRequest,
+    GroupSummary,
+    PrepareRequest,
+    TrainRow,
+    Unscored,
+    WeightUpdate,
+)
 
 
 class _Prompts:
@@ -284,6 +298,30 @@ def test_values_are_those_of_the_critic_before_the_steps_updates(tmp_path: Path,
     assert [len(batch) for batch in policy.values] == [5] * 4
     for step, batch in enumerate(policy.values):
         assert set(map(tuple, batch.values())) == {(2 * step,)}, step
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_a_sample_without_a_finite_value_is_dropped_also_if_the_whole_batch_is_scored(
+    tmp_path: Path, staleness: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Asynchronous training scores when the batch is complete, synchronous training group by group."""
+    run = RolloutRun(tmp_path, schedule={"max_staleness": staleness}, roles={"critic": {}})
+    run.critic.not_finite = {("e0-r1", 2): "inf"}
+    outcome = run.run()
+    assert outcome.ledger == {"dispatched": 80, "trained": 79, "dropped": 1, "in_flight": 0, "retries": 0}
+    assert outcome.drop_reasons == {"critic: inf": 1} and "critic: inf: a sample has no reward: e0-r1" in caplog.text
+    (policy,) = run.policies
+    assert all(("e0-r1", 2) not in keep for keep in policy.prepared)
+    assert sum(line["failed_samples"] for line in run.lines()) == 1
+
+
+@pytest.mark.parametrize(("failed", "why"), [(range(4), "too few samples have finite"), (range(2), "samples of this")])
+def test_a_batch_without_finite_values_ends_the_run(tmp_path: Path, failed: Iterable[int], why: str) -> None:
+    failures = {"max_failed_fraction": 0.25}
+    run = RolloutRun(tmp_path, schedule={"max_staleness": 2}, roles={"critic": {}}, failures=failures)
+    run.critic.not_finite = {(f"e0-r{row}", i): "inf" for row in range(20) for i in failed}
+    with pytest.raises(BatchFailed, match=rf"{why}.*critic: inf"):
+        run.run()
 
 
 def test_zero_advantage_rows_are_skipped_and_count_in_the_totals(tmp_path: Path) -> None:
@@ -546,9 +584,11 @@ class WritingReward(FaultyReward):
         super().__init__()
         self.written: list[tuple[str, int, list[str]]] = []
         """File, step, and the kinds of tables."""
+        self.unscored: list[Unscored] = []
 
-    async def write_trajectories(self, path: str, step: int, *tables: FakeTable) -> int:
-        """Notes the tables."""
+    async def write_trajectories(self, path: str, step: int, unscored: Unscored, *tables: FakeTable) -> int:
+        """Notes the tables, and the samples without a finite score."""
+        self.unscored.append(unscored)
         self.written.append((Path(path).name, step, [table.kind for table in tables]))
         return 0
 
@@ -569,7 +609,9 @@ def test_samples_are_written_with_the_batch_and_what_the_updates_computed(
     run.change(output={"trajectories": True})
     run.policies, reward = [policy], WritingReward()
     run.reward = reward
+    policy.not_finite = {("e0-r1", 2): "inf"}
     run.run()
+    assert reward.unscored == [{("e0-r1", 2): "policy: inf"}, {}]
     groups = ["rollouts", "rewards"] * 5
     assert [(name, step) for name, step, _ in reward.written] == [
         ("step-000001.parquet", 1),
@@ -582,7 +624,7 @@ def test_samples_that_cannot_be_written_are_named_by_their_step(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     class FullDisk(FaultyReward):
-        async def write_trajectories(self, path: str, step: int, *tables: FakeTable) -> int:
+        async def write_trajectories(self, path: str, step: int, unscored: Unscored, *tables: FakeTable) -> int:
             if step == 2:
                 raise WorkerRaised("reward-0", "write_trajectories", "no space left on device")
             return 0

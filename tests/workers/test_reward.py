@@ -523,7 +523,7 @@ def scored(table: pa.Table, worker: RewardWorker) -> pa.Table:
 def test_trajectories_join_on_identity_whatever_the_order(worker: RewardWorker, tmp_path: Path) -> None:
     first, second = rollouts(["5", "6"], order=[1, 0]), rollouts(["x", "5"], uid="p1", attempt=2)
     path = tmp_path / "trajectories" / "step-000001.parquet"
-    rows = worker.write_trajectories(str(path), 1, scored(second, worker), first, scored(first, worker), second)
+    rows = worker.write_trajectories(str(path), 1, {}, scored(second, worker), first, scored(first, worker), second)
     assert rows == 4
     written = pq.read_table(path)
     assert written.column_names == SAMPLES.names
@@ -574,5 +574,5 @@ def test_a_file_that_cannot_be_written_leaves_nothing(worker: RewardWorker, tmp_
     table = rollouts(["5"])
     (tmp_path / "taken").mkdir()
     with pytest.raises(OSError, match="taken"):
-        write_trajectories(tmp_path / "taken", 1, [table, scored(table, worker)])
+        write_trajectories(tmp_path / "taken", 1, {}, [table, scored(table, worker)])
     assert [entry.name for entry in tmp_path.iterdir()] == ["taken"]

@@ -1,6 +1,6 @@
-"""Evaluation of Python expressions on plain data: a syntax tree is read, and no code runs.
+"""Evaluation of Python expressions on plain data: a syntax tree is read, no code runs, and no result becomes large.
 
-The callers decide which nodes they accept, what names mean, and how large the results of arithmetic may be.
+The callers decide which nodes they accept, and what names mean.
 """
 
 from __future__ import annotations
@@ -8,7 +8,9 @@ from __future__ import annotations
 import ast
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from datetime import date, timedelta
+from decimal import Decimal
 from types import MappingProxyType
 from typing import Any
 
@@ -40,23 +42,89 @@ _COMPARE: Mapping[type[ast.cmpop], Callable[[Any, Any], Any]] = {
     ast.NotIn: lambda a, b: a not in b,
 }
 """`is` compares as `==`: data that come from another process have no identity."""
+_INTEGER_BITS = 2**20
+"""Bits of the largest integer that arithmetic may give."""
+_ITEMS = 2**20
+"""Most values in a sequence that is repeated, with those inside its items, and most that a sum of sequences copies."""
+_CONTAINERS = (str, bytes, list, tuple, set, frozenset, dict)
+
+
+def arithmetic(op: ast.operator, left: Any, right: Any) -> Any:
+    """A binary operator on numbers, times, sequences or sets; nothing that makes large data of small.
+
+    Raises:
+        ValueError: The result would be too large, or there is none for such values.
+    """
+    match op, left, right:
+        case ast.Pow(), int(), int() if left.bit_length() * abs(right) > _INTEGER_BITS:
+            raise ValueError("a power that is too large")
+        case ast.Mult(), int(), int() if left.bit_length() + right.bit_length() > _INTEGER_BITS:
+            raise ValueError("a product that is too large")
+        case _, int() | float() | complex() | Decimal(), int() | float() | complex() | Decimal():
+            return BINARY[type(op)](left, right)
+        case ast.Add() | ast.Sub() | ast.Div(), date() | timedelta(), date() | timedelta():
+            return BINARY[type(op)](left, right)
+        case ast.Add(), list() | tuple() | str() | bytes(), _ if type(left) is type(right):
+            return left + right
+        case ast.Sub(), set() | frozenset(), set() | frozenset():
+            return left - right
+        case (ast.Mult(), list() | tuple() | str() as items, int(times)) | (
+            ast.Mult(),
+            int(times),
+            list() | tuple() | str() as items,
+        ) if _size(items, _ITEMS) * times <= _ITEMS:
+            return items * times
+    raise ValueError("arithmetic on something other than numbers, or a sequence that is too long")
+
+
+def _size(value: Any, most: int) -> int:
+    """Number of values in nested containers, where a character and an empty one are one; counted to about `most`."""
+    if isinstance(value, str | bytes):
+        return max(len(value), 1)
+    if not isinstance(value, _CONTAINERS):
+        return 1
+    parts = [*value, *value.values()] if isinstance(value, dict) else value
+    nested = [part for part in parts if isinstance(part, _CONTAINERS)]
+    size = len(parts) - len(nested)
+    for part in nested:
+        if size > most:
+            break
+        size += _size(part, most - size)
+    return max(size, 1)
+
+
+def _round(number: Any, digits: int | None = None) -> Any:
+    """`round`, which computes 10 to the power of the digits of an integer."""
+    return round(number) if digits is None else round(number, max(min(digits, _INTEGER_BITS), -_INTEGER_BITS // 4))
+
+
+def _sum(items: Iterable[Any], /, start: Any = 0) -> Any:
+    """`sum`, which copies what it has so far for each sequence."""
+    given = list(items)
+    if not isinstance(start, int | float | complex) and len(given) * _size(given, _ITEMS) > _ITEMS:
+        raise ValueError("a sum of too many sequences")
+    return sum(given, start)
+
+
 FUNCTIONS: Mapping[str, Callable[..., Any]] = {
-    **{function.__name__: function for function in (abs, round, len, sum, min, max, sorted, all, any)},
+    **{function.__name__: function for function in (abs, len, min, max, sorted, all, any)},
+    "round": _round,
+    "sum": _sum,
     **{kind.__name__: kind for kind in (set, frozenset, list, tuple, dict, str, int, float, bool)},
     **dict.fromkeys(("isclose", "math.isclose"), math.isclose),
 }
 """Functions of data that an expression may call."""
 
 Compute = Callable[[ast.operator, Any, Any], Any]
-"""Applies a binary operator within the caller's bounds. Raises ValueError beyond them."""
+"""Applies a binary operator within bounds. Raises ValueError beyond them."""
 
 
-def evaluate(node: ast.expr, compute: Compute, names: Mapping[str, Any] = MappingProxyType({})) -> Any:
+def evaluate(node: ast.expr, names: Mapping[str, Any] = MappingProxyType({}), compute: Compute = arithmetic) -> Any:
     """The value of an expression of literals, names, operators (`compute`), subscripts and calls of `FUNCTIONS`. Raises
     ValueError for any other expression, and whatever operators and functions raise."""
 
     def value(child: ast.expr) -> Any:
-        return evaluate(child, compute, names)
+        return evaluate(child, names, compute)
 
     match node:
         case ast.Constant(constant):

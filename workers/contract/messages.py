@@ -48,6 +48,10 @@ TEACHER = "teacher."
 
 IDENTITY_NAMES = tuple(field.name for field in IDENTITY)
 
+SampleKey = tuple[str, int]
+"""(prompt_uid, sample_index)"""
+Unscored = Mapping[SampleKey, str]
+"""Statuses of samples that lost their reward because a model has no finite score of them."""
 Identity = tuple[str, int, int]
 """(prompt_uid, sample_index, attempt)"""
 
@@ -425,7 +429,7 @@ class ScoreSummary(Answer):
     """Scalars of the rows whose tokens a worker scored."""
 
     rows: int
-    failed: Mapping[tuple[str, int], str] = field(default_factory=dict)
+    failed: Mapping[SampleKey, str] = field(default_factory=dict)
     """Why samples have no finite score, by (prompt_uid, sample_index)."""
 
 
@@ -433,7 +437,7 @@ class ScoreSummary(Answer):
 class PrepareRequest:
     """Request to prepare a batch."""
 
-    keep: tuple[tuple[str, int], ...]
+    keep: tuple[SampleKey, ...]
     """(prompt_uid, sample_index) of the rows of the result, in order, and of `masked` between them; samples of one
     prompt_uid form a group."""
     state: AdvantageState = field(default_factory=AdvantageState)
@@ -442,9 +446,9 @@ class PrepareRequest:
     """Row of the prompt pool of each prompt_uid (smooth_group)."""
     greedy_rewards: Mapping[str, float] = field(default_factory=dict)
     """Reward of the greedy response of each prompt_uid (greedy baseline)."""
-    masked: tuple[tuple[str, int], ...] = ()
+    masked: tuple[SampleKey, ...] = ()
     """Samples of `keep` without loss: their rewards are part of their group's statistics, but they get no row."""
-    candidates: tuple[tuple[str, int], ...] = ()
+    candidates: tuple[SampleKey, ...] = ()
     """Samples of `keep` that come from other sources than the policy (best_of_group)."""
     sources: Mapping[str, str] = field(default_factory=dict)
     """Source of the data of each prompt_uid, within which batch-wide statistics are computed; if empty, they are

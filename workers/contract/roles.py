@@ -31,6 +31,7 @@ from troupe.workers.contract.messages import (
     TextCut,
     TextSummary,
     TrainSummary,
+    Unscored,
     UpdateMetrics,
     WeightAck,
     WeightsSent,
@@ -223,8 +224,8 @@ class Reward(Replica, Protocol):
         sample and a REWARDS table. With `vote`, the summary includes which samples give the same answer."""
         ...
 
-    def write_trajectories(self, path: str, step: int, *tables: TableRef) -> Reply[int]:
-        """Writes the samples of a step as Parquet; returns the number of rows."""
+    def write_trajectories(self, path: str, step: int, unscored: Unscored, *tables: TableRef) -> Reply[int]:
+        """Writes the samples of a step as Parquet; returns the number of rows. `unscored`: see `join_samples`."""
         ...
 
     def write_evaluation(self, path: str, step: int, *tables: TableRef) -> Reply[int]:

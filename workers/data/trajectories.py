@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from troupe.workers.contract.atomic_file import replacing
@@ -17,6 +18,7 @@ from troupe.workers.contract.messages import (
     TOKEN_RECORDS,
     TRAIN,
     Identity,
+    Unscored,
     identities,
 )
 from troupe.workers.contract.samples import SAMPLES, TRAINED, conform
@@ -60,7 +62,7 @@ def join_rewards(tables: Sequence[pa.Table]) -> pa.Table:
     return samples
 
 
-def join_samples(step: int, tables: Sequence[pa.Table]) -> pa.Table:
+def join_samples(step: int, unscored: Unscored, tables: Sequence[pa.Table]) -> pa.Table:
     """The SAMPLES table of ROLLOUTS, REWARDS, TRAIN and TOKEN_RECORDS tables in any order and number, with one row per
     row of the ROLLOUTS tables. Of several records of a row, the last one counts. Raises as `join_rewards`."""
     kinds = {"train": TRAIN, "records": TOKEN_RECORDS}
@@ -69,6 +71,8 @@ def join_samples(step: int, tables: Sequence[pa.Table]) -> pa.Table:
         names = set(table.column_names)
         found[next((kind for kind, schema in kinds.items() if set(schema.names) <= names), "rest")].append(table)
     samples = join_rewards(found["rest"])
+    if unscored:
+        samples = _without_rewards(samples, unscored)
     train = pa.concat_tables(found["train"]) if found["train"] else TRAIN.empty_table()
     records = pa.concat_tables(found["records"]) if found["records"] else TOKEN_RECORDS.empty_table()
     keys = _row_keys(samples)
@@ -79,6 +83,17 @@ def join_samples(step: int, tables: Sequence[pa.Table]) -> pa.Table:
     for name, column in columns.items():
         samples = samples.append_column(name, column)
     return conform(samples, SAMPLES, step=step)
+
+
+def _without_rewards(samples: pa.Table, unscored: Unscored) -> pa.Table:
+    """The samples, those of `unscored` with this status and without a reward."""
+    statuses = pa.array([unscored.get((uid, index)) for uid, index, _ in identities(samples)], pa.string())
+    scored = pc.call_function("is_null", [statuses])
+    for name, other in (("status", statuses), ("reward", pa.scalar(None, pa.float64()))):
+        column = samples.schema.get_field_index(name)
+        chosen = pc.call_function("if_else", [scored, samples[name], other])
+        samples = samples.set_column(column, samples.schema.field(column), chosen)
+    return samples
 
 
 def _row_keys(table: pa.Table) -> list[tuple[Identity, int]]:
@@ -92,10 +107,10 @@ def _places(keys: Sequence[tuple[Identity, int]], table: pa.Table) -> pa.Array:
     return pa.array([rows.get(key) for key in keys], pa.int64())
 
 
-def write_trajectories(path: str | Path, step: int, tables: Sequence[pa.Table]) -> int:
+def write_trajectories(path: str | Path, step: int, unscored: Unscored, tables: Sequence[pa.Table]) -> int:
     """Write the samples of a step to one Parquet file, atomically; returns its number of rows. Raises as
     `join_samples`, and OSError if the file cannot be written."""
-    return _write(Path(path), join_samples(step, tables))
+    return _write(Path(path), join_samples(step, unscored, tables))
 
 
 def write_evaluation(path: str | Path, step: int, tables: Sequence[pa.Table]) -> int:

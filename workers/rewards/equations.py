@@ -109,7 +109,7 @@ def evaluate(text: str) -> Fraction | None:
         if _NO_SIGN.search(named):
             return None
         names = {f"n{place}": number for place, number in enumerate(numbers)}
-        value = expressions.evaluate(ast.parse(named, mode="eval").body, _compute, names)
+        value = expressions.evaluate(ast.parse(named, mode="eval").body, names, _compute)
     except (SyntaxError, TypeError, ValueError, ZeroDivisionError):  # () and (1, 2) are no numbers
         return None
     return value if isinstance(value, Fraction) else None

@@ -20,7 +20,12 @@ def failing_rewards(run: History) -> Iterator[Verdict]:
     functions = run["failed_samples"]
     functions = replace(functions, values=tuple(max(n - episodes.get(step, 0.0), 0.0) for step, n in functions))
     for name, failed, what, remedies in (
-        ("failed_samples", functions, "have no reward: their function failed", _more_time(run)),
+        (
+            "failed_samples",
+            functions,
+            "have no reward: a function failed, or a model's score of them is not finite",
+            _more_time(run),
+        ),
         ("episodes/failed", run["episodes/failed"], "ended without a result", ()),
     ):
         shares = run.share_of_samples(failed)
@@ -31,7 +36,7 @@ def failing_rewards(run: History) -> Iterator[Verdict]:
         yield Verdict(
             "failing-rewards",
             while_it_lasts(found, Level.PROBLEM if share > _MANY else Level.WARNING),
-            "Reward functions fail" if name == "failed_samples" else "Episodes fail",
+            "Samples without a reward" if name == "failed_samples" else "Episodes fail",
             f"{sum(failed.values):.0f} samples {what}; {share:.0%} of a step's {when}. They are dropped, "
             "and what is left is not what the policy does.",
             found.start,

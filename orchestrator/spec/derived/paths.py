@@ -51,14 +51,15 @@ def _with_paths(value: Any, node: FieldNode, change: Callable[[str], str], start
 
 def path_fields(document: Any) -> Iterator[tuple[str, str]]:
     """(dotted field, path) of every path on a disk that a dumped spec or chain names."""
-    return _path_fields(document, _fields(), "")
+    return paths_below(document, _fields())
 
 
-def _path_fields(value: Any, node: FieldNode, field: str) -> Iterator[tuple[str, str]]:
+def paths_below(value: Any, node: FieldNode, field: str = "") -> Iterator[tuple[str, str]]:
+    """(dotted field, path) of every path on a disk that a dumped part of a spec names, whose fields are `node`."""
     if isinstance(value, dict | list):
         for key, one in value.items() if isinstance(value, dict) else enumerate(value):
             if below := node.child(str(key), one):
-                yield from _path_fields(one, below, f"{field}.{key}" if field else str(key))
+                yield from paths_below(one, below, f"{field}.{key}" if field else str(key))
     elif node.consequences.path == "store" and isinstance(value, str) and value.startswith(_ON_DISK):
         yield field, unquote(value.removeprefix(_ON_DISK).partition("?")[0])
     elif _is_path(value, node.consequences.path, None):

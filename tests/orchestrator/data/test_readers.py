@@ -469,6 +469,7 @@ def test_only_rows_that_meet_a_condition_are_used_and_others_are_counted(
         ("score == '3'", r"score is 3, which is never '3'"),
         ("answer > 1", r"answer is '1', which is never 1; of numbers as text write float"),
         ("score", r"where is 3, neither true nor false"),
+        ("9**9**9 > score", r"where cannot be evaluated: a power that is too large"),
         ("f'{answer}' == '1'", r"cannot evaluate f'"),
         ("level > 2", r"no column 'level' \(data\.train\.where\)"),
     ],

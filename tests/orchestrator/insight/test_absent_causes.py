@@ -184,7 +184,7 @@ CLAIMS: dict[str, tuple[tuple[str, History, History], ...]] = {
     ),
     "failing_rewards": (
         (
-            "Reward functions fail",
+            "Samples without a reward",
             record(BATCH, failed_samples=16.0),
             record(BATCH, failed_samples=16.0, episodes__failed=16.0),
         ),

@@ -14,7 +14,7 @@ import pytest
 
 from tests.fakes import FakeTable, FaultyEngine, fake_spec
 from tests.orchestrator import test_controller
-from tests.orchestrator.test_controller import RolloutRun
+from tests.orchestrator.test_controller import RolloutRun, WritingReward
 from troupe.orchestrator.controller import RunOutcome
 from troupe.orchestrator.rollouts import kept_samples, source
 from troupe.orchestrator.rollouts.kept_samples import GROUPS, fingerprint, read_samples
@@ -150,6 +150,20 @@ def test_the_turns_of_episodes_that_nobody_finished_go_on_in_the_resumed_run(tmp
     given = {uid: table for engine in runs[1].engines for uid, table in cast(TurnByTurn, engine).given.items()}
     assert {uid for uid, table in given.items() if table is not None} == open_groups
     assert all(uid in table.uids for uid, table in given.items() if table is not None)
+
+
+def test_a_resumed_run_names_why_a_kept_sample_has_no_reward(tmp_path: Path) -> None:
+    """A model without a finite score of it, and not a reward function."""
+    outcomes, written = list[RunOutcome](), WritingReward()
+    for resume in (False, True):
+        run = slow_run(tmp_path, 3, resume, failures={"max_failed_fraction": 1.0})
+        run.change(output={"trajectories": True})
+        run.reward = written
+        run.policies[0].not_finite = {(f"e{epoch}-r{row}", 1): "inf" for epoch in range(9) for row in range(30)}
+        outcomes.append(run.run() if resume else stop_after(run, 5 * 3 * GROUP_SIZE))
+    assert run.taken_over > 0
+    assert outcomes[1].drop_reasons == {"policy: inf": 6 * 3}
+    assert [len(unscored) for unscored in written.unscored] == [3] * 6
 
 
 def test_a_run_that_keeps_none_samples_them_again(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def test_rows_that_were_trained_have_what_was_computed_and_the_others_null() -> 
         TOKEN_RECORDS, [ROWS[0], ROWS[0]], logprobs=[[-9.0, -9.0], [-1.0, -2.0]], entropy=[[0.0, 0.0], [1.0, 2.0]]
     )
     judged = rewards(ROWS, status=["ok", "ok", "ok", "raised"], reward=[1.0, 2.0, 3.0, None])
-    samples = join_samples(12, [judged, records, table(ROLLOUTS, ROWS), train])
+    samples = join_samples(12, {}, [judged, records, table(ROLLOUTS, ROWS), train])
     assert samples.column_names == SAMPLES.names
     assert samples["step"].to_pylist() == [12] * 5
     assert samples["trained"].to_pylist() == [True, True, True, True, False]
@@ -69,9 +69,17 @@ def test_rows_that_were_trained_have_what_was_computed_and_the_others_null() -> 
     assert samples["reward"].to_pylist() == [1.0, 2.0, 2.0, 3.0, None]
 
 
+def test_a_sample_without_a_finite_score_has_the_reason_as_its_status() -> None:
+    """In every row of it; what its functions gave stays in `components`."""
+    unscored = {("p1", 0): "reference: not finite", ("p0", 1): "policy: not finite"}
+    samples = join_samples(1, unscored, [rewards(ROWS), table(ROLLOUTS, ROWS)])
+    assert samples["status"].to_pylist() == ["ok", *["policy: not finite"] * 2, "reference: not finite", "ok"]
+    assert samples["reward"].to_pylist() == [0.0, None, None, None, 3.0]
+
+
 def test_a_step_without_training_tables_is_written_with_null(tmp_path: Path) -> None:
     path = tmp_path / "step-000001.parquet"
-    assert write_trajectories(path, 1, [table(ROLLOUTS, ROWS), rewards(ROWS)]) == 5
+    assert write_trajectories(path, 1, {}, [table(ROLLOUTS, ROWS), rewards(ROWS)]) == 5
     written = pq.read_table(path)
     assert written.schema.names == SAMPLES.names and written["entropy"].null_count == 5
     assert written["trained"].to_pylist() == [False] * 5
@@ -88,7 +96,7 @@ def test_the_numbers_of_shared_micro_batches_return_to_their_rows() -> None:
     batch = tokens.batch([0])
     recorder.note(batch, torch.tensor([5.0, 6.0]), torch.zeros(2))
     recorder.end_update(train)
-    samples = join_samples(1, [table(ROLLOUTS, ROWS), rewards(ROWS), train, recorder.take()])
+    samples = join_samples(1, {}, [table(ROLLOUTS, ROWS), rewards(ROWS), train, recorder.take()])
     assert samples["logprobs"].to_pylist() == [[5.0, 6.0], [20.0, 21.0, 22.0], None, [30.0], [40.0, 41.0]]
     assert samples["entropy"].to_pylist()[3] == [3.0]
     assert recorder.take().num_rows == 0

@@ -148,7 +148,7 @@ def calculator(expression: str) -> str:
                 _bounded(number)
             case _ if not isinstance(node, (ast.BinOp, ast.UnaryOp, ast.UAdd, ast.USub, *BINARY)):
                 raise ValueError("not an arithmetic expression")
-    value = evaluate(tree.body, _calculate)
+    value = evaluate(tree.body, compute=_calculate)
     return str(int(value)) if isinstance(value, float) and value.is_integer() and abs(value) < 1e15 else str(value)
 
 
