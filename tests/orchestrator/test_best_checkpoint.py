@@ -316,7 +316,7 @@ def test_other_content_at_the_same_path_makes_results_incomparable(
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(bytes(3 << 20))
     pool: Any = SimpleNamespace(digest="rows")
-    pools = dict.fromkeys(["eval.a", "eval.games", "eval.plain"], pool)
+    pools: dict[str, Any] = dict.fromkeys(["eval.a", "eval.games", "eval.plain"], pool)
 
     def digests() -> tuple[str, ...]:
         spec = make(tmp_path)
