@@ -36,7 +36,7 @@ import psutil
 import xxhash
 
 from tests.conftest import ROOT
-from tests.faults.injected import ENGINE, WORKERS, left_behind, seconds_until, stop_group
+from tests.faults.injected import ENGINE, WORKERS, seconds_until, stop_group
 from tests.processes import command_line
 from tests.real.commands import Run, ledger_balances, metrics_lines, running, troupe_command
 from tests.real.warm import FAR_VARIABLE
@@ -214,15 +214,13 @@ def scene(
                 run.wait(30)
             else:
                 _stop(run)
-            if remains := left_behind(run).replace("nothing", ""):
-                raise Broken(f"{remains} left behind: {run.leftover_processes()}")
+            _refuse_remains(run)
             if resumed:
                 with running(Run(folder, spec, *overrides, name=spec.stem, resume=True)) as again:
                     last = run.steps()[-1]
                     again.wait_until(lambda: again.steps()[-1] > last, "a step after the resume")
                     _stop(again)
-                    if remains := left_behind(again).replace("nothing", ""):
-                        raise Broken(f"{remains} left behind: {again.leftover_processes()}")
+                    _refuse_remains(again)
         except (Broken, AssertionError) as error:
             (folder / "output.txt").write_text(run.output)
             raise Broken(f"{name}: {error}\n{seen}\n{run.stderr[-3000:]}") from None
@@ -243,6 +241,11 @@ def _stop(run: Run) -> None:
     stop_group(run, signal.SIGTERM)
     if (code := run.wait(180)) != 130:
         raise Broken(f"exit code {code} after SIGTERM")
+
+
+def _refuse_remains(run: Run) -> None:
+    if remains := [*run.leftover_processes(), *map(str, run.weight_files)]:
+        raise Broken(f"left behind: {remains}")
 
 
 def _check(name: str, ended: Ended, healthy: Ended) -> None:
