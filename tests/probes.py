@@ -11,7 +11,7 @@ import torch  # noqa: F401 (some answers block its import where it has not been 
 from troupe.workers.isolation.probe import ProbeFailed
 
 
-def ask_here(entry: str, request: Any, timeout_s: float) -> list[Any]:
+def ask_here(entry: str, request: Any, timeout_s: float, python: str | None = None) -> list[Any]:
     """As `troupe.workers.isolation.probe.ask`; requests and replies are JSON here, too."""
     module, function = entry.split(":")
     replies: list[Any] = []

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from troupe.orchestrator.data.calls import CALLED
 from troupe.orchestrator.data.pools import Pool
@@ -17,6 +16,7 @@ from troupe.orchestrator.errors import Finding
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.derived.sizes import PromptRoom, prompt_room
 from troupe.workers.contract.environments import CALLS, ENVIRONMENTS, RESULTS, TOOLS, dropped_note
+from troupe.workers.isolation.interpreters import NoInterpreter, interpreter_of
 from troupe.workers.isolation.probe import ProbeFailed, ask
 
 PROMPTS = 100
@@ -27,6 +27,8 @@ _COUNT_S = 20.0
 """Time for rendering prompts."""
 _ENTRY = "troupe.workers.data.tokenizer_probe:measure"
 _TIMEOUT_S = 120.0
+_IMPORT_S = 30.0
+"""Time for the imports of an environment, besides that of its first turn."""
 _READ_AS_TEXT = "which are read as text; where they are meant as tokens, set model.allow_special: true"
 _UNNAMED = (
     "which the model's folder does not name as an end: sampling stops there as well, and the generation configuration "
@@ -36,7 +38,19 @@ _SPELLED = (
     "which is no token of the vocabulary: sampling does not stop there. Use the tokenizer of the template's model, or "
     "set sampling.stop to it"
 )
+_UNMEASURED = (
+    "prompts are measured without its tools and its system message, so that some may be too long in a run, which drops "
+    "them"
+)
 _LONGEST = 1 << 31
+
+
+class _Offer(NamedTuple):
+    """What an environment adds to its prompts, the tools as JSON; or why it is not known."""
+
+    system: str = ""
+    tools: str | None = None
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -62,7 +76,8 @@ def check_prompts(spec: RunSpec, pools: Pools, most: int = PROMPTS) -> PromptChe
     held_out = [name for name in parts if is_held_out(name)]
     sections = held_out + [name for name in parts if name.partition(".")[0] == "train"]
     rooms = {name: prompt_room(spec, name) for name in sections}
-    seen = {name: _as_seen(spec, parts[name], rooms[name].environment, most) for name in sections}
+    offers = {one: _offered(spec, one) for one in dict.fromkeys(room.environment for room in rooms.values())}
+    seen = {name: _as_seen(parts[name], offers[rooms[name].environment], most) for name in sections}
     messages = {name: prompts for name, (prompts, _) in seen.items()}
     request = {"model": spec.model.model_dump(mode="json"), "longest": _LONGEST, "seconds": _COUNT_S}
     texts = {"messages": [*chain(*messages.values())], "answers": [*_answers(pools, most)]}
@@ -76,7 +91,7 @@ def check_prompts(spec: RunSpec, pools: Pools, most: int = PROMPTS) -> PromptChe
     notes = [f"the chat template ends a turn with {unnamed!r}, {_UNNAMED}"] if unnamed else []
     stops = () if spec.rollouts is None else spec.rollouts.sampling.stop
     notes += [f"the chat template ends a turn with {spelled!r}, {_SPELLED}"] if spelled and spelled not in stops else []
-    notes += _unseen_tools(spec, dropped.split(";"))
+    notes += [*_unseen_tools(spec, dropped.split(";")), *(offer.note for offer in offers.values() if offer.note)]
     notes += [f"{special} of the first prompts have special tokens, {_READ_AS_TEXT}"] if special else []
     notes += [f"{answers} of the first answers and texts have special tokens, {_READ_AS_TEXT}"] if answers else []
     template = "model.path" if spec.model.chat_template is None else "model.chat_template"
@@ -126,18 +141,29 @@ def _unseen_in_examples(name: str, pool: Pool, dropped: Sequence[str], template:
     return PromptCheck(((template, line),)) if all(lost) else PromptCheck((), (line,))
 
 
-def _as_seen(spec: RunSpec, pool: Pool, environment: str | None, most: int) -> tuple[list[str], list[str | None]]:
+def _as_seen(pool: Pool, offer: _Offer, most: int) -> tuple[list[str], list[str | None]]:
     """The first prompts of a pool as the engine or the trainer sees them, and the tools of each, as JSON."""
     prompts = _first(pool, "messages", most)
     if "tools" in pool.table.column_names:
         return prompts, _first(pool, "tools", most)
-    system, tools = "", None
-    role = None if environment is None or spec.rollouts is None else spec.rollouts.roles.environments()[environment]
-    if role is not None and role.name in ENVIRONMENTS and ENVIRONMENTS[role.name].offers_tools:
-        with suppress(ProbeFailed):  # the check of the environment says why
-            system, tools = ask(f"troupe.workers.agents.environments.{role.name}:offered", role.args, _TIMEOUT_S)
-    before = [{"role": "system", "content": system}] if system else []
-    return [json.dumps([*before, *json.loads(prompt)]) for prompt in prompts], [tools for _ in prompts]
+    before = [{"role": "system", "content": offer.system}] if offer.system else []
+    return [json.dumps([*before, *json.loads(prompt)]) for prompt in prompts], [offer.tools for _ in prompts]
+
+
+def _offered(spec: RunSpec, environment: str | None) -> _Offer:
+    """What an environment adds to its prompts. The servers of its tools are started, and end."""
+    if environment is None or spec.rollouts is None:
+        return _Offer()
+    role = spec.rollouts.roles.environments()[environment]
+    if role.name not in ENVIRONMENTS or not ENVIRONMENTS[role.name].offers_tools:
+        return _Offer()
+    entry = f"troupe.workers.agents.environments.{role.name}:offered"
+    try:
+        python = interpreter_of(role.name, role.python)
+        return _Offer(*ask(entry, role.args, _IMPORT_S + role.turn_timeout_s, python))
+    except (NoInterpreter, ProbeFailed) as error:
+        why = error.raised if isinstance(error, ProbeFailed) and error.raised else error
+        return _Offer(note=f"roles.environment{environment and '.'}{environment}: {_UNMEASURED}: {why}")
 
 
 def _responses(spec: RunSpec, pool: Pool, most: int) -> list[str | None]:

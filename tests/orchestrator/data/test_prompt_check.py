@@ -12,6 +12,8 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.probes import ask_here
+from tests.processes import descendants
+from tests.workers.agents.environments.test_mcp import SERVER
 from tests.workers.agents.episodes.templates import CHATML
 from troupe.orchestrator.data.prompt_check import PROMPTS, PromptCheck, check_prompts, classify
 from troupe.orchestrator.data.summary import load_data
@@ -296,6 +298,26 @@ def test_prompts_are_measured_with_the_tools_and_the_system_message_of_their_env
     assert f"(longest: {int(longest[1]) + 3})" in more
     other = check(model, "tiny-environment", ["Say a."], "roles.environment={name: single_turn}", *sets)
     assert other.problems == ()
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_prompts_are_measured_with_the_tools_of_servers_unless_they_do_not_start(
+    broken: bool, model: Path, tmp_path: Path
+) -> None:
+    template = tmp_path / "tools.jinja"
+    template.write_text("{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}" + CHATML)
+    server = {"command": [*SERVER, *(["--broken"] if broken else [])], "tools": ["shout"], "reuse": not broken}
+    role = {"name": "tools", "args": {"servers": [server]}, "tool_parser": "hermes"}
+    room = ("roles.rollout.max_model_len=80", "sampling.max_tokens=8", f"model.chat_template={template}")
+    found = check(model, "tiny-environment", ["Say a."], f"roles.environment={json.dumps(role)}", *room)
+    if broken:
+        (line,) = found.lines
+        assert found.problems == () and "this server does not start" in line
+        assert line.startswith("roles.environment: prompts are measured without its tools and its system message")
+    else:
+        ((field, problem),) = found.problems
+        assert field == "roles.rollout.max_model_len" and "(longest: " in problem
+    assert descendants(title=SERVER[-1]) == []
 
 
 def test_tools_and_calls_of_examples_that_the_template_does_not_render_are_counted(model: Path) -> None:

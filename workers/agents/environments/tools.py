@@ -21,10 +21,23 @@ _LONGEST = 2**20
 
 
 def offered(args: Mapping[str, Any]) -> Iterator[str]:
-    """What `Tools` with these arguments adds to a prompt: the system message, and as JSON the tools without those of
-    servers. Raises ValueError."""
-    yield str(args.get("system") or "")
-    yield json.dumps([tool.schema for tool in load_tools(args.get("tools") or ())])
+    """What `Tools` with these arguments adds to a prompt: the system message, and the tools as JSON.
+
+    Starts the servers. Raises ValueError.
+    """
+    try:
+        begun = asyncio.run(_begun(Tools(**args)))
+    except (TypeError, RuntimeError) as error:
+        raise ValueError(error) from error
+    yield "".join(message["content"] for message in begun.messages)
+    yield json.dumps(begun.tools)
+
+
+async def _begun(environment: Tools) -> Observation:
+    try:
+        return await environment.start(Row(()))
+    finally:
+        await environment.close()
 
 
 def unread_call(message: Message) -> str | None:
