@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -130,9 +130,20 @@ TOLD = {f"sft {name}": columns for name, (columns, _) in SFT.items()}
 TOLD |= {f"{algorithm} {name}": columns for name, (algorithm, columns, _) in COMPARED.items()}
 
 
+STEPS: dict[str, tuple[str, list[str], list[float]]] = {
+    "preferences/prm.jsonl": ("Q 0", ["Step 1 0", "Step 2"], [1, 0]),
+    "math_shepherd.jsonl": (
+        "Ann has 2 apples and buys 3. She eats 1. How many are left?",
+        ["Step 1: Ann has 2 + 3 = 5 apples.", "Step 2: She has 5 - 1 = 4 left. The answer is: 4"],
+        [1, 1],
+    ),
+    "prm800k.jsonl": ("What is 2 + 3 * 4?", ["First I multiply: 3 * 4 = 12.", "Then 2 + 12 = 15."], [1, 0]),
+}
+"""Prompt, steps and labels of the first example in two steps of each layout with labels for steps."""
+
+
 def test_every_layout_of_demonstrations_and_comparisons_has_a_reading() -> None:
-    steps = {f"process_reward_model {name}" for name, (of, *_) in COMPARED.items() if of == "process_reward_model"}
-    assert {*READINGS} == {*TOLD} - steps
+    assert {*READINGS} | {f"process_reward_model {name}" for name in STEPS} == {*TOLD}
 
 
 @pytest.fixture(scope="module")
@@ -158,6 +169,29 @@ def test_the_first_row_has_the_tokens_of_trl(case: str, tokenizer: Any) -> None:
     for ours, completion in zip(made, completions, strict=True):
         assert ours["prompt_ids"] == ids(tokenizer, theirs["prompt"])
         assert ours["response_ids"] == ids(tokenizer, ended(completion))
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_the_steps_of_the_first_row_have_the_tokens_of_trl(name: str, tokenizer: Any) -> None:
+    """As `PRMTrainer` of earlier versions of TRL tokenizes them: each step and its separator alone, with a label at the
+    last token.
+
+    What differs: TRL renders no chat template, and labels a separator behind the last step as well, instead of the
+    token that ends the turn. Its separator is a line break. Troupe's, two of them, can have other tokens within a text.
+    """
+    prompt, steps, labels = STEPS[name]
+    case = "process_reward_model"
+    loaded = spec(LAYOUTS / name, case, kind=file_format(name), separator="\n", **TOLD[f"{case} {name}"])
+    source: Any = loaded.data.train
+    config, table = ROOMY.model_copy(update={"steps": True}), load_pool(loaded, source, "data.train").table
+    rows = tokenize(tokenizer, table, config)[1].to_pylist()
+    made = next(row for row in rows if len(row["step_labels"]) == len(steps))
+    assert made["prompt_ids"] == ids(tokenizer, apply_chat_template({"prompt": user(prompt)}, tokenizer)["prompt"])
+    parts = [ids(tokenizer, step) + ids(tokenizer, "\n") for step in steps[:-1]]
+    parts += [[*ids(tokenizer, steps[-1]), tokenizer.convert_tokens_to_ids("<|im_end|>")]]
+    assert made["response_ids"] == [*chain.from_iterable(parts)]
+    assert made["loss_mask"] == [place == len(part) - 1 for part in parts for place in range(len(part))]
+    assert made["step_labels"] == labels
 
 
 def listed(question: str, options: list[str]) -> str:
