@@ -23,6 +23,7 @@ from sympy import (
     Expr,
     FiniteSet,
     Float,
+    I,
     Integer,
     Interval,
     MatrixBase,
@@ -129,6 +130,7 @@ def same_expression(right: Any, said: Any) -> bool:
 
 
 def _same(right: Any, said: Any) -> bool:
+    right, said = _complex(right), _complex(said)
     if isinstance(right, Expr) and isinstance(said, Expr):
         return _same_number(right, said) if _is_number(right) and _is_number(said) else _same_formula(right, said)
     if isinstance(right, Relational) and isinstance(said, Relational):
@@ -152,6 +154,12 @@ def _same(right: Any, said: Any) -> bool:
     return all(map(_same_number, ours, theirs))
 
 
+def _complex(value: Any) -> Any:
+    """The value with the imaginary unit for i, if it has no other variable."""
+    only = value.free_symbols if isinstance(value, Expr) else ()
+    return value.subs(dict.fromkeys(only, I)) if [one.name for one in only] == ["i"] else value
+
+
 def _ends(value: Any) -> tuple[Any, ...] | None:
     """What two collections of the same numbers may differ in, or None for a list or a set."""
     if isinstance(value, Interval):
@@ -173,6 +181,7 @@ def _numbers(value: Any) -> tuple[Any, ...] | None:
         parts = tuple(vars(value).get("_unsorted_args", value.args))
     else:
         return None
+    parts = tuple(map(_complex, parts))
     return parts if all(map(_is_number, parts)) else None
 
 

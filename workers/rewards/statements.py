@@ -11,11 +11,19 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
+from itertools import dropwhile
 from unicodedata import normalize
 
 from troupe.workers.rewards.answer_text import last_box, plain
 
-_NAMES = re.compile("答案[是为]?|答えは?|정답은?")
+_LONGEST = 50_000
+"""Characters of a response that are read: its last ones."""
+_NAMES = re.compile(
+    r"答案[是为]?|选择?(?=\s?[A-J](?![A-Za-z]))|答えは?|정답은?"
+    r"|\b(?:Antwort|Respuesta|Resposta|Réponse|Risposta|Ответ)\b(?:\s+(?:ist|lautet|es|est|é|è)\b)?",
+    re.IGNORECASE,
+)
+"""What other languages name the answer with."""
 _CJK = "\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
 _BORDERS = re.compile(rf"(?<=[{_CJK}])(?=[-+$\\(]?[0-9])|(?<=[0-9])(?=[{_CJK}])")
 _EMPHASIS = re.compile(r"(?<![\w*`])([*`]{1,3}|_{1,3})(?=\S)([^*`\n]{1,500}?)(?<=\S)\1(?![\w*`])")
@@ -126,12 +134,18 @@ _ONES = re.findall(
 )
 _TENS = re.findall("[a-z]+", "twenty thirty forty fifty sixty seventy eighty ninety")
 _VALUES = {**{word: n for n, word in enumerate(_ONES)}, **{word: 10 * n for n, word in enumerate(_TENS, 2)}}
-_NUMBER_WORDS = re.compile(rf"({'|'.join(_VALUES)})(?:[ -]({'|'.join(_ONES[1:10])}))?\b", re.IGNORECASE)
+_SCALES = {"hundred": 100, "thousand": 1000, "million": 1_000_000}
+_SMALL = rf"(?:(?:{'|'.join(_TENS)})(?:[ -](?:{'|'.join(_ONES[1:10])}))?|{'|'.join(reversed(_ONES))})"
+_SCALE = rf"[ -](?:{'|'.join(_SCALES)})"
+_NUMBER_WORDS = re.compile(
+    rf"(?:{_SMALL}|an?(?={_SCALE}))(?:(?:{_SCALE})+(?:(?:,? and |,? |-){_SMALL})?)*\b(?!,? (?:or|and) )", re.IGNORECASE
+)
 
 _NAMED = r"pi|sqrt|sin|cos|tan|cot|sec|csc|arcsin|arccos|arctan|log|ln|exp|theta|alpha|beta|infinity|infty"
 _MATHS = re.compile(
     rf"""
     (?P<formula>\$\$[^$]{{1,1000}}\$\$ | \$(?![\s,.])[^$\n]{{1,400}}\$
+        | \\begin\{{[a-z]?matrix\}}[^$]{{1,1000}}?\\end\{{[a-z]?matrix\}}
         | \\\[[^\]]{{1,1000}}\\\] | \\\([^\n]{{1,400}}?\\\))
   | (?P<code>(?<![\w.:])[0-9]{{1,20}}(?:[-:][0-9]{{1,20}}){{2,9}}(?![\w:])
         | (?<![\w.:])[0-9]{{1,20}}:[0-9]{{1,20}}(?![\w:])
@@ -150,7 +164,11 @@ _MATHS = re.compile(
 )
 _PAIRS = {"(": ")]", "[": ")]", "{": "}"}
 _ANCHOR = re.compile(r"####|\banswer\b(?:[^.\n:=]{0,80}?(?:\b(?:is|are|be|equals)\b|[:=]))?", re.IGNORECASE)
-_DENIED = re.compile(r"(?:\bnot|\bnever|n't|\bcannot)(?:\s+(?:be|equal(?: to)?|is))?\s*$", re.IGNORECASE)
+_DENIED = re.compile(
+    r"(?:(?:\bnot|\bnever|n't|\bcannot)(?:\s+(?:be|equal(?: to)?|is))?"
+    r"|\b(?:more|less|greater|fewer|larger|smaller) than)\s*$",
+    re.IGNORECASE,
+)
 _DIRECTLY = re.compile(
     r"[\s:=*]*(?:(?:is|are|be|equals)\b[\s:=]*)?(?:(?:the|just|exactly|about|approximately|simply|an?)\s+)?"
 )
@@ -188,7 +206,7 @@ def spelled_out(text: str) -> str:
 def stated(part: str, tagged: bool) -> Iterator[str]:
     """Mathematical expressions that a part of a response may state (`tagged`: inside <answer> tags), the most probable
     one first; nearly always one."""
-    text = spelled_out(part)
+    text = spelled_out(part[-_LONGEST:])
     box, before = last_box(text)
     if box is not None:
         yield _undelimited(box.strip().rstrip("."))
@@ -209,7 +227,7 @@ def _in_prose(prose: str) -> Iterator[str]:
     start = direct.end() if direct else after
     spelled = _NUMBER_WORDS.match(prose, start if anchors else len(prose) - len(prose.lstrip()))
     if spelled and (anchors or not prose[spelled.end() :].strip(" .\n")):
-        yield str(sum(_VALUES[word.lower()] for word in spelled.groups() if word))
+        yield str(_spelled_number(spelled[0]))
         return
     if found and not anchors and not prose[: found[0].start].strip():
         whole = _listed(prose, found[0], found)
@@ -218,8 +236,8 @@ def _in_prose(prose: str) -> Iterator[str]:
             return
     chosen = next((one for one in named if one.start == start or (one.is_strong and one.start < after + 120)), None)
     if chosen is None:
-        chosen = next((one for one in reversed(found) if one.is_strong), found[-1] if found else None)
-    elif (whole := _listed(prose, chosen, named)) is not None:
+        chosen, named = next((one for one in reversed(found) if one.is_strong), found[-1] if found else None), found
+    if chosen is not None and (whole := _listed(prose, chosen, named)) is not None:
         yield whole
         return
     if chosen is None:
@@ -231,10 +249,27 @@ def _in_prose(prose: str) -> Iterator[str]:
         yield from (one.text for one in named if one.start == restated.end())
 
 
-def _listed(prose: str, first: Expression, found: list[Expression]) -> str | None:
-    """A list that is the rest of its sentence, such as `1, 2 and 3`."""
-    parts = [first]
-    for one in found[found.index(first) + 1 :]:
+def _spelled_number(text: str) -> int:
+    total = part = 0
+    for word in re.findall("[a-z]+", text.lower()):
+        if word == "hundred":
+            part = max(part, 1) * 100
+        elif word in _SCALES:
+            total, part = total + max(part, 1) * _SCALES[word], 0
+        else:
+            part += _VALUES.get(word, 0)
+    return total + part
+
+
+def _listed(prose: str, chosen: Expression, found: list[Expression]) -> str | None:
+    """The list with an expression that ends its sentence, such as `1, 2 and 3`. A comma alone joins none before it."""
+    parts, place = [chosen], found.index(chosen)
+    for one in reversed(found[:place]):
+        joint = _LISTED.fullmatch(prose, one.end, parts[0].start)
+        if joint is None or (len(parts) == 1 and joint[0].strip() == ","):
+            break
+        parts.insert(0, one)
+    for one in found[place + 1 :]:
         if not _LISTED.fullmatch(prose, parts[-1].end, one.start):
             break
         parts.append(one)
@@ -245,20 +280,21 @@ def _listed(prose: str, first: Expression, found: list[Expression]) -> str | Non
 def expressions(text: str) -> Iterator[Expression]:
     """The expressions of a text, in order; each as long as it can be."""
     run: list[re.Match[str]] = []
-    place = 0
+    place = depth = 0
     while place < len(text):
         token = _MATHS.match(text, place)
         if token is None or token.lastgroup is None:
             yield from _finished(text, run)
-            run, place = [], place + 1
+            run, place, depth = [], place + 1, 0
             continue
         place = token.end()
         is_whole = token.lastgroup in ("formula", "code")
-        if not is_whole and _joins(text, token, run):
+        if not is_whole and _joins(text, token, run, depth):
             run.append(token)
+            depth += (token.lastgroup == "open") - (token.lastgroup == "close")
             continue
         yield from _finished(text, run)
-        run = []
+        run, depth = [], 0
         if token.lastgroup == "formula" and _WORD.search(token[0]):  # two prices, with words between them
             place = token.start() + 1
         elif is_whole:
@@ -266,17 +302,17 @@ def expressions(text: str) -> Iterator[Expression]:
     yield from _finished(text, run)
 
 
-def _behind_space(run: Sequence[re.Match[str]]) -> str | None:
-    """Kind of the last token if a space follows it."""
-    return run[-2].lastgroup if len(run) > 1 and run[-1].lastgroup == "space" else None
+def _behind_space(run: Sequence[re.Match[str]], end: int) -> str | None:
+    """Kind of the last token before `end` if a space follows it."""
+    return run[end - 2].lastgroup if end > 1 and run[end - 1].lastgroup == "space" else None
 
 
-def _joins(text: str, token: re.Match[str], run: list[re.Match[str]]) -> bool:
-    """Whether a token continues, or begins, an expression."""
+def _joins(text: str, token: re.Match[str], run: list[re.Match[str]], depth: int) -> bool:
+    """Whether a token continues, or begins, an expression in which `depth` brackets are open."""
     kind, word = token.lastgroup, token[0]
-    last, spaced = run[-1].lastgroup if run else None, _behind_space(run)
+    last, spaced = run[-1].lastgroup if run else None, _behind_space(run, len(run))
     if kind == "comma":
-        return sum((one.lastgroup == "open") - (one.lastgroup == "close") for one in run) > 0
+        return depth > 0
     if kind == "space":
         return last not in (None, "space")
     if kind == "number":
@@ -318,13 +354,12 @@ def _finished(text: str, run: list[re.Match[str]]) -> Iterator[Expression]:
 
 def _trimmed(text: str, part: list[re.Match[str]]) -> Iterator[Expression]:
     while part and _is_loose(part[-1], "%!|"):
-        part = part[:-1]
-    while part and _is_loose(part[0], "-|"):
-        part = part[1:]
+        part.pop()
+    part = [*dropwhile(lambda one: _is_loose(one, "-|"), part)]
     if any(one.lastgroup in ("number", "word", "name", "command") for one in part):
         written = [f"\\{one[0]} " if one.lastgroup == "name" else one[0] for one in part]
         for n, one in enumerate(part):
-            if one[0] in ("x", "X") and _behind_space(part[:n]) == "number":
+            if one[0] in ("x", "X") and _behind_space(part, n) == "number":
                 written[n] = r"\times"
         yield Expression("".join(written).replace("**", "^").strip(), part[0].start(), part[-1].end())
 
@@ -345,8 +380,8 @@ def _undelimited(text: str) -> str:
 _WRAPPERS = re.compile(r"\\(?:text|mbox|mathrm|mathbf|textbf|textit|textrm|boxed|operatorname)\s*(?=\{)")
 _SPACING = re.compile(r"\\(?:left|right|displaystyle|quad|qquad|[,;:! ])(?![A-Za-z])|[{}$*`]|\\[()\[\]]")
 _CHOICE = re.compile(
-    r"(?:(?:so|thus|hence|therefore|it is|i think|(?:i (?:would |will )?)?(?:choose|pick|select)|option|choice|answer)"
-    r"[,:]? )*"
+    r"(?:(?:so|thus|hence|therefore|it is|i think|(?:i(?:['’](?:d|ll)| would| will)? )?(?:choose|pick|select|go with)"
+    r"|option|choice|answer)(?:[,:]| [-–—])? )*"
     r"[(\[\"'“‘]?([a-z])"
     r"(?:[)\].:,\"'”’]+\s*|\s(?=(?:is (?:the )?(?:correct|right|best|true|answer)|and not)\b|[-–—] )|$)"
 )
@@ -360,6 +395,9 @@ _NAMED_WORDS = re.compile(
     r"####|\b(?:answer|option|choice)\b(?!\s\(?[a-z]\)?\s(?:is|are)\b)[^.\n:=]{0,60}?(?:\b(?:is|are|be)\b\s*:?|[:=])",
     re.IGNORECASE,
 )
+_OPTION = re.compile(r"\W{0,3}([A-J])[).:]\s")
+"""A line that repeats an option of the question, if the line before it repeats another."""
+_NOT_BUT = re.compile(r"not \S{1,20},? but ")
 _CLAUSE = re.compile(r"\n|[.!](?=\s|$)|,? (?:because|since|as|which|so|not)\b")
 
 
@@ -372,14 +410,16 @@ def words(text: str) -> str:
 def stated_words(part: str) -> str:
     """What a response states as its answer, in the form of `words`; empty if nothing. That is the last box, what the
     last "answer is" or "answer:" names, or the last line."""
-    box, before = last_box(part)
+    box, before = last_box(part[-_LONGEST:])
     if box is not None:
         return words(box)
     text = _EMPHASIS.sub(r"\2", _NAMES.sub(" answer: ", plain(before))).strip()
     anchors = list(_NAMED_WORDS.finditer(text))
     if not anchors:
-        return words(text.rpartition("\n")[2])
-    named = text[anchors[-1].end() :].lstrip(": \n")
+        *_, before, last = ["", "", *filter(None, map(str.strip, text.split("\n")))]
+        options = _OPTION.match(before), _OPTION.match(last)
+        return "" if options[0] and options[1] and options[0][1] != options[1][1] else words(last)
+    named = _NOT_BUT.sub("", text[anchors[-1].end() :].lstrip(": \n"))
     return words(next((one for one in _CLAUSE.split(named) if words(one)), ""))
 
 

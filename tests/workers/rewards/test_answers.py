@@ -77,14 +77,54 @@ HOSTILE = {
     "bars": "|" * 30 + "x" + "|" * 30,
     "fractions": r"\frac{" * 4000,
     "letters": "x" * 10_000,
+    "nested fractions": r"\frac{1}{1+" * 12 + "1" + "}" * 12,
+    "more nested fractions": r"\frac{1}{1+" * 40 + "1" + "}" * 40,
+    "roots": r"\sqrt{2+" * 100 + "2" + "}" * 100,
+    "matrix": r"\begin{pmatrix}" + r"\\".join(["&".join("1" * 200)] * 200) + r"\end{pmatrix}",
+    "set": r"\{" + ",".join(map(str, range(100_000))) + r"\}",
+    "set that is parsed": r"\{" + ",".join(map(str, range(90))) + r"\}",
+    "intervals": r"\cup".join(f"({n},{n + 1})" for n in range(2000)),
+    "exponent": "2^{1000000000}",
+    "exponents": "10^{10^{10}}",
+    "large product": r"\prod_{k=1}^{10^8} k",
+    "double factorial": "100000!!",
+    "logarithm": r"\log(10^{10^{10}})",
+    "sine": r"\sin(10^{50})",
+    "tangents": r"\tan(\tan(\tan(\tan(10^{40}))))",
+    "residue": r"7^{10^9} \bmod 13",
+    "limit": r"\lim_{x\to 0}\frac{\sin x}{x^{50}}",
+    "polynomial": "(x+1)^{1000}",
+    "variables": "+".join(f"x_{{{n}}}" for n in range(40)),
+    "radicals": r"\sqrt{2}+\sqrt{3}+\sqrt{5}+\sqrt{7}+\sqrt{11}+\sqrt{13}",
+    "equation": "x^{100}+x^{99}=x^{98}",
+    "complex power": "(1+i)^{10000}",
+    "signs": r"\pm" * 60 + "1",
 }
+_PARTS = [
+    *("ab ", "3", "²", "-", "(", "\n", "\\", "$3", "1,", "(1,", "1/", "1:", "1e", "x^", "3!", "*a", "1 and ", "1 1/2 "),
+    *(r"0.\overline{3}", r"\text{a}", r"\boxed{3", "<think>", "<answer>", "the answer is ", "#### 3\n", "答案是3"),
+    *(r"\begin{matrix}", "A. a\n", "not 3 but "),
+]
+LONG = {part: part * (1_000_000 // len(part)) for part in _PARTS} | {"1 2 3": " ".join(map(str, range(16_000)))}
+"""Responses of a million characters, of one part each; and 16,000 counted numbers."""
 
 
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE.keys())
-@pytest.mark.parametrize("answer", ["7", "x^2-1"])
-def test_an_answer_that_is_costly_to_judge_is_wrong(text: str, answer: str) -> None:
-    assert numeric(f"\\boxed{{{text}}}", answer, {}) == 0
-    assert numeric(f"The answer is {text}.", answer, {}) == 0
+def test_an_answer_that_is_costly_to_judge_is_wrong(text: str) -> None:
+    assert numeric(f"\\boxed{{{text}}}", "11", {}) == 0
+    assert numeric(f"The answer is {text}.", "x^2-1", {}) == 0
+
+
+@pytest.mark.parametrize("text", LONG.values(), ids=map(repr, LONG))
+def test_a_response_of_a_million_characters_is_read_in_proportional_time(text: str) -> None:
+    """It would take minutes otherwise."""
+    assert numeric(text, "11/13", {}) == 0
+    assert choice(text, "B", {}) == 0
+
+
+@pytest.mark.parametrize(("at", "reward"), [(40_000, 1), (60_000, 0)])
+def test_a_long_response_is_read_at_its_end(at: int, reward: float) -> None:
+    assert numeric("The answer is 11/13. " + "ab " * (at // 3), "11/13", {}) == reward
 
 
 @pytest.mark.parametrize("kind", ["tower", "factorial", "binomial", "braces", "brackets", "powers", "bars", "letters"])
