@@ -157,7 +157,7 @@ def _same(right: Any, said: Any) -> bool:
 def _complex(value: Any) -> Any:
     """The value with the imaginary unit for i, if it has no other variable."""
     only = value.free_symbols if isinstance(value, Expr) else ()
-    return value.subs(dict.fromkeys(only, I)) if [one.name for one in only] == ["i"] else value
+    return value.subs(dict.fromkeys(only, I)) if [*map(str, only)] == ["i"] else value
 
 
 def _ends(value: Any) -> tuple[Any, ...] | None:

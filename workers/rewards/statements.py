@@ -237,10 +237,10 @@ def _in_prose(prose: str) -> Iterator[str]:
     chosen = next((one for one in named if one.start == start or (one.is_strong and one.start < after + 120)), None)
     if chosen is None:
         chosen, named = next((one for one in reversed(found) if one.is_strong), found[-1] if found else None), found
-    if chosen is not None and (whole := _listed(prose, chosen, named)) is not None:
-        yield whole
-        return
     if chosen is None:
+        return
+    if (whole := _listed(prose, chosen, named)) is not None:
+        yield whole
         return
     yield chosen.text
     if chosen.text.endswith("!") and prose[: chosen.start].strip() and not prose[chosen.end :].strip():  # a cry
