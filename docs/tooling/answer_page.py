@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -28,20 +29,22 @@ Forms = dict[str, dict[str, list[str]]]
 
 def numeric_forms() -> Forms:
     """The tables of `numeric`."""
-    found: Forms = defaultdict(lambda: {"right": [], "wrong": []})
-    for row in json.loads((TABLES / "answers.json").read_text("utf-8")):
-        for kind in ("right", "wrong"):
-            found[row["answer"]][kind] += row[kind]
-    for row in map(json.loads, (TABLES / "answer_forms.jsonl").read_text("utf-8").splitlines()):
-        kind = "right" if row["numeric"] else "wrong"
-        found[row["answer"]][kind] += [one for one in [row["response"]] if one not in found[row["answer"]][kind]]
-    return found
+    lines = map(json.loads, (TABLES / "answer_forms.jsonl").read_text("utf-8").splitlines())
+    rows = ({"answer": one["answer"], "right" if one["numeric"] else "wrong": [one["response"]]} for one in lines)
+    return _forms(chain(json.loads((TABLES / "answers.json").read_text("utf-8")), rows))
 
 
 def choice_forms() -> Forms:
     """The table of `choice`."""
-    rows = json.loads((TABLES / "choices.json").read_text("utf-8"))
-    return {row["answer"]: {"right": row["right"], "wrong": row["wrong"]} for row in rows}
+    return _forms(json.loads((TABLES / "choices.json").read_text("utf-8")))
+
+
+def _forms(rows: Iterable[dict[str, Any]]) -> Forms:
+    found: Forms = defaultdict(lambda: {"right": [], "wrong": []})
+    for row in rows:
+        for kind, own in found[row["answer"]].items():
+            own += [said for said in row.get(kind, ()) if said not in own]
+    return found
 
 
 def counts() -> str:

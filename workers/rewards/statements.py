@@ -45,20 +45,11 @@ def _scaled(found: re.Match[str]) -> str:
 
 
 _SYMBOLS = {
-    "π": r"\pi ",
-    "∞": r"\infty ",
-    "≤": r"\le ",
-    "≥": r"\ge ",
-    "≠": r"\ne ",
-    "×": r"\times ",
-    "·": r"\cdot ",
-    "÷": r"\div ",
-    "±": r"\pm ",
-    "∪": r"\cup ",
-    "∈": r"\in ",
-    "∅": r"\emptyset ",
-    "⋅": r"\cdot ",
-    "θ": r"\theta ",
+    symbol: rf"\{name} "
+    for symbol, name in re.findall(
+        r"(\S+) ([a-z]+)",
+        "π pi ∞ infty ≤ le ≥ ge <= le >= ge ≠ ne × times · cdot ⋅ cdot ÷ div ± pm ∪ cup ∈ in ∅ emptyset θ theta",
+    )
 }
 _FORMS: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] = (
     (re.compile(r"\s{3,}"), lambda found: "\n\n" if "\n" in found[0] else " "),
@@ -96,8 +87,7 @@ _FORMS: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...]
         ),
         lambda found: format(Decimal(f"{found[1]}e{found[2] or found[3]}"), "f"),
     ),
-    (re.compile("[π∞≤≥≠×·÷±∪∈∅⋅θ]"), lambda found: _SYMBOLS[found[0]]),
-    (re.compile(r"<=|>="), lambda found: r"\le " if found[0] == "<=" else r"\ge "),
+    (re.compile("|".join(_SYMBOLS)), lambda found: _SYMBOLS[found[0]]),
     # US$7, €7, -$7, ~7 and \textbf{7}
     (re.compile(r"\b(?:US|AU|NZ|CA|HK|SG)\\?\$\s?(?=[0-9])"), ""),
     (re.compile(r"(?<=-)\\?[$€£¥₹]\s?(?=[.0-9])|[€£¥₹]\s?(?=-?[.0-9])|(?<=[0-9])\s?[€£¥₹]"), ""),
