@@ -2,9 +2,8 @@
 
 A `WorkerHandle` reaches one worker, whether a Ray actor (`orchestrator/cluster/ray_cluster.py`) or an object in this
 process (`tests/fakes.py`). It takes the method as a function of the role's protocol (`workers/contract/roles.py`),
-which carries parameter and return types from the worker to the caller. A group calls the ranks of one role together.
-Engines and reward workers serve independently of each other: their pools (`orchestrator/pools/engines.py`,
-`orchestrator/rollouts/scoring.py`) hold the handles.
+which carries parameter and return types from the worker to the caller. A group calls the ranks of one role together; of
+engines and reward workers, which serve independently of each other, the pools hold the handles.
 """
 
 from __future__ import annotations

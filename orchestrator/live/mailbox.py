@@ -72,13 +72,9 @@ class Mailbox:
         write_atomic(self.folder / f"{_ANSWER}{request.key}", content, PRIVATE)
 
     def ask(self, content: bytes, timeout_s: float, write_s: float | None = None) -> bytes:
-        """Sends a request and returns its answer. A disk that hangs does not block this process. `write_s`: longest
-        wait until the request is written, in seconds, or None for `timeout_s`.
-
-        Raises:
-            TimeoutError: There is no answer in time. The request is withdrawn.
-            OSError: The folder is gone or not accessible.
-        """
+        """Sends a request and returns its answer. A disk that hangs does not block this process. Raises TimeoutError
+        if there is no answer in time, and the request is withdrawn; OSError if the folder is gone or not accessible.
+        `write_s`: longest wait until the request is written, in seconds, or None for `timeout_s`."""
         key, write_s = f"{uuid.uuid4().hex}.json", timeout_s if write_s is None else write_s
         answer, began = self.folder / f"{_ANSWER}{key}", time.monotonic()
         try:

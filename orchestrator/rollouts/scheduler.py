@@ -134,8 +134,8 @@ class RolloutScheduler:
         self._failure: BaseException | None = None
 
     def restore(self, state: Mapping[str, Any], groups: Sequence[GroupProgress]) -> int:
-        """Takes over the checkpoint's progress of open groups, before the start. Returns finished samples that are not
-        sampled again.
+        """Takes over the checkpoint's progress of open groups, before the start. Returns how many finished samples are
+        not sampled again.
 
         Args:
             groups: Progress of open groups; those that `ResumedGroups.keep` does not keep are sampled again.

@@ -411,9 +411,9 @@ def source_metrics(
     groups: Sequence[ScoredGroup], settings: RowTable[GroupSettings], component: str | None
 ) -> dict[str, float]:
     """Metrics of the groups of a batch by the source of their prompt. `component`: reward component that defines solved
-    samples, or None for the reward. Returns by source, of every source: its share of the groups; and if it has groups,
-    mean reward, mean response (tokens), the shares of truncated samples and of groups whose rewards differ, and the
-    pass rate (share of samples that are solved) if the reward defines them."""
+    samples, or None for the reward. Returns of every source its share of the groups; and if it has groups, mean reward,
+    mean response (tokens), the shares of truncated samples and of groups whose rewards differ, and the pass rate (share
+    of samples that are solved) if the reward defines them."""
     by_source: dict[str, list[ScoredGroup]] = {one.source: [] for one in settings.entries}
     for group in groups:
         by_source[settings[group.row].source].append(group)

@@ -91,7 +91,7 @@ class RunLock:
 def locked(folder: Path) -> Iterator[RunLock]:
     """Holds the lock of an existing run folder within the `with` block. The kernel releases the lock when this process
     ends in any way, so that there are no stale locks. Processes that this one starts do not inherit it. Raises
-    UsageError if another run holds it; the message names it; OSError if the file cannot be created."""
+    UsageError, which names it, if another run holds it; OSError if the file cannot be created."""
     lock = RunLock(folder)
     try:
         yield lock

@@ -33,7 +33,7 @@ class Resumption:
     """Other reasons why the run cannot resume."""
 
     def lines(self) -> list[str]:
-        """Lines that the run prints at its start. Raises UsageError if the run cannot resume with this spec; with one
+        """Lines that the run prints at its start. Raises UsageError if the run cannot resume with this spec, with one
         line for every reason."""
         refused = [str(difference) for difference in self.differences or () if difference.refused]
         if refused or self.problems:

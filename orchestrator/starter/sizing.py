@@ -62,7 +62,7 @@ class Sizing:
 
 def fitting_document(choices: Choices, data: Data) -> tuple[dict[str, Any], Plan]:
     """The spec for these choices that fits the machine, as plain data, and its plan. Raises DoesNotFit if no candidate
-    fits; with the message of the last one; UsageError if there are too few GPUs for the algorithm's roles; SpecError if
+    fits, with the message of the last one; UsageError if there are too few GPUs for the algorithm's roles; SpecError if
     the choices name something that does not exist, or is not valid."""
     first = next(candidates(choices, longest(choices, data)), None)
     if first is not None:  # what the machine lacks is asked once, not of every candidate

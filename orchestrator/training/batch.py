@@ -54,9 +54,9 @@ class BatchSource(Protocol):
 
     @abstractmethod
     async def restore(self, found: Checkpoint) -> int:
-        """Takes over what `snapshot` returned, before the start. Returns finished samples of the checkpoint that are
-        not sampled again. Raises CheckpointError if it is the state of another kind of run; DataError if the order of
-        the data cannot continue."""
+        """Takes over what `snapshot` returned, before the start. Returns how many finished samples of the checkpoint
+        are not sampled again. Raises CheckpointError if it is the state of another kind of run; DataError if the order
+        of the data cannot continue."""
 
     def start(self) -> None:
         """Starts work on the first batch."""

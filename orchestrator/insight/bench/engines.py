@@ -49,8 +49,8 @@ OnResults = Callable[[Sequence[Result]], None]
 
 def bench(request: BenchRequest, console: Console, on_results: OnResults) -> None:
     """Measures all points; one that cannot be measured has a problem instead of measures. `on_results`: receives the
-    results. The last call has the results of all points. Raises TroupeError if no cluster, no data, or the user stopped
-    the command."""
+    results. The last call has the results of all points. Raises TroupeError if there is no cluster or no data, or the
+    user stopped the command."""
     asyncio.run(_bench(request, console, on_results))
 
 
