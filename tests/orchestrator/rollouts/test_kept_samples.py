@@ -129,8 +129,8 @@ class TurnByTurn(OneByOne):
     async def generate(
         self, request: GroupRequest, prompts: object, finished: FakeTable | None = None
     ) -> tuple[GroupSummary, FakeTable]:
-        assert not request.finished
-        self.given.setdefault(request.prompt_uid, finished)
+        if not request.finished:  # else the group was finished, but not scored yet
+            self.given.setdefault(request.prompt_uid, finished)
         return await self._sample(request)
 
     async def finished_samples(self) -> tuple[tuple[FinishedSamples, ...], FakeTable]:
