@@ -92,8 +92,7 @@ class ReferenceModel:
     """A frozen causal model, whole or this rank's part of it, that scores micro-batches."""
 
     def __init__(self, config: ReferenceConfig) -> None:
-        """Load the model. Collective if it is divided: the process must have joined its group. Raises OSError if the
-        model is missing."""
+        """Load the model. Collective in its group if it is divided. Raises OSError if the model is missing."""
         self._device = torch.device(config.device)
         dtype = torch_dtype(config.model.dtype)
         model = load_causal(config.model, ZeroPartitioner(_trainer(config), dtype) if config.shards > 1 else None)

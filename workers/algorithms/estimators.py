@@ -155,8 +155,7 @@ def _best_of_group(config: AdvantageConfig, batch: SampledTokens, state: Advanta
 
 
 def _distill(config: AdvantageConfig, batch: SampledTokens, state: AdvantageState) -> Estimate:
-    """log teacher - log policy: its mean over the policy's own tokens is minus the reverse KL divergence. Of several
-    teachers the sum, each with its weight."""
+    """log teacher - log policy, of several teachers the weighted sum; its mean is minus the reverse KL divergence."""
     if batch.taught is None:
         raise ValueError("distillation needs a teacher's log-probs (role reference or teacher), and none were given")
     policy = batch.rollout_logprobs if batch.old_logprobs is None else batch.old_logprobs

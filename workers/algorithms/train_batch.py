@@ -324,8 +324,7 @@ class _Batch:
 
 
 def _kl_metrics(batch: _Batch) -> dict[str, float]:
-    """Mean KL(policy || model) per loss token of the reference and each teacher, by k3 on the trainer's log-probs, else
-    on the sampler's."""
+    """Mean KL(policy || model) per loss token, of the reference and each teacher, by k3."""
     logprobs = batch.scores.get("old_logprobs", batch.rollout_logprobs)
     reference = batch.scores.get("ref_logprobs")
     frozen = [] if reference is None else [Teacher("", torch.ones(len(batch.rows)), reference)]

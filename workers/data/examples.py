@@ -139,8 +139,7 @@ def _behind(
     tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], number: int, tools: list[Any] | None, whole: str
 ) -> tuple[str, str]:
     """What the template writes behind the text of a turn: to the end of the conversation, and to the next message. The
-    text of a turn with calls ends with the name of its last one, which every template writes once in the turn. The text
-    of the next message is part of neither the turn nor its end."""
+    text of a turn with calls ends with the name of its last one, which every template writes once in the turn."""
 
     shown, offered = as_text(tokenizer, messages), as_text(tokenizer, tools)
 
@@ -293,8 +292,7 @@ def _encode_steps(
     steps: Sequence[str],
     tools: str | None,
 ) -> tuple[list[int], list[bool]]:
-    """Token ids of a response in steps, and a mask that is True for the token at which each step ends: a reward model
-    reads its score of the step there. The last step ends with the turn. Raises ExampleRefused."""
+    """Token ids of a response in steps, and a mask of the tokens at which they end. Raises ExampleRefused."""
     text = "".join(steps)
     turn = {"role": "assistant", "content": text}
     ids, _ = encode_turns(tokenizer, messages, prompt_ids, [turn], tools)

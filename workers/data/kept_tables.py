@@ -135,11 +135,9 @@ class _Hashing(io.RawIOBase):
         self.size = 0
 
     def writable(self) -> bool:
-        """Yes."""
         return True
 
     def write(self, data: Any) -> int:
-        """Write all of `data`."""
         view = memoryview(data).cast("B")
         self._file.write(view)
         self.state.update(view)

@@ -189,8 +189,7 @@ def _spaces_end(text: str, start: int) -> int:
 
 
 def _plain(tokenizer: PreTrainedTokenizerBase, encode: _Encode, text: str) -> list[int]:
-    """Token ids of a text without special tokens: in halves if the tokenizer makes one of it. What it makes of a single
-    character is left out."""
+    """Token ids of a text without special tokens: in halves if it becomes one, or none of a single character."""
     known, ids = _special(tokenizer).ids, encode(tokenizer, text)
     if len(text) < 2 or known.keys().isdisjoint(ids):
         return [token for token in ids if token not in known]
@@ -199,8 +198,7 @@ def _plain(tokenizer: PreTrainedTokenizerBase, encode: _Encode, text: str) -> li
 
 
 def _cut(special: _Special, text: str) -> str:
-    """The text with a cut behind the first character of every special token, also of overlapping ones. There is also a
-    cut behind the text if what follows it could complete a special token."""
+    """The text with a cut behind the first character of every special token, also of one that may begin at its end."""
     place = 0
     while found := special.pattern.search(text, place):
         place = found.start() + 2

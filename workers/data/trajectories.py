@@ -97,7 +97,6 @@ def _without_rewards(samples: pa.Table, unscored: Unscored) -> pa.Table:
 
 
 def _row_keys(table: pa.Table) -> list[tuple[Identity, int]]:
-    """Identity and segment of every row."""
     return list(zip(identities(table), table[SEGMENT.name].to_pylist(), strict=True))
 
 

@@ -139,8 +139,7 @@ def _behind_a_turn(tokenizer: PreTrainedTokenizerBase, following: list[dict[str,
 
 
 def _closing(tokenizer: PreTrainedTokenizerBase, behind: str, named: Collection[int]) -> list[str]:
-    """The special tokens with which the text behind a turn begins: one, or all up to the first end. Some templates
-    close a part of the turn before the turn (Cohere's Command R7B). Empty without such a part."""
+    """The special tokens with which the text behind a turn begins, up to the first end; empty without one."""
     special, run = special_tokens(tokenizer), list[str]()
     while found := special.match(behind):
         run.append(found[0])

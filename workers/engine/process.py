@@ -105,13 +105,11 @@ class _ForkedProcess(ForkServerProcess):
     older than the worker's log: it writes to that of Ray's node."""
 
     def start(self) -> None:
-        """Start the process with the current environment and logs of this one."""
         self._environment = dict(os.environ)
         self._logs = {descriptor: str(log) for descriptor in (1, 2) if (log := log_of(descriptor))}
         super().start()
 
     def run(self) -> None:
-        """Set the environment and the logs in the new process and run its target."""
         for descriptor, log in self._logs.items():
             with suppress(OSError), open(log, "ab") as file:
                 os.dup2(file.fileno(), descriptor)
@@ -122,7 +120,6 @@ class _ForkedProcess(ForkServerProcess):
 
 class _SpawnedProcess(SpawnProcess):
     def run(self) -> None:
-        """Run the target in the new process."""
         _run(super().run)
 
 
@@ -197,8 +194,7 @@ def _shared_by(owner: int) -> str:
 
 
 def _name_ranks() -> None:
-    """Name what the ranks of a worker's engine on the CPU share after the owner: vLLM takes the name of the file by
-    which they meet."""
+    """Name the file by which the ranks of an engine on the CPU meet after the owner."""
     owner = os.environ.get(OWNER_VARIABLE)
     if owner is None or _CORE not in sys.modules:  # the process runs no engine
         return

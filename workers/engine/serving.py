@@ -43,7 +43,6 @@ class ServingEngine:
     """The engine of one worker. Calls into its processes end when a process dies; vLLM does not notice that."""
 
     def __init__(self, config: RolloutConfig, name: str) -> None:
-        """Starts nothing."""
         self.config = config
         self.name = name
         self.vllm: AsyncLLM | None = None

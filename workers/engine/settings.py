@@ -136,8 +136,7 @@ def adapter_request(version: int, digest: str) -> LoRARequest:
 
 
 def _adapter_args(lora: LoraConfig | None) -> dict[str, Any]:
-    """Arguments of an engine that samples with adapters. Only the layers that are named get memory for adapters: vLLM
-    would also prepare experts for them otherwise."""
+    """Arguments of an engine with adapters. Unless layers are named, vLLM also prepares experts for them."""
     if lora is None:
         return {}
     targets = None if lora.targets == ALL_LINEAR else list(lora.targets)
@@ -171,7 +170,6 @@ def check_structured(config: StructuredConfig | None) -> None:
 
 
 def _device_args(config: RolloutConfig) -> dict[str, Any]:
-    """Arguments that differ between CPU and GPU."""
     from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
     engine = config.engine

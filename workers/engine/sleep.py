@@ -39,7 +39,6 @@ class EngineSleep:
     """Makes an engine sleep and wakes it. The engine is paused in every state but `AWAKE`."""
 
     def __init__(self, level: Sleep, engine: ServingEngine) -> None:
-        """An engine that is awake."""
         self._level = level
         self._engine = engine
         self.state = MemoryState.AWAKE

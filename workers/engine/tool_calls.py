@@ -86,7 +86,6 @@ class _Call(threading.Thread):
         self._clock: int | None = None
 
     def run(self) -> None:
-        """Call the function."""
         self._clock = time.pthread_getcpuclockid(threading.get_ident())
         with suppress(_Ended):
             try:
@@ -95,7 +94,6 @@ class _Call(threading.Thread):
                 self.error = error
 
     def cpu_s(self) -> float:
-        """Processor time of the thread so far."""
         try:
             return 0.0 if self._clock is None else time.clock_gettime(self._clock)
         except OSError:  # it has ended since

@@ -81,8 +81,7 @@ def _eager(path: str, model: PreTrainedModel, distance: float) -> str:
 
 @ieee_float32()
 def _compare(small: PreTrainedConfig, trust_remote_code: bool) -> tuple[PreTrainedModel, float]:
-    """(model, distance): a random model with the default implementation, and how far its states are from eager ones.
-    The distance is a fraction of the length of the states."""
+    """(model, distance): a random model by default, and how far its states are from eager ones, as a share of them."""
     device: Device = "cuda" if torch.cuda.is_available() else "cpu"
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)  # all ranks must come to the same result

@@ -47,8 +47,7 @@ _WINDOWS = {"sliding_attention", "sliding_window"}
 
 @cache
 def _samples() -> TokenTable:
-    """Two responses to one prompt and one to another, longer than the windows of a small copy. No token is in two of
-    the texts, but for the shared prompt."""
+    """Two responses to one prompt and one to another, longer than a small copy's windows; their tokens differ."""
     prompt = [3, 4, 5, 6, 7, 8, 9]
     rows = [
         ("p", 0, prompt, [11, 12, 13]),
@@ -131,8 +130,7 @@ def _head_size(model: PreTrainedModel) -> int:
 
 
 def _isolates(model: PreTrainedModel) -> bool:
-    """Whether sequences in one row, two of them behind one prompt, have the same states as apart, and only their own. A
-    token that must not be seen has weight 0, and so its embedding has a gradient of exactly 0."""
+    """Whether packed sequences have the states that they have apart. An embedding that is not seen has gradient 0."""
     samples = _samples()
     apart, row = (batch.to(model.device) for batch in (samples.batch(range(3)), samples.packed_batch(range(3), True)))
     try:
@@ -193,9 +191,8 @@ def _states(model: PreTrainedModel, batch: TokenBatch, mask: torch.Tensor | None
 
 @torch.no_grad()
 def _amplifies_rounding(model: PreTrainedModel, device: Device) -> bool:
-    """Whether a trained model's states are of no use to compare two ways to compute them. If tokens are rare, a change
-    of the embeddings in their last bit can change all of a state. False for a model that is tried out as a copy in any
-    case: it is partitioned, or will run on another device."""
+    """Whether a trained model's states are of no use to compare two ways to compute them: if tokens are rare, the last
+    bit of the embeddings can change all of a state. False for a model that is tried out as a copy in any case."""
     if model.device.type != device or any(map(is_partitioned, model.parameters())):
         return False
     batch = _samples().batch(range(3)).to(model.device)
@@ -235,8 +232,7 @@ def _embedded(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
 
 
 def _attention_limits(model: PreTrainedModel) -> set[str]:
-    """What keeps some token from attending to all earlier ones: kinds of layers, or fields with a window or chunk. A
-    window is no limit if it is as long as the longest sequence of the model."""
+    """What keeps a token from attending to all earlier ones: kinds of layers, or fields of a window or chunk."""
     config = model.config.get_text_config()
     if kinds := getattr(config, "layer_types", None):
         return {kind for kind in kinds if kind != "full_attention"}
@@ -282,8 +278,7 @@ def _trained_as(model: PreTrainedModel, tried: PreTrainedModel) -> ModelModule:
 
 @torch.no_grad()
 def _noise(module: ModelModule, model: PreTrainedModel) -> float:
-    """Largest difference between the states of two passes in the module's mode, or of one to evaluation mode. 0 if it
-    is rounding: as large as between two passes in evaluation mode, because some kernels add in any order."""
+    """Largest difference of the states of two passes in the module's mode, or to evaluation mode; 0 for rounding."""
     ids = (7 * torch.arange(16, device=model.device) % model.config.get_text_config().vocab_size)[None]
 
     def states() -> torch.Tensor:

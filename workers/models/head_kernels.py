@@ -122,8 +122,7 @@ def add_product(into: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> 
 
 
 def _tiles(input: torch.Tensor, weight: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    """(first column, float32 [T, columns]) of input @ weight^T; the next tile overwrites the one before. None of no
-    rows: a kernel cannot run on none."""
+    """(first column, float32 [T, columns]) of input @ weight^T, each overwritten by the next; none without rows."""
     if not len(input):
         return
     found = torch.empty(len(input) * min(GPU_TILE_COLUMNS, len(weight)), device=input.device)

@@ -201,8 +201,7 @@ def _gradients(
 
 
 def _functions(device: torch.device) -> tuple[Callable[..., Any], ...]:
-    """`_sums`, `_gradients`, `_product` and `_add_product`, or their counterparts of a GPU. Triton is imported only if
-    tensors are on one."""
+    """`_sums`, `_gradients`, `_product` and `_add_product`, or a GPU's, for which Triton is imported."""
     if device.type != "cuda":
         return _sums, _gradients, _product, _add_product
     from troupe.workers.models import head_kernels

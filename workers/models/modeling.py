@@ -151,8 +151,7 @@ def _prepared(model: PreTrainedModel, partitioner: Partitioner | None) -> PreTra
 
 
 def _multiply_in_float32(model: PreTrainedModel, asked: bool) -> None:
-    """Make the output head compute float32 logits, and log-probs without all of them. It keeps its name and weight,
-    which may be tied. `asked`: the configuration says so, and the weight has 16 bits."""
+    """Make the output head compute float32 logits, if the configuration asks for it; it keeps its name and weight."""
     head = model.get_output_embeddings()
     if isinstance(head, nn.Linear) and type(head) in (nn.Linear, OneDnnLinear):
         head.__class__ = Float32Logits

@@ -173,8 +173,7 @@ def _varlen(
     scale: float,
     window: int | None = None,
 ) -> torch.Tensor:
-    """Flash attention over segments of different length. Its causal mask is aligned to the last key. A token attends to
-    itself and the `window` - 1 tokens before it (all if None)."""
+    """Flash attention over segments of different length, causal to the last key, within the window."""
     from torch.nn.attention.varlen import varlen_attn  # imports torch.compile
 
     layout = segments.varlen(query.device)

@@ -136,8 +136,7 @@ def attention(
 
 
 def _exchanged(sequence: SequenceGroup, states: torch.Tensor) -> torch.Tensor:
-    """[1, heads, own tokens, size] to [1, own heads, tokens, size], and [1, tokens, own heads, size] to [1, own tokens,
-    heads, size]."""
+    """[1, heads, own tokens, size] to [1, own heads, tokens, size], or [1, tokens, own heads, size] back."""
     by_worker = states[0].unflatten(0, (sequence.size, -1))
     exchanged: torch.Tensor = _Exchange.apply(sequence.group, by_worker)
     return exchanged.transpose(0, 1).flatten(1, 2)[None]

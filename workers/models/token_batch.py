@@ -224,8 +224,7 @@ class TokenTable:
         return self.packed_batch(rows, plan.shared) if plan.packed else self.batch(rows)
 
     def _filler(self) -> TokenBatch:
-        """The filler batch. It has a list of tokens that the sampler left, an empty one, if the other batches have one:
-        all ranks must run the output head equally often."""
+        """The filler batch, with an empty list of kept tokens if others have one: heads must run equally often."""
         return replace(filler_batch(), kept=self._kept_of(torch.zeros(0, dtype=torch.int64)))
 
     def _kept_of(self, index: torch.Tensor) -> Ragged | None:

@@ -77,7 +77,6 @@ class _PendingFork:
         self._until = time.monotonic() + _ASK_S
 
     def fileno(self) -> int:
-        """The descriptor of the connection."""
         return self.connection.fileno()
 
     def request(self) -> _Request | None:
@@ -101,7 +100,6 @@ class _PendingFork:
         raise ValueError("not a request")
 
     def close(self) -> None:
-        """Close the connection and the descriptors."""
         self.connection.close()
         for descriptor in self.descriptors:
             os.close(descriptor)
@@ -202,8 +200,7 @@ def _is_waited_for(connection: socket.socket) -> bool:
 
 
 def _become(request: _Request, asking: _PendingFork) -> None:
-    """Run Ray's script for its workers in this fork, as the command `python SCRIPT ARGUMENTS...` would. The connection
-    is open until the fork serves: its end tells the process at the other end that it was killed."""
+    """Run Ray's script for workers in this fork. The connection is open until it serves: its end says it was killed."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setpgid(0, 0)  # Ray may end a worker with its group
     for target, descriptor in zip(_STANDARD, asking.descriptors, strict=True):
@@ -225,8 +222,7 @@ def _become(request: _Request, asking: _PendingFork) -> None:
 
 @contextmanager
 def _without_ray() -> Iterator[None]:
-    """In the block Ray is not installed, which vLLM does not need on the CPU. Ray reads the environment of its worker
-    when it is imported, so each worker has to do it."""
+    """In the block Ray is not installed: it reads a worker's environment when it is imported, so each imports it."""
     modules: dict[str, Any] = sys.modules
     modules["ray"] = None  # this is how an import is blocked
     try:

@@ -241,8 +241,7 @@ def _of_steps(level: ScoreLevel, ends: Sequence[int], scores: Sequence[float]) -
 
 
 def _score_in_float32(model: PreTrainedModel) -> None:
-    """Make the linear head of the score compute in float32, as it does in training (`load_value`). A score of 8 to 16
-    has neighbours 0.06 apart in bfloat16."""
+    """Make the head compute in float32, as in training: a score of 8 to 16 has neighbours 0.06 apart in bfloat16."""
     backbone = set(model.base_model.modules())
     outside = [module for module in model.modules() if module not in backbone]
     heads = [module for module in outside if type(module) is nn.Linear and module.out_features == 1]

@@ -141,7 +141,6 @@ class RewardProcess:
             child.close()
 
     def _score(self, samples: Sequence[Sample]) -> list[RewardResult]:
-        """Outcomes of one request."""
         self._requests += 1
         request = {"id": self._requests, "samples": [sample.request() for sample in samples]}
         try:

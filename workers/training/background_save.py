@@ -35,7 +35,6 @@ class HostCopies:
     """Copies states to host memory, which is pinned if the tensors are on a GPU."""
 
     def __init__(self, device: torch.device) -> None:
-        """Copy nothing yet."""
         on_gpu = device.type == "cuda"
         options = StagingOptions(
             use_pinned_memory=on_gpu, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=on_gpu
@@ -55,7 +54,6 @@ class BackgroundWriter:
     """Writes one checkpoint at a time in a thread."""
 
     def __init__(self) -> None:
-        """Write nothing yet."""
         self._name = ""
         self._thread: threading.Thread | None = None
         self._failed = ""

@@ -40,7 +40,6 @@ class WeightSnapshot:
     weights move: the optimizer's moments keep what they learnt from the step's gradients."""
 
     def __init__(self, engine: Any, stage: int) -> None:
-        """Copy the weights that DeepSpeed's `engine` has now."""
         self._engine = engine
         self._stage = stage
         self._before = [master.detach().clone() for master in master_weights(self._engine, self._stage)]

@@ -29,7 +29,6 @@ class UpdateMeter:
     """Tokens and seconds of one update on one rank."""
 
     def __init__(self, module: ModelModule, device: Device) -> None:
-        """Start the clock for an update of `module`."""
         self._module = module
         self._device: Device = device
         self._began = time.perf_counter()

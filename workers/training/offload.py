@@ -20,7 +20,6 @@ class StateOffload:
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Move nothing yet."""
         self._device = device
         self._moved: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Tensors whose data are in host memory, readable and saved from there, and the data on the device, with no

@@ -226,8 +226,7 @@ class TrainingRank(ABC, Generic[ConfigT]):
     def _update(
         self, plan: RankPlan, work: Sequence[Work[OutputT]], meter: UpdateMeter | None = None
     ) -> Update[OutputT]:
-        """Take one optimizer step on the sum of the losses. Writes a profile if the plan asks for it. `meter`: of an
-        update that has begun."""
+        """Take one optimizer step on the sum of the losses, profiled if the plan asks for it."""
         meter = meter or self._meter()
         outputs: list[OutputT] = []
 

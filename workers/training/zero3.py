@@ -48,7 +48,6 @@ class ZeroPartitioner:
     """
 
     def __init__(self, trainer: TrainerConfig, dtype: torch.dtype) -> None:
-        """Set the trainer's configuration, and the type of the weights."""
         self._zero: Any = import_deepspeed().zero
         self._config = deepspeed_config(trainer, 3, dtype, REDUCE_BUCKET)
         self._init = self._zero.Init(config_dict_or_path=self._config)
@@ -134,7 +133,6 @@ class WeightMappings:
     """The weight files of a folder, as they are mapped from now on by a reader that does not write to its mappings."""
 
     def __init__(self, folder: str) -> None:
-        """Set the folder."""
         self._inodes = {path.stat().st_ino for path in Path(folder).glob("*.safetensors")}
         self._before = set(self._mappings())
 

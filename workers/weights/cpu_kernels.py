@@ -59,9 +59,8 @@ def multiply_single_tokens_alike() -> None:
 
 
 def _multiply(inputs: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-    """inputs [tokens, columns] @ matrix [rows, columns]^T. By oneDNN also on processors where MKL is as fast: MKL sums
-    a product of few rows in another order, by how many each thread has, and the log-probs of a sample would differ with
-    the moments at which others arrive and end."""
+    """inputs [tokens, columns] @ matrix [rows, columns]^T. By oneDNN in float32: MKL's sums of few rows depend on their
+    number, and log-probs of a sample would differ with the moments at which others arrive and end."""
     return product(inputs, matrix, None) if inputs.dtype == torch.float32 else inputs @ matrix.T
 
 

@@ -60,8 +60,7 @@ class ChangedWords:
     much, only a sample is compared; it shows whether to expect it the next time."""
 
     def __init__(self, base: str, expect_dense: bool = False) -> None:
-        """Begin with nothing compared to the version with the digest `base`. If `expect_dense`, all weights will
-        travel: there is no delta, but a share of changed words."""
+        """`base`: digest of the old version. If `expect_dense`, there is no delta, but a share of changed words."""
         self._base = base
         self._sampled = expect_dense
         self._parts: list[_Part] = []
@@ -157,8 +156,7 @@ def _grouped(parts: Sequence[_Part]) -> Iterator[list[_Part]]:
 
 
 def _planes(parts: Sequence[_Part]) -> list[npt.NDArray[np.uint8]]:
-    """The columns of one batch: distances and differences by byte, the lowest first. A difference is zigzag-coded, so
-    that a small one of either sign has a high byte of zero."""
+    """The columns of one batch: distances, and zigzag-coded differences, by byte, the lowest first."""
     first = parts[0].start
     places = np.concatenate([part.places + np.uint32(part.start - first) for part in parts])
     gaps = np.diff(places, prepend=np.uint32(0))

@@ -80,7 +80,6 @@ class DeviceSender:
         """Make the engines join; called on rank 0."""
 
     def _finish(self, version: int, sums: Sequence[torch.Tensor]) -> WeightsSent:
-        """Make the engines serve the sent weights if they have received these checksums."""
         digest = weights_digest(self._buckets, sums)
         acks = self._link.finish(version, digest)
         return WeightsSent(version, digest, sum(bucket.nbytes for bucket in self._buckets), tuple(acks))
@@ -103,7 +102,6 @@ class GroupSender(DeviceSender):
         joined.result()
 
     def send(self, version: int, tensors: NamedTensors) -> WeightsSent | None:
-        """Send these weights as `version`; see `DeviceSender.send`."""
         if self._group is None:
             for _ in tensors:
                 pass
@@ -121,7 +119,6 @@ class GroupSender(DeviceSender):
             raise
 
     def close(self) -> None:
-        """Leave the engines."""
         if self._group is not None:
             self._group.leave()
             self._group = None
@@ -160,7 +157,6 @@ class SharedGpuSender(DeviceSender):
         self._link.join(described)
 
     def send(self, version: int, tensors: NamedTensors) -> WeightsSent | None:
-        """Send these weights as `version`; see `DeviceSender.send`."""
         sums: list[torch.Tensor] = []
         try:
             self._on_every_rank(self._begin)

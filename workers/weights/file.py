@@ -287,8 +287,7 @@ class _PayloadWriter:
     def __init__(
         self, fd: int, path: Path, mapped: Bytes, cores: Executor, changes: ChangedWords | None = None
     ) -> None:
-        """Begin at the start of the file, of which the beginning is `mapped` for writing: copying takes two thirds of
-        the time of a write. `changes` collects what differs from the file's content."""
+        """The beginning of the file is `mapped` for writing: copying takes two thirds of the time of a write."""
         self._changes = changes
         self._fd = fd
         self._path = path
@@ -302,8 +301,7 @@ class _PayloadWriter:
         """Digests of all written pieces, in order."""
 
     def append(self, data: Bytes) -> None:
-        """Write `data` and zeros up to the next multiple of ALIGNMENT. `data` must stay valid until :meth:`flush`.
-        Raises OSError if this or an earlier write failed."""
+        """Write `data`, valid until `flush`, and zeros up to a multiple of ALIGNMENT. Raises OSError."""
         for start in range(0, data.nbytes, _PIECE):
             self._append(data[start : start + _PIECE])
         self._append(np.zeros(-self.size % ALIGNMENT, np.uint8))

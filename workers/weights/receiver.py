@@ -153,8 +153,7 @@ class EngineWeights:
         return EngineClosed(self._engine.name, f"{self._engine.closed_because}: {error}")
 
     async def _use_adapter(self, engine: AsyncLLM) -> None:
-        """Put the received adapters in place, the first time after a probe with other adapters. Raises RuntimeError if
-        the engine's results do not depend on its adapters."""
+        """Put the received adapters in place. Raises RuntimeError if a first probe shows that they have no effect."""
         call = self._engine.call
         if self._adapter is None:
             await call(engine.collective_rpc("troupe_use_probe"))
@@ -171,7 +170,6 @@ class NodeFile:
     """The weight file that a worker writes for all engines of its node, which is not the policy's."""
 
     def __init__(self, name: str) -> None:
-        """`name`: the worker."""
         self._name = name
         self._paths: set[str] = set()
         self._kept = ("", "")

@@ -98,18 +98,16 @@ def _tied_heads(model: torch.nn.Module) -> frozenset[str]:
 
 
 def _repack_heads(model: torch.nn.Module) -> None:
-    """Repack every output head from its weight. On the CPU a head multiplies by a packed copy. A tied head gets its new
-    weight through the embedding, which the reload does not notice: without this, the copy would silently keep the last
-    layer of the old policy."""
+    """Repack every output head from its weight: on the CPU a head multiplies by a packed copy, and the reload does not
+    notice that a tied head's weight has changed. Without this, it would silently keep the old policy's last layer."""
     for _, head in _heads(model):
         if isinstance(head.quant_method, UnquantizedEmbeddingMethod):
             head.quant_method.process_weights_after_loading(head)
 
 
 def _missing_layers(model: torch.nn.Module, tied_heads: frozenset[str]) -> list[str]:
-    """Modules that the reload still waits for. vLLM only logs a warning and keeps their old weights. Attention layers
-    are processed at the end by design, a tied head has no separate weights, and the rows that pad a vocabulary are not
-    part of an update."""
+    """Modules that the reload still waits for, but attention layers, which are processed at the end, tied heads, which
+    have no separate weights, and rows that pad a vocabulary."""
     missing = []
     for name, module in model.named_modules():
         info = get_layerwise_info(module)

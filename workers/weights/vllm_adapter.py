@@ -163,11 +163,9 @@ class AdapterExtension(EngineExtension):
     """Methods that vLLM adds to its worker class, reachable through `collective_rpc`."""
 
     def troupe_use_adapter(self) -> None:
-        """Use the received adapters; see `AdapterTransferEngine.use`."""
         self._adapters().use()
 
     def troupe_use_probe(self) -> None:
-        """Use the adapters of a probe; see `AdapterTransferEngine.use_probe`."""
         self._adapters().use_probe()
 
     def troupe_loaded_weights(self) -> LoadedWeights:

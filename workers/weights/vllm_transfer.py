@@ -242,7 +242,6 @@ class GroupWeightTransferEngine(DeviceWeightTransferEngine[DeviceUpdateInfo]):
     _group: TransferGroup | None = None
 
     def init_transfer_engine(self, init_info: DeviceInitInfo) -> None:
-        """Join the sender, and leave the previous one."""
         super().init_transfer_engine(init_info)
         store = connect_store(init_info.address, init_info.port)
         rank = init_info.first_rank + self.parallel_config.rank

@@ -221,8 +221,7 @@ def _value(config: Mapping[str, Any], key: str) -> Any:
 
 
 def _resolved(variables: Mapping[str, Any]) -> dict[str, str]:
-    """Environment variables; `${NAME}` and `${NAME:-default}` are read from those of the episode's process. Raises
-    ValueError if one of them is not set there."""
+    """Environment variables, with `${NAME}` and `${NAME:-default}` read from this process's. Raises ValueError."""
     found = dict[str, str]()
     for name, value in variables.items():
         text = str(value)
@@ -259,7 +258,6 @@ def _read_reward(text: str) -> tuple[float, dict[str, float]]:
 
 
 def _digest(folder: Path) -> str:
-    """A digest of the files of a folder and their names."""
     digest = hashlib.sha256()
     for file in sorted(one for one in folder.rglob("*") if one.is_file()):
         digest.update(str(file.relative_to(folder)).encode() + b"\0" + hashlib.sha256(file.read_bytes()).digest())

@@ -131,8 +131,7 @@ class EnvironmentProcesses:
         env: Collection[str] = (),
         python: str | None = None,
     ) -> None:
-        """Prepare the processes; `memory_limit_mib` bounds each episode, and `env` names the secrets that it may
-        read."""
+        """`memory_limit_mib` bounds each episode, and `env` names the secrets that it may read."""
         self._python = python
         self._order = {"name": name, "args": dict(args), "memory_limit_mib": memory_limit_mib}
         self._env = tuple(env)

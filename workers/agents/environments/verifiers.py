@@ -139,8 +139,7 @@ def _task_of(row: Row, request: str) -> Any:
 
 @functools.cache
 def _load(request: str) -> Any:
-    """The environment, once in a process and those forked from it: it has no state of an episode. Raises ValueError if
-    the package is missing, or the environment cannot be loaded, or has several agents for the policy."""
+    """The environment, once in a process and those forked from it: it has no state of an episode. Raises ValueError."""
     taskset, harness, settings = json.loads(request)
     try:
         loaders = importlib.import_module("verifiers.v1.utils.loaders")

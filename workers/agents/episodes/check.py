@@ -67,15 +67,12 @@ class _Direct:
         self._ending = set[asyncio.Task[None]]()
 
     async def begin(self, episode: str, row: Row, timeout_s: float) -> tuple[str, EpisodeReply]:
-        """Starts an episode."""
         return "", await self._server.begin(episode, row)
 
     async def step(self, worker: str, episode: str, message: Message, timeout_s: float) -> EpisodeReply:
-        """The answer to a turn."""
         return await self._server.step(episode, message)
 
     def end(self, worker: str, episode: str) -> None:
-        """Closes an episode; waits for nothing."""
         task = asyncio.ensure_future(self._server.end(episode))
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)

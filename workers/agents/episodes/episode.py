@@ -190,8 +190,7 @@ class EpisodeRunner:
         return answer | ({"also": also} if also else {})
 
     def _room(self, state: _OpenEpisode, asked: Sequence[_Asked] = ()) -> tuple[int, str]:
-        """Tokens that the budgets leave to each of these turns, which begin together, and the budget that leaves the
-        fewest."""
+        """Tokens that the budgets leave to each of these turns, which begin together, and the tightest budget."""
         config, played = self.config, state.played
         left = [(self.max_model_len, "length")]
         if config.max_sampled_tokens is not None:
@@ -275,8 +274,7 @@ class EpisodeRunner:
             state.branches.append(branch)
 
     async def _open(self, state: _OpenEpisode, observation: Observation, *, beside: bool = False) -> _Asked:
-        """Begin or continue the conversation of an observation; `beside` others, one without a name is a new one.
-        Raises EpisodeFailed if it has no tokens, or continues a request that was refused."""
+        """Begin or continue the conversation of an observation; `beside` others, one without a name is new."""
         player, name = self._player(observation), (observation.player or "", observation.conversation)
         before = None if observation.restart or (beside and not any(name)) else state.conversations.get(name)
         if before is not None and before.refusal is not None:
@@ -348,8 +346,7 @@ class EpisodeRunner:
         return player
 
     async def _refusal(self, conversation: Conversation, observation: Observation) -> Message | None:
-        """The answer to a request that is refused or counted, or None if a turn is sampled. Raises EpisodeFailed if the
-        form cannot be used, and the observation is no request."""
+        """The answer to a request that is refused or counted, or None if a turn is sampled. Raises EpisodeFailed."""
         tokens, most, refused = len(conversation.prompt_ids), self.max_model_len, None
         if tokens >= most:
             why = f"This model's maximum context length is {most} tokens. However, your messages have {tokens} tokens."

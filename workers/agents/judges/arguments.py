@@ -154,8 +154,7 @@ class JudgeArgs(Frozen):
             yield Asked(order, question, weight, (turn, number))
 
     def _criteria(self, columns: Mapping[str, Any]) -> list[tuple[float, str]]:
-        """Weight and text of each criterion; one without a text if there are none. Raises JudgeError if the row has no
-        criteria."""
+        """Weight and text of each criterion; one without a text if none are set. Raises JudgeError."""
         criteria: Sequence[Criterion] = self.criteria if isinstance(self.criteria, tuple) else ()
         if isinstance(self.criteria, str):
             given = columns.get(self.criteria)

@@ -56,8 +56,7 @@ def _behind(turn: Message, asked: Message) -> str | None:
 
 
 def _is_example(prompt: Sequence[Message], at: int, turns: Sequence[Message], place: int) -> bool:
-    """Whether the turn at `place` is the prompt's answer `at`, not the same answer of the policy. Then it is between
-    the messages that the prompt has it between."""
+    """Whether the turn at `place` is the prompt's answer `at`, between the same messages, not the policy's own."""
     for step in (-1, 1):
         if not 0 <= at + step < len(prompt):
             continue

@@ -161,8 +161,7 @@ class _Splitter:
         return Insert().visit(node)
 
     def _split(self, node: ast.expr, calls: list[str], truth: bool = False) -> ast.expr:
-        """The expression with a placeholder for every call that the sandbox makes, of which only the truth may count;
-        appends these calls."""
+        """The expression with a placeholder for each of the sandbox's calls, which are appended to `calls`."""
 
         def part(child: ast.expr, truth: bool = False) -> ast.expr:
             return self._split(child, calls, truth)
@@ -247,8 +246,7 @@ class _Splitter:
 
 
 def _require_values(node: ast.AST) -> None:
-    """Raise ValueError if a part of an assertion that holds no result of the sandbox has no value. No program could
-    pass: the assertion says nothing about the program."""
+    """Raise ValueError if a part that holds no result of the sandbox has no value: no program could pass."""
     if any(isinstance(inner, ast.Name) and inner.id.startswith(_RESULT) for inner in ast.walk(node)):
         called = isinstance(node, ast.Call)
         children = [*node.args, *(one.value for one in node.keywords)] if called else ast.iter_child_nodes(node)

@@ -86,7 +86,6 @@ class Docker:
     root: str = "0"
 
     def keep(self, name: str, image: str, settings: ContainerSettings) -> list[str]:
-        """See `Runtime`."""
         limits = [f"--cpus={settings.cpus:g}", f"--memory={settings.memory_mib}m", "--pids-limit=1024"]
         network = [] if settings.network else ["--network=none"]
         variables = [f"--env={key}={value}" for key, value in settings.variables.items()]
@@ -94,17 +93,14 @@ class Docker:
         return [self.program, "run", *named, *variables, *settings.options, "--entrypoint=sh", image, "-c", _WAIT]
 
     def execute(self, name: str, command: Sequence[str], variables: Mapping[str, str], user: str) -> list[str]:
-        """See `Runtime`."""
         chosen = [f"--user={user}"] if user else []
         chosen += [f"--env={key}={value}" for key, value in variables.items()]
         return [self.program, "exec", "--interactive", *chosen, name, *command]
 
     def end(self, name: str) -> list[str]:
-        """See `Runtime`."""
         return [self.program, "rm", "--force", name]
 
     def build(self, tag: str, folder: Path) -> list[str]:
-        """See `Runtime`."""
         return [self.program, "build", "--quiet", f"--tag={tag}", str(folder)]
 
 
@@ -115,7 +111,6 @@ class Apptainer:
     root: str = ""
 
     def keep(self, name: str, image: str, settings: ContainerSettings) -> list[str]:
-        """See `Runtime`."""
         limits = [f"--cpus={settings.cpus:g}", f"--memory={settings.memory_mib}M"]
         network = [] if settings.network else ["--net", "--network=none"]
         variables = [f"--env={key}={value}" for key, value in settings.variables.items()]
@@ -127,18 +122,15 @@ class Apptainer:
         return ["sh", "-c", script, "sh", *started]
 
     def execute(self, name: str, command: Sequence[str], variables: Mapping[str, str], user: str) -> list[str]:
-        """See `Runtime`."""
         if user:
             raise ContainerError("Apptainer runs commands as the user who started it, and not as another one")
         return ["apptainer", "exec", *(f"--env={key}={value}" for key, value in variables.items()),
                 f"instance://{name}", *command]  # fmt: skip
 
     def end(self, name: str) -> list[str]:
-        """See `Runtime`."""
         return ["apptainer", "instance", "stop", name]
 
     def build(self, tag: str, folder: Path) -> list[str]:
-        """See `Runtime`."""
         raise ContainerError(f"Apptainer builds no Dockerfile ({folder}): name an image")
 
 
@@ -150,7 +142,6 @@ class RunningContainer:
     """A running container."""
 
     def __init__(self, runtime: Runtime, name: str, keeper: asyncio.subprocess.Process) -> None:
-        """A container that `start` has started."""
         self._runtime, self._name, self._keeper = runtime, name, keeper
 
     @classmethod
@@ -225,7 +216,6 @@ class _Output:
         self._missing = 0
 
     async def read(self, process: asyncio.subprocess.Process) -> None:
-        """Reads until the end."""
         while process.stdout is not None and (part := await process.stdout.read(_OUTPUT_BYTES)):
             room = _OUTPUT_BYTES - len(self._head)
             self._head, self._tail = self._head + part[:room], self._tail + part[room:]
@@ -233,7 +223,6 @@ class _Output:
             self._tail = self._tail[-_OUTPUT_BYTES:]
 
     def text(self) -> str:
-        """What was read so far."""
         between = f"\n[... {self._missing:,} bytes missing]\n".encode() if self._missing else b""
         return (self._head + between + self._tail).decode(errors="replace")
 
@@ -282,7 +271,6 @@ def _kill(process: asyncio.subprocess.Process) -> None:
 
 
 def _packed(folder: Path) -> bytes:
-    """A folder's content as a tar archive."""
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as archive:
         archive.add(folder, arcname=".")

@@ -178,8 +178,7 @@ def _raise_memory_limit(wanted: int) -> None:
 
 
 def _can_drop_user() -> bool:
-    """Whether the program can run as a different user from the caller, who is root. Root in a container may be an
-    ordinary user outside, with a map that contains no other user."""
+    """Whether the program can run as another user: root in a container may be an ordinary user outside."""
     if os.geteuid() != 0:
         return False
     with open("/proc/self/uid_map", encoding="ascii") as users, open("/proc/self/gid_map", encoding="ascii") as groups:
@@ -331,8 +330,7 @@ def _watch(program: int, limit: int) -> bool:
 
 
 def _used_memory() -> int:
-    """Private memory of all processes but this one, in bytes. Shared memory is in files, within the limit of the disk:
-    the filter refuses every other."""
+    """Private memory of all processes but this one, in bytes. Shared memory is in files, within the disk's limit."""
     pages = 0
     for name in os.listdir("/proc"):
         if name.isdigit() and name != "1":
@@ -386,8 +384,7 @@ def _become_program(request: dict[str, Any], status: int, drops_user: bool) -> N
 
 
 def _limit(limits: dict[str, Any], own_processes: int) -> None:
-    """Set the limits of a process. `own_processes`: number of the sandbox's own processes that count as the
-    program's."""
+    """Set the limits of a process; `own_processes` of the sandbox itself count as the program's."""
     memory, disk, seconds = limits["memory_mib"] * 2**20, limits["disk_mib"] * 2**20, int(limits["timeout_s"]) + 2
     wanted = {
         resource.RLIMIT_AS: (memory, memory),

@@ -234,8 +234,7 @@ def _same_word(ours: str, theirs: str, tolerance: float) -> bool:
 
 
 def _judge(verdicts: Sequence[bool], cases: int, partial: bool) -> float:
-    """The reward of a program, by the verdicts on the cases that were run. Raises TimeoutError if not all were run, and
-    none of the run ones failed: the program may be right."""
+    """The reward by the verdicts on the cases that were run. Raises TimeoutError if the program may be right."""
     if len(verdicts) < cases and all(verdicts):
         raise TimeoutError(
             f"time for {len(verdicts)} of {cases} cases, none of which failed: raise total_s and the timeout_s of the "
@@ -350,8 +349,7 @@ def _same_value(ours: Any, theirs: Any, tolerance: float) -> bool:
 def _run_programs(
     code: str, pairs: list[tuple[str, str]], limits: SandboxLimits, total_s: float, tolerance: float, partial: bool
 ) -> list[bool]:
-    """Whether the cases pass that were run until time was up, or one failed and not `partial`. Each runs in a separate
-    sandbox, so that a program finds nothing of earlier cases."""
+    """Whether the cases pass, each in a separate sandbox, until time is up, or one fails and not `partial`."""
     verdicts: list[bool] = []
     left, longest = total_s, min(limits.timeout_s, total_s)
     with SandboxStarter() as starter:
@@ -388,8 +386,7 @@ def _run_calls(code: str, setup: list[str], cases: list[_Case], limits: SandboxL
 
 
 def _read_results(text: str) -> dict[int, tuple[list[Any], float]]:
-    """The results of each case, none if it failed, and the seconds after which it ended. The text is whatever the
-    program wrote: what is not a result is skipped."""
+    """The results of each case, none if it failed, and its end in seconds; what is no result is skipped."""
     found: dict[int, tuple[list[Any], float]] = {}
     for line in text.splitlines():
         try:

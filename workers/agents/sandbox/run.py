@@ -248,8 +248,7 @@ def _find_leaks(facts: dict[str, Any]) -> list[str]:
 
 @cache
 def _interpreter(packages: bool) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
-    """Path of the interpreter, the folders that it needs, and the folders with packages. Raises SandboxUnavailable if
-    one of the folders contains the home folder."""
+    """Path of the interpreter, the folders that it needs, and those with packages. Raises SandboxUnavailable."""
     executable = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
     prefixes = {os.path.realpath(path) for path in (sys.base_prefix, sys.base_exec_prefix)}
     if not any(Path(executable).is_relative_to(prefix) for prefix in prefixes):
@@ -276,7 +275,6 @@ exec(compile(open(__file__, "rb").read(), __file__, "exec"))
 
 
 def _request(sources: Mapping[str, str], limits: SandboxLimits) -> dict[str, Any]:
-    """What `troupe.workers.agents.sandbox.inside` is given."""
     executable, folders, libraries = _interpreter(limits.packages)
     path = os.pathsep.join(["/program", *libraries])
     return {
@@ -465,8 +463,7 @@ class _Transfer:
 
 
 def _check_report(report: dict[str, Any], timed_out: bool) -> dict[str, Any]:
-    """What the sandbox reported. Raises SandboxUnavailable if the machine does not permit a step of the setup, and
-    SandboxError if it did not report the program's end, though the program was not killed."""
+    """What the sandbox reported. Raises SandboxUnavailable, or SandboxError without the program's end."""
     if "failure" in report:
         raise _explain(report)
     if not timed_out and "wait_status" not in report:

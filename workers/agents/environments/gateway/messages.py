@@ -243,7 +243,6 @@ def _pieces(block: Body) -> tuple[Body, list[Body]]:
 
 
 def _arguments(text: str) -> Body:
-    """The arguments of a call as an object."""
     try:
         value = json.loads(text or "{}")
     except (ValueError, RecursionError):

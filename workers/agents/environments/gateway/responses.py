@@ -184,7 +184,6 @@ def _messages(items: Sequence[Any]) -> Iterator[Message]:
 
 
 def _add(turn: Message, item: Body, kind: str, place: str) -> None:
-    """Add an item of the assistant's to its turn."""
     if kind == "reasoning":
         shown = text_of(item.get("content") or item.get("summary"), place, ("reasoning_text", "summary_text"))
         turn["content"] += unseal(item.get("encrypted_content"), shown)
