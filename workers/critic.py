@@ -30,11 +30,9 @@ class CriticWorker(TrainingRank[CriticConfig]):
         return self.health()
 
     def compute_values(self, plan: RankPlan, *rollouts: pa.Table) -> tuple[ScoreSummary, pa.Table]:
-        """(summary, token_scores table): `values` of the plan's rows under the current critic. Collective."""
         return score_plan(self.engine.module, plan, rollouts, "values", self.engine.device)
 
     def update(self, plan: RankPlan, batch: pa.Table) -> UpdateMetrics:
-        """One optimizer step on the plan's rows of a TRAIN table with values and returns. Collective."""
         table = TokenTable(batch)
         update = self._update(plan, [partial(self._output, table, plan, rows) for rows in plan.micro_batches])
         return loss_metrics(update, self._device)

@@ -106,7 +106,6 @@ class EnvironmentWorker:
         return self._processes.alive
 
     async def close(self) -> None:
-        """End all episodes and processes."""
         for deadline in self._deadlines.values():
             deadline.cancel()
         for process in (*self._free, *self._taken.values()):

@@ -72,7 +72,6 @@ class JudgeWorker:
         return _read(str(table["response"][0].as_py()), str(table["finish_reason"][0]), self._opens_thought)
 
     async def health(self) -> WorkerHealth:
-        """Health of the engine. Raises EngineClosed, EngineDead."""
         return await self._engine.health()
 
     async def watch(self, seconds: float) -> bool:
@@ -87,7 +86,6 @@ class JudgeWorker:
         return True
 
     async def close(self) -> None:
-        """Stop the engine."""
         await self._engine.close()
 
 

@@ -49,11 +49,9 @@ class OfflineRank(TrainingRank[OfflineConfig]):
         self._tokenizer: PreTrainedTokenizerBase | None = None
 
     def tokenize(self, texts: pa.Table) -> tuple[ExampleSummary, pa.Table]:
-        """Tokenize texts (`troupe.workers.data.examples.tokenize`). Not collective: one rank does it."""
         return tokenize(self._tokens(), texts, self._config.examples)
 
     def assemble(self, picks: Picks, examples: pa.Table) -> tuple[ExampleBatchSummary, pa.Table]:
-        """Assemble a batch (`troupe.workers.data.examples.assemble`). Not collective."""
         return assemble(picks, examples, self._config.examples)
 
     def attach(self, batch: pa.Table, *scores: pa.Table) -> tuple[int, pa.Table]:
@@ -61,7 +59,6 @@ class OfflineRank(TrainingRank[OfflineConfig]):
         return batch.num_rows, attach(batch, scores)
 
     def update(self, plan: RankPlan, batch: pa.Table) -> UpdateMetrics:
-        """One optimizer step on the plan's rows of an EXAMPLE_BATCH table. Collective."""
         table, meter = ExampleTable(batch), self._meter()
         point = self._reference_point(self.engine.module, plan, table)
 
@@ -77,7 +74,6 @@ class OfflineRank(TrainingRank[OfflineConfig]):
         return update.metrics(added(output.terms for output in update.outputs), means, self._device)
 
     def evaluate(self, plan: RankPlan, batch: pa.Table) -> EvaluationPart:
-        """This rank's share of the loss and metrics of the plan's rows, without an update. Collective."""
         table, module = ExampleTable(batch), self.engine.module
         with evaluating(module), torch.no_grad():
             point = self._reference_point(module, plan, table)

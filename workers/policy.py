@@ -76,7 +76,6 @@ class PolicyWorker(TrainingRank[PolicyConfig]):
         return self.health()
 
     def compute_logprobs(self, plan: RankPlan, *rollouts: pa.Table) -> tuple[ScoreSummary, pa.Table]:
-        """(summary, token_scores table): `old_logprobs` of the plan's rows under the current policy."""
         return score_plan(self.engine.module, plan, rollouts, "old_logprobs", self.engine.device)
 
     def shares_prompts(self) -> bool:
@@ -85,11 +84,9 @@ class PolicyWorker(TrainingRank[PolicyConfig]):
         return self._config.share_prompts and self._packs
 
     def prepare(self, request: PrepareRequest, *tables: pa.Table) -> tuple[TrainSummary, pa.Table]:
-        """Prepare the batch (`troupe.workers.algorithms.train_batch.prepare`). Not collective: one rank does it."""
         return prepare(self._config.advantage, request, tables)
 
     def cut_texts(self, texts: pa.Table, cuts: Sequence[TextCut]) -> tuple[tuple[TextSummary, ...], pa.Table]:
-        """Cut the texts (`troupe.workers.data.texts.cut_sources`). Not collective: one rank does it."""
         return cut_sources(load_tokenizer(self._config.model), texts, cuts)
 
     def update(
@@ -143,7 +140,6 @@ class PolicyWorker(TrainingRank[PolicyConfig]):
         return self.divergence()
 
     def discard_stored(self) -> None:
-        """Discard the stored distributions and weights."""
         self._stored_distributions, self._weights_before = [], None
 
     def publish_weights(self, version: int, base: str = "") -> WeightUpdate | None:
@@ -172,7 +168,6 @@ class PolicyWorker(TrainingRank[PolicyConfig]):
         )
 
     def send_weights(self, version: int) -> WeightsSent | None:
-        """Send the weights to the connected engines as `version`. Collective; only rank 0 returns what was sent."""
         if self._sender is None:
             raise RuntimeError(f"{self._name} is not connected to any engine")
         self._version = version

@@ -52,7 +52,6 @@ class ReferenceWorker:
         return self.health()
 
     def packs(self) -> bool:
-        """Whether the model takes the rows of a micro-batch concatenated, without padding."""
         return self._started.packs
 
     def score(self, plan: RankPlan, *rollouts: pa.Table) -> tuple[ScoreSummary, pa.Table]:
@@ -67,11 +66,9 @@ class ReferenceWorker:
         return replace(summary, failed={**summary.failed, **failed}), scores
 
     def health(self) -> WorkerHealth:
-        """Health of the worker."""
         return worker_health(self._name, 0, self._config.device)
 
     def close(self) -> None:
-        """Release the model."""
         if isinstance(self._model, ShardedReference):
             self._model.close()
         self._model = None

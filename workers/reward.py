@@ -188,7 +188,8 @@ class RewardWorker:
         self.policy = policy
         self._components: dict[str, Component] = {}
         """Components by the settings that affect their outcomes, which exclude weight and label."""
-        own = {name: RewardConfig(functions=functions) for name, functions in _sets(config).items()}
+        sets = config.sets if isinstance(config, ScoringConfig) else {}
+        own = {name: RewardConfig(functions=functions) for name, functions in sets.items()}
         self._rewards = {name: _Rewards(part, self._component) for name, part in {"": config, **own}.items()}
         self._processes = [part for part in self._components.values() if isinstance(part, RewardProcess)]
         self._family = FamilyPeak()
@@ -279,19 +280,15 @@ class RewardWorker:
         return summary, _rewards_table(identities, asked, combined, per_sample)
 
     def write_trajectories(self, path: str, step: int, unscored: Unscored, *tables: pa.Table) -> int:
-        """Join the tables of a step into one Parquet file (`troupe.workers.data.trajectories`); returns its rows."""
         return write_trajectories(path, step, unscored, tables)
 
     def write_evaluation(self, path: str, step: int, *tables: pa.Table) -> int:
-        """Write the readable columns of ROLLOUTS and REWARDS tables; returns the number of rows."""
         return write_evaluation(path, step, tables)
 
     def keep_groups(self, folder: str, request: KeepRequest, *tables: pa.Table) -> tuple[Kept, ...]:
-        """Write groups for a later run (see `troupe.workers.data.kept_tables`)."""
         return keep_groups(folder, request, tables)
 
     def read_group(self, folder: str, kept: KeptTable) -> tuple[int, pa.Table]:
-        """(rows, table) of one group from files that `keep_groups` wrote."""
         table = read_group(folder, kept)
         return table.num_rows, table
 
@@ -363,11 +360,6 @@ class RewardWorker:
         if self._model is None:
             raise RuntimeError(f"{self.name}: the reward model is not loaded; call start() first")
         return self._model
-
-
-def _sets(config: RewardConfig) -> dict[str, tuple[RewardFunctionConfig, ...]]:
-    """Further reward functions of a worker, by name."""
-    return config.sets if isinstance(config, ScoringConfig) else {}
 
 
 def _component(function: RewardFunctionConfig, memory_limit_mib: int) -> Component:

@@ -100,43 +100,33 @@ class RolloutWorker:
         return await self.generation.generate(request, prompts, finished)
 
     async def finished_samples(self) -> tuple[tuple[FinishedSamples, ...], pa.Table]:
-        """The samples that are finished of all groups that run, and their rows; see `Generation`."""
         return self.generation.finished_samples()
 
     async def connect_environments(self, name: str, link: EnvironmentLink) -> None:
-        """Use these environment workers for new episodes in the environment of this name."""
         self.generation.connect(name, link)
 
     async def connect_judge(self, judge: JudgeLink) -> None:
-        """Let this judge play as the players of games that the policy does not play."""
         self.generation.connect_judge(judge)
 
     async def update_weights(self, update: WeightUpdate) -> WeightAck:
-        """Load a published file of weights while running requests are paused; see `EngineWeights.update`."""
         return await self.weights.update(update)
 
     async def write_weights(self, update: WeightUpdate, payload: Bytes | StoredBytes) -> None:
-        """Write the weight file of `update` on this node, for all engines of the node; see `NodeFile.write`."""
         await self.node_file.write(update, payload)
 
     async def change_weights(self, update: WeightUpdate, delta: Bytes | StoredBytes) -> bool:
-        """Turn the weight file that this worker wrote last into the file of `update`; see `NodeFile.change`."""
         return await self.node_file.change(update, delta)
 
     async def transfer_init(self, init_info: dict[str, Any]) -> None:
-        """Join the sender of a transfer from device to device; see `EngineWeights.join`."""
         await self.weights.join(init_info)
 
     async def transfer_start(self) -> None:
-        """Pause running requests for an update from device to device; see `EngineWeights.begin`."""
         await self.weights.begin()
 
     async def transfer_receive(self, update_info: dict[str, Any]) -> None:
-        """Receive weights; see `EngineWeights.receive`."""
         await self.weights.receive(update_info)
 
     async def transfer_finish(self, version: int, digest: str) -> WeightAck:
-        """Serve the weights received as `version`, if they have this digest; see `EngineWeights.finish`."""
         return await self.weights.finish(version, digest)
 
     async def reset_prefix_cache(self) -> bool:
@@ -145,15 +135,12 @@ class RolloutWorker:
         return await self.engine.call(self.engine.require_open().reset_prefix_cache())
 
     async def sleep(self) -> None:
-        """Release the memory that the configuration names, until new weights are loaded; see `EngineSleep.sleep`."""
         await self.memory.sleep()
 
     async def wake(self) -> None:
-        """Serve again with the weights that the engine has; see `EngineSleep.wake`."""
         await self.memory.wake()
 
     async def health(self) -> WorkerHealth:
-        """Health of the worker, requested through the engine's process; see `ServingEngine.health`."""
         return await self.engine.health()
 
     async def close(self) -> None:

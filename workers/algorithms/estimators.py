@@ -142,18 +142,6 @@ def _decoupled_group(config: AdvantageConfig, batch: SampledTokens, state: Advan
     return Estimate(advantages[batch.sequence], state)
 
 
-def _max_likelihood(config: AdvantageConfig, batch: SampledTokens, state: AdvantageState) -> Estimate:
-    return Estimate(max_likelihood_advantages(batch.rewards, batch.groups)[batch.sequence], state)
-
-
-def _best_of_subsets(config: AdvantageConfig, batch: SampledTokens, state: AdvantageState) -> Estimate:
-    return Estimate(best_of_subsets_advantages(batch.rewards, batch.groups, config.pass_k)[batch.sequence], state)
-
-
-def _best_of_group(config: AdvantageConfig, batch: SampledTokens, state: AdvantageState) -> Estimate:
-    return Estimate(best_of_group(batch.rewards, batch.groups)[batch.sequence], state)
-
-
 def _distill(config: AdvantageConfig, batch: SampledTokens, state: AdvantageState) -> Estimate:
     """log teacher - log policy, of several teachers the weighted sum; its mean is minus the reverse KL divergence."""
     if batch.taught is None:
@@ -161,10 +149,6 @@ def _distill(config: AdvantageConfig, batch: SampledTokens, state: AdvantageStat
     policy = batch.rollout_logprobs if batch.old_logprobs is None else batch.old_logprobs
     logprobs, weights = batch.taught
     return Estimate(logprobs - weights * policy.double(), state)
-
-
-def _none(config: AdvantageConfig, batch: SampledTokens, state: AdvantageState) -> Estimate:
-    return Estimate(torch.zeros(len(batch.sequence), dtype=torch.double), state)
 
 
 def _returns(config: AdvantageConfig, batch: SampledTokens, state: AdvantageState) -> Estimate:
@@ -230,16 +214,23 @@ def _custom(config: AdvantageConfig, batch: SampledTokens, state: AdvantageState
     return Estimate(advantages, state, advantages + values, _critic_metrics(values, advantages + values))
 
 
+def _by_sample(compute: Callable[[SampledTokens, AdvantageConfig], torch.Tensor]) -> Estimator:
+    """The estimator that gives every token the advantage of its sample."""
+    return lambda config, batch, state: Estimate(compute(batch, config)[batch.sequence], state)
+
+
 ESTIMATORS: dict[str, Estimator] = {
     "group": _group,
     "turn_group": _turn_group,
     "smooth_group": _smooth_group,
     "decoupled_group": _decoupled_group,
-    "max_likelihood": _max_likelihood,
-    "best_of_subsets": _best_of_subsets,
-    "best_of_group": _best_of_group,
+    "max_likelihood": _by_sample(lambda batch, _: max_likelihood_advantages(batch.rewards, batch.groups)),
+    "best_of_subsets": _by_sample(
+        lambda batch, config: best_of_subsets_advantages(batch.rewards, batch.groups, config.pass_k)
+    ),
+    "best_of_group": _by_sample(lambda batch, _: best_of_group(batch.rewards, batch.groups)),
     "distill": _distill,
-    "none": _none,
+    "none": _by_sample(lambda batch, _: torch.zeros(len(batch.lengths), dtype=torch.double)),
     "returns": _returns,
     "gae": _of_critic,
     "n_step": _of_critic,

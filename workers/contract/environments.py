@@ -62,6 +62,7 @@ OK = "ok"
 """Status of an episode that came to its end."""
 _LAST_TURN = "; the last turn: "
 _NOTE_CHARS = 500
+_FLAGS = ("done", "restart", "refusable", "logprobs", "raw", "counted")
 
 
 @dataclass(frozen=True)
@@ -212,20 +213,15 @@ def read_observation(value: Any) -> Observation:
         reward=None if reward is None else _finite("reward", reward),
         rewards=rewards,
         player=player,
-        done=bool(value.get("done", False)),
         tools=read_tools(value.get("tools")),
-        restart=bool(value.get("restart", False)),
         conversation=_name_of(value),
         stop=read_stop(value.get("stop") or ()),
         max_tokens=longest,
         also=also,
         structured=read_form(value.get("structured")),
-        refusable=bool(value.get("refusable", False)),
-        logprobs=bool(value.get("logprobs", False)),
-        raw=bool(value.get("raw", False)),
-        counted=bool(value.get("counted", False)),
         note=valid_text(str(value.get("note") or ""))[:_NOTE_CHARS],
         info=info,
+        **{name: bool(value.get(name, False)) for name in _FLAGS},
     )
 
 

@@ -21,6 +21,12 @@ from troupe.workers.contract.environments import OK
 SCHEMA_VERSION = "2"
 SCHEMA_METADATA: dict[bytes | str, bytes | str] = {"troupe_schema": SCHEMA_VERSION}
 
+
+def versioned(*fields: pa.Field) -> pa.Schema:
+    """A schema of these fields with its version in the metadata."""
+    return pa.schema(fields, metadata=SCHEMA_METADATA)
+
+
 IDENTITY = (
     pa.field("prompt_uid", pa.string(), nullable=False),
     pa.field("sample_index", pa.int32(), nullable=False),
@@ -60,58 +66,49 @@ _VERSION_SPAN = pa.struct([("version", pa.int32()), ("start", pa.int32()), ("end
 _REWARD_SPAN = pa.struct([("end", pa.int32()), ("reward", pa.float64())])  # end: in the sample's response tokens
 _COMPONENT = pa.struct([("name", pa.string()), ("value", pa.float64()), ("weight", pa.float64())])
 
-PROMPTS = pa.schema(
-    [
-        pa.field("row", pa.int64(), nullable=False),
-        pa.field("messages", pa.string(), nullable=False),  # JSON: [{"role": ..., "content": ...}, ...]
-        pa.field("answer", pa.string(), nullable=False),
-        pa.field("metadata", pa.string(), nullable=False),  # JSON object, passed to reward functions
-        pa.field("origin", pa.string(), nullable=False),  # "file.jsonl:17", for error messages
-        pa.field("candidates", pa.list_(pa.string())),  # answers from other sources; null: none
-        pa.field("source", pa.string()),  # name of the source in a mixture; null: there is one source
-    ],
-    metadata=SCHEMA_METADATA,
+PROMPTS = versioned(
+    pa.field("row", pa.int64(), nullable=False),
+    pa.field("messages", pa.string(), nullable=False),  # JSON: [{"role": ..., "content": ...}, ...]
+    pa.field("answer", pa.string(), nullable=False),
+    pa.field("metadata", pa.string(), nullable=False),  # JSON object, passed to reward functions
+    pa.field("origin", pa.string(), nullable=False),  # "file.jsonl:17", for error messages
+    pa.field("candidates", pa.list_(pa.string())),  # answers from other sources; null: none
+    pa.field("source", pa.string()),  # name of the source in a mixture; null: there is one source
 )
 """The prompt pool: stored once in the object store, addressed by row."""
 
-ROLLOUTS = pa.schema(
-    [
-        *IDENTITY,
-        SEGMENT,
-        pa.field("prompt_ids", pa.list_(pa.int32()), nullable=False),
-        pa.field("response_ids", pa.list_(pa.int32()), nullable=False),  # everything after the prompt, observations too
-        pa.field("rollout_logprobs", pa.list_(pa.float32()), nullable=False),  # 0: not sampled; NaN: candidates
-        KEPT_TOKENS,
-        pa.field("loss_mask", pa.list_(pa.bool_()), nullable=False),  # False: not sampled by the policy
-        pa.field("weight_versions", pa.list_(_VERSION_SPAN), nullable=False),  # over response tokens; candidates: none
-        pa.field("turns", pa.list_(_SPAN), nullable=False),  # spans over response tokens, by speaker
-        pa.field("finish_reason", pa.string(), nullable=False),  # stop | length | one of BUDGETS
-        pa.field("episode_status", pa.string(), nullable=False),  # "ok" or why the episode has failed
-        pa.field("response", pa.string(), nullable=False),  # text of the last turn
-        pa.field("messages", pa.string(), nullable=False),  # JSON: the prompt
-        pa.field("conversation", pa.string(), nullable=False),  # JSON: all messages of an episode, or ""
-        pa.field("turn_rewards", pa.list_(_REWARD_SPAN), nullable=False),  # from the environment, in the last segment
-        pa.field("answer", pa.string(), nullable=False),
-        pa.field("metadata", pa.string(), nullable=False),
-        pa.field("engine", pa.string(), nullable=False),
-        pa.field("generate_s", pa.float32(), nullable=False),  # arrival in the engine to last token
-        pa.field("first_token_s", pa.float32(), nullable=False),
-        pa.field("source", pa.string()),  # as in PROMPTS
-        pa.field("player", pa.string()),  # of a game; null: the environment names none
-    ],
-    metadata=SCHEMA_METADATA,
+ROLLOUTS = versioned(
+    *IDENTITY,
+    SEGMENT,
+    pa.field("prompt_ids", pa.list_(pa.int32()), nullable=False),
+    pa.field("response_ids", pa.list_(pa.int32()), nullable=False),  # everything after the prompt, observations too
+    pa.field("rollout_logprobs", pa.list_(pa.float32()), nullable=False),  # 0: not sampled; NaN: candidates
+    KEPT_TOKENS,
+    pa.field("loss_mask", pa.list_(pa.bool_()), nullable=False),  # False: not sampled by the policy
+    pa.field("weight_versions", pa.list_(_VERSION_SPAN), nullable=False),  # over response tokens; candidates: none
+    pa.field("turns", pa.list_(_SPAN), nullable=False),  # spans over response tokens, by speaker
+    pa.field("finish_reason", pa.string(), nullable=False),  # stop | length | one of BUDGETS
+    pa.field("episode_status", pa.string(), nullable=False),  # "ok" or why the episode has failed
+    pa.field("response", pa.string(), nullable=False),  # text of the last turn
+    pa.field("messages", pa.string(), nullable=False),  # JSON: the prompt
+    pa.field("conversation", pa.string(), nullable=False),  # JSON: all messages of an episode, or ""
+    pa.field("turn_rewards", pa.list_(_REWARD_SPAN), nullable=False),  # from the environment, in the last segment
+    pa.field("answer", pa.string(), nullable=False),
+    pa.field("metadata", pa.string(), nullable=False),
+    pa.field("engine", pa.string(), nullable=False),
+    pa.field("generate_s", pa.float32(), nullable=False),  # arrival in the engine to last token
+    pa.field("first_token_s", pa.float32(), nullable=False),
+    pa.field("source", pa.string()),  # as in PROMPTS
+    pa.field("player", pa.string()),  # of a game; null: the environment names none
 )
 """Samples of one group, from a rollout worker; candidates follow as further samples."""
 
-REWARDS = pa.schema(
-    [
-        *IDENTITY,
-        pa.field("status", pa.string(), nullable=False),  # "ok" or why there is no reward
-        pa.field("reward", pa.float64()),  # null unless status is ok
-        pa.field("components", pa.list_(_COMPONENT), nullable=False),  # by label
-        pa.field("reward_spans", pa.list_(_REWARD_SPAN), nullable=False),  # process rewards; empty if outcome only
-    ],
-    metadata=SCHEMA_METADATA,
+REWARDS = versioned(
+    *IDENTITY,
+    pa.field("status", pa.string(), nullable=False),  # "ok" or why there is no reward
+    pa.field("reward", pa.float64()),  # null unless status is ok
+    pa.field("components", pa.list_(_COMPONENT), nullable=False),  # by label
+    pa.field("reward_spans", pa.list_(_REWARD_SPAN), nullable=False),  # process rewards; empty if outcome only
 )
 """Rewards of one group, from a reward worker."""
 
@@ -119,52 +116,43 @@ REWARDS = pa.schema(
 def token_scores(column: str, *added: pa.Field) -> pa.Schema:
     """Schema of a table with one float per response token, under the name `column`, and the columns `added`."""
     scores = pa.field(column, pa.list_(pa.float32()), nullable=False)
-    return pa.schema([*IDENTITY, SEGMENT, scores, *added], metadata=SCHEMA_METADATA)
+    return versioned(*IDENTITY, SEGMENT, scores, *added)
 
 
-TRAIN = pa.schema(
-    [
-        *IDENTITY,
-        SEGMENT,
-        pa.field("prompt_ids", pa.list_(pa.int32()), nullable=False),
-        pa.field("response_ids", pa.list_(pa.int32()), nullable=False),
-        pa.field("loss_mask", pa.list_(pa.bool_()), nullable=False),
-        pa.field("rollout_logprobs", pa.list_(pa.float32()), nullable=False),
-        KEPT_TOKENS,
-        pa.field("old_logprobs", pa.list_(pa.float32())),  # null: equal to the current policy's
-        pa.field("ref_logprobs", pa.list_(pa.float32())),
-        *TEACHER_TOKENS,
-        TEACHER_WEIGHTS,
-        pa.field("values", pa.list_(pa.float32())),
-        pa.field("advantages", pa.list_(pa.float32()), nullable=False),
-        pa.field("returns", pa.list_(pa.float32())),
-        pa.field("penalties", pa.list_(pa.float32())),  # coefficients of |log pi - log pi_old| (kl_cov); null: none
-        pa.field("reward", pa.float64(), nullable=False),
-    ],
-    metadata=SCHEMA_METADATA,
+TRAIN = versioned(
+    *IDENTITY,
+    SEGMENT,
+    pa.field("prompt_ids", pa.list_(pa.int32()), nullable=False),
+    pa.field("response_ids", pa.list_(pa.int32()), nullable=False),
+    pa.field("loss_mask", pa.list_(pa.bool_()), nullable=False),
+    pa.field("rollout_logprobs", pa.list_(pa.float32()), nullable=False),
+    KEPT_TOKENS,
+    pa.field("old_logprobs", pa.list_(pa.float32())),  # null: equal to the current policy's
+    pa.field("ref_logprobs", pa.list_(pa.float32())),
+    *TEACHER_TOKENS,
+    TEACHER_WEIGHTS,
+    pa.field("values", pa.list_(pa.float32())),
+    pa.field("advantages", pa.list_(pa.float32()), nullable=False),
+    pa.field("returns", pa.list_(pa.float32())),
+    pa.field("penalties", pa.list_(pa.float32())),  # coefficients of |log pi - log pi_old| (kl_cov); null: none
+    pa.field("reward", pa.float64(), nullable=False),
 )
 """Batch of one step, for the trainers."""
 
 
-TOKEN_RECORDS = pa.schema(
-    [
-        *IDENTITY,
-        SEGMENT,
-        pa.field("logprobs", pa.list_(pa.float32()), nullable=False),
-        pa.field("entropy", pa.list_(pa.float32()), nullable=False),
-    ],
-    metadata=SCHEMA_METADATA,
+TOKEN_RECORDS = versioned(
+    *IDENTITY,
+    SEGMENT,
+    pa.field("logprobs", pa.list_(pa.float32()), nullable=False),
+    pa.field("entropy", pa.list_(pa.float32()), nullable=False),
 )
 """What the policy computed in its updates for every response token: a row for each row of each update."""
 
-TEXTS = pa.schema(
-    [
-        *IDENTITY,
-        pa.field("prompt_ids", pa.list_(pa.int32()), nullable=False),  # the first token, which has no prediction
-        pa.field("response_ids", pa.list_(pa.int32()), nullable=False),
-        pa.field("loss_mask", pa.list_(pa.bool_()), nullable=False),
-    ],
-    metadata=SCHEMA_METADATA,
+TEXTS = versioned(
+    *IDENTITY,
+    pa.field("prompt_ids", pa.list_(pa.int32()), nullable=False),  # the first token, which has no prediction
+    pa.field("response_ids", pa.list_(pa.int32()), nullable=False),
+    pa.field("loss_mask", pa.list_(pa.bool_()), nullable=False),
 )
 """Texts cut into pieces: `prompt_uid` is the origin of the text, `sample_index` the number of the piece."""
 

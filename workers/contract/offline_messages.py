@@ -7,21 +7,18 @@ from dataclasses import dataclass, field
 
 import pyarrow as pa
 
-from troupe.workers.contract.messages import IDENTITY, SCHEMA_METADATA, TrainSummary
+from troupe.workers.contract.messages import IDENTITY, TrainSummary, versioned
 
-EXAMPLE_TEXTS = pa.schema(
-    [
-        pa.field("messages", pa.string(), nullable=False),  # JSON, as in PROMPTS
-        pa.field("responses", pa.list_(pa.string()), nullable=False),  # best first; JSON, the turns after them
-        # one per response; none: the order is strict; of a process reward model, responses are steps, scores labels
-        pa.field("scores", pa.list_(pa.float64()), nullable=False),
-        pa.field("margin", pa.float64(), nullable=False),  # of a pair; 0 if the data has none
-        pa.field("desirable", pa.bool_(), nullable=False),  # of a labelled response; True otherwise
-        pa.field("tools", pa.string()),  # JSON schemas of functions, as JSON; null: none
-        pa.field("origin", pa.string(), nullable=False),  # "file.jsonl:17", for error messages
-        pa.field("source", pa.string()),  # name of the source in a mixture; null: there is one source
-    ],
-    metadata=SCHEMA_METADATA,
+EXAMPLE_TEXTS = versioned(
+    pa.field("messages", pa.string(), nullable=False),  # JSON, as in PROMPTS
+    pa.field("responses", pa.list_(pa.string()), nullable=False),  # best first; JSON, the turns after them
+    # one per response; none: the order is strict; of a process reward model, responses are steps, scores labels
+    pa.field("scores", pa.list_(pa.float64()), nullable=False),
+    pa.field("margin", pa.float64(), nullable=False),  # of a pair; 0 if the data has none
+    pa.field("desirable", pa.bool_(), nullable=False),  # of a labelled response; True otherwise
+    pa.field("tools", pa.string()),  # JSON schemas of functions, as JSON; null: none
+    pa.field("origin", pa.string(), nullable=False),  # "file.jsonl:17", for error messages
+    pa.field("source", pa.string()),  # name of the source in a mixture; null: there is one source
 )
 """The example pool: one row per example, with all its responses."""
 
@@ -35,15 +32,12 @@ _TOKENS = (
     pa.field("step_labels", pa.list_(pa.float64())),  # one for each token of the loss mask, at which a step ends
 )
 
-EXAMPLES = pa.schema(
-    [pa.field("example", pa.int64(), nullable=False), pa.field("member", pa.int32(), nullable=False), *_TOKENS],
-    metadata=SCHEMA_METADATA,
+EXAMPLES = versioned(
+    pa.field("example", pa.int64(), nullable=False), pa.field("member", pa.int32(), nullable=False), *_TOKENS
 )
 """Tokenized examples: one row per response; the rows of an example are adjacent and ordered by `member`."""
 
-EXAMPLE_BATCH = pa.schema(
-    [*IDENTITY, *_TOKENS, pa.field("ref_logprobs", pa.list_(pa.float32()))], metadata=SCHEMA_METADATA
-)
+EXAMPLE_BATCH = versioned(*IDENTITY, *_TOKENS, pa.field("ref_logprobs", pa.list_(pa.float32())))
 """Batch of one step. `prompt_uid` names the example's visit, and `sample_index` its member: 0 is the demonstration or
 the best response, the others follow in rank, tied ones in any order. For KTO, 1 is the mismatched response."""
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pyarrow as pa
 
-from troupe.workers.contract.messages import IDENTITY_NAMES, KEPT_TOKENS, REWARDS, ROLLOUTS, SCHEMA_METADATA
+from troupe.workers.contract.messages import IDENTITY_NAMES, KEPT_TOKENS, REWARDS, ROLLOUTS, versioned
 
 _FLOATS = pa.list_(pa.float32())
 
@@ -23,14 +23,11 @@ TRAINED = (
 )
 """What was trained: over response tokens, null if it was not computed."""
 
-SAMPLES = pa.schema(
-    [
-        pa.field("step", pa.int32(), nullable=False),
-        *(field for field in ROLLOUTS if field != KEPT_TOKENS),  # the largest column, of no use without the model
-        *(field for field in REWARDS if field.name not in IDENTITY_NAMES),
-        *TRAINED,
-    ],
-    metadata=SCHEMA_METADATA,
+SAMPLES = versioned(
+    pa.field("step", pa.int32(), nullable=False),
+    *(field for field in ROLLOUTS if field != KEPT_TOKENS),  # the largest column, of no use without the model
+    *(field for field in REWARDS if field.name not in IDENTITY_NAMES),
+    *TRAINED,
 )
 """All columns, in order."""
 

@@ -93,19 +93,17 @@ def _special(tokenizer: PreTrainedTokenizerBase) -> _Special:
         added = {one: token.content for one, token in tokenizer.added_tokens_decoder.items() if token.special}
         marked = added | dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
         tags = frozenset(one for one, content in marked.items() if is_thought_tag(str(content)))
-        all_texts = {*added.values(), *marked.values(), *unmarked_control_tokens(tokenizer)} - {""}
-        texts = sorted(all_texts, key=len, reverse=True)
-        pattern = re.compile("|".join(map(re.escape, texts)) or r"(?!)")
+        texts = {*added.values(), *marked.values(), *unmarked_control_tokens(tokenizer)} - {""}
         beginnings = frozenset(text[:end] for text in texts for end in range(1, len(text)))
         tokens = {
             token.content: token
             for one, token in tokenizer.added_tokens_decoder.items()
-            if token.content in all_texts and (one != tokenizer.unk_token_id or one == tokenizer.eos_token_id)
+            if token.content in texts and (one != tokenizer.unk_token_id or one == tokenizer.eos_token_id)
         }
         ids = {one: token.content for one, token in tokenizer.added_tokens_decoder.items() if token.content in tokens}
         known = _known[tokenizer] = _Special(
             state=state,
-            pattern=pattern,
+            pattern=_finds(texts),
             beginnings=beginnings,
             longest=max(map(len, texts), default=0),
             tokens=tokens,

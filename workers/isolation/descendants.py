@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import NoReturn
 
 from troupe.workers.contract.text import has_credentials, is_secret
+from troupe.workers.telemetry.peak_memory import sizes
 from troupe.workers.telemetry.stacks import VARIABLE, stacks_folder
 
 MARK = "TROUPE_CHILD"
@@ -72,7 +73,7 @@ def used_bytes(mark: str, *, at_most: int = 0) -> tuple[int, int]:
     resident = [size for pid in marked(mark) if (size := _resident(pid))]
     if sum(resident) <= at_most:
         return sum(resident), len(resident)
-    shares = [size for pid in marked(mark) if (size := _share(pid))]
+    shares = [size for pid in marked(mark) if (size := sizes(pid, "smaps_rollup").get("Pss:", 0))]
     return sum(shares), len(shares)
 
 
@@ -132,15 +133,6 @@ def _environment(pid: str) -> list[bytes]:
             return stream.read().split(b"\0")
     except OSError:
         return []
-
-
-def _share(pid: int) -> int:
-    """Resident set of a process, in bytes, a page that n processes map as 1/n; 0 if it is gone."""
-    try:
-        with open(f"/proc/{pid}/smaps_rollup", "rb") as stream:
-            return next((int(line.split()[1]) * 2**10 for line in stream if line.startswith(b"Pss:")), 0)
-    except (OSError, IndexError):
-        return 0
 
 
 def _resident(pid: int) -> int:

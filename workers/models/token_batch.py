@@ -18,13 +18,13 @@ import torch
 from troupe.workers.contract.messages import (
     IDENTITY,
     KEPT_TOKENS,
-    SCHEMA_METADATA,
     SEGMENT,
     TEACHER_TOKENS,
     TEACHER_WEIGHTS,
     TRAIN,
     RankPlan,
     identities,
+    versioned,
 )
 from troupe.workers.models.ragged import Ragged, list_column, ragged, ragged_view
 
@@ -42,10 +42,7 @@ def score_table(
         (field, list_column(numbers.flatten(), lengths * numbers.shape[1], field.type.value_type))
         for field, numbers in zip(TEACHER_TOKENS if teacher else (), teacher, strict=True)
     ]
-    schema = pa.schema(
-        [*fields, pa.field(column, floats.type, nullable=False), *(field for field, _ in added)],
-        metadata=SCHEMA_METADATA,
-    )
+    schema = versioned(*fields, pa.field(column, floats.type, nullable=False), *(field for field, _ in added))
     identity = [rows.column(field.name).combine_chunks() for field in fields]
     return pa.Table.from_arrays([*identity, floats, *(array for _, array in added)], schema=schema)
 

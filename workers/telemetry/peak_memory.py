@@ -40,16 +40,16 @@ class FamilyPeak:
 
 def _high_water(pid: int | str) -> int:
     """VmHWM in bytes. (`ru_maxrss` starts with the peak of the parent process.)"""
-    return _bytes(pid, "status").get("VmHWM:", 0)
+    return sizes(pid, "status").get("VmHWM:", 0)
 
 
 def _shared(pid: int | str) -> int:
     """Bytes of a process that are shared memory, or belong to other processes that hold the same pages."""
-    held = _bytes(pid, "smaps_rollup")
+    held = sizes(pid, "smaps_rollup")
     return held.get("Rss:", 0) - held.get("Pss:", 0) + held.get("Pss_Shmem:", 0)
 
 
-def _bytes(pid: int | str, file: str) -> dict[str, int]:
+def sizes(pid: int | str, file: str) -> dict[str, int]:
     """The sizes in a file of /proc; empty if the process has ended or its maps may not be read."""
     try:
         with open(f"/proc/{pid}/{file}", errors="replace") as lines:  # the name of a process may be cut in a character

@@ -345,9 +345,8 @@ class TrainEngine:
         else:
             averages = [state[f"average.{number}"] for number in range(len(self._average))]
         folder = Path(directory) / _TAG
-        sharded = any(
-            folder.glob("*_optim_states.pt")
-        )  # without ZeRO every rank holds the whole state, and rank 0 wrote it
+        # Without ZeRO every rank holds the whole state, and rank 0 wrote it.
+        sharded = any(folder.glob("*_optim_states.pt"))
         if sharded != (self._stage > 0) and self._dtype != torch.float32:
             raise ValueError(
                 f"{folder} was written {'with' if sharded else 'without'} ZeRO, but zero_stage is {self._stage}"

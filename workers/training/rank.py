@@ -137,7 +137,6 @@ class TrainingRank(ABC, Generic[ConfigT]):
         return self._engine
 
     def host(self) -> str:
-        """Name and address of this machine."""
         return f"{socket.gethostname()} {own_address()}"
 
     def rendezvous(self, *, one_host: bool) -> tuple[str, int]:
@@ -242,7 +241,6 @@ class TrainingRank(ABC, Generic[ConfigT]):
         return Update(step, outputs, meter, sum(map(len, plan.micro_batches)))
 
     def packs(self) -> bool:
-        """Whether all models of the rank take the rows of a micro-batch concatenated, without padding."""
         return self._packs
 
     def offload_states(self) -> int:
@@ -276,7 +274,6 @@ class TrainingRank(ABC, Generic[ConfigT]):
         return self._writer.status(directory)
 
     def try_save(self, directory: str) -> None:
-        """Write what a checkpoint and an export consist of, with a small part of the weights."""
         self.engine.try_save(directory, self._config.model)
 
     def load(self, directory: str) -> int:
@@ -284,7 +281,6 @@ class TrainingRank(ABC, Generic[ConfigT]):
         return self.engine.load(directory)
 
     def digest(self) -> str:
-        """Digest of this rank's part of the weights, in the optimizer's precision."""
         return self.engine.digest()
 
     def keep_batch(
@@ -295,11 +291,9 @@ class TrainingRank(ABC, Generic[ConfigT]):
         return write_tables(folder, tables)
 
     def export(self, directory: str, average: bool = False) -> None:
-        """Write a Hugging Face folder with the current weights, or with their moving average."""
         self.engine.export(directory, self._config.model, average)
 
     def health(self) -> WorkerHealth:
-        """Health of the worker."""
         return worker_health(self._name, self._version, self._device)
 
     def release(self) -> None:

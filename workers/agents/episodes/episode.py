@@ -229,13 +229,13 @@ class EpisodeRunner:
         """Record a turn at the end of its conversation's row; its message for the environment."""
         asked.side.prompt_tokens += len(asked.conversation.prompt_ids)
         asked.side.record(asked.segment, asked.added, turn)
-        long = self.long is not None and len(turn.ids) > _LONG_TURN
-        reader = self.long.reader if long and self.long is not None else self.reader
+        long = len(turn.ids) > _LONG_TURN
         if turn.text is not None:
             message = history = {"role": "assistant", "content": turn.text}
         else:
             message, history = await self._run(
-                partial(reader.read, turn.ids, asked.tools, cut=turn.finish_reason == "length"), long=long
+                partial(self._on(long).reader.read, turn.ids, asked.tools, cut=turn.finish_reason == "length"),
+                long=long,
             )
         told = await self._told(message, asked, turn)
         asked.conversation.add_response(turn.ids, history)
@@ -258,7 +258,7 @@ class EpisodeRunner:
     async def _start(self, asked: Observation) -> Conversation:
         """The conversation that an observation begins. Raises EpisodeFailed for one without tokens."""
         long = self._is_long(asked.messages, asked.tools)
-        reader = self.long.reader if long and self.long is not None else self.reader
+        reader = self._on(long).reader
         start = reader.start_raw if asked.raw else partial(reader.start, tools=asked.tools)
         conversation: Conversation = await self._run(start, asked.messages, long=long)
         if not conversation.prompt_ids:
@@ -453,8 +453,11 @@ class EpisodeRunner:
             except Exception as error:  # a tokenizer and a parser can raise anything on what an episode says
                 raise EpisodeFailed(one_line(f"{type(error).__name__}: {error}")) from error
 
-        thread = self.long.thread if long and self.long is not None else self.tokenizing
-        return await asyncio.get_running_loop().run_in_executor(thread, called)
+        return await asyncio.get_running_loop().run_in_executor(self._on(long).thread, called)
+
+    def _on(self, long: bool) -> LongReader:
+        """The reader of long texts or of others, with its thread."""
+        return self.long if long and self.long is not None else LongReader(self.reader, self.tokenizing)
 
 
 def _refused(code: str, why: str) -> Message:

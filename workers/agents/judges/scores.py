@@ -143,14 +143,6 @@ class Form:
     """From an answer, the number of responses and the scale to the points of each, from 0 to 1. Raises JudgeError."""
 
 
-def _each(samples: int, shift: int, opponents: int) -> Iterable[Order]:
-    return ((one,) for one in range(samples))
-
-
-def _together(samples: int, shift: int, opponents: int) -> Iterable[Order]:
-    yield (*range(shift, samples), *range(shift))
-
-
 def _pairs(samples: int, shift: int, opponents: int) -> Iterable[Order]:
     """Each sample with those behind it in a ring, in both orders."""
     behind = min((opponents + 1) // 2 or samples, samples - 1)
@@ -158,36 +150,34 @@ def _pairs(samples: int, shift: int, opponents: int) -> Iterable[Order]:
     return dict.fromkeys(order for pair in pairs for order in (pair, pair[::-1]))
 
 
-def _beside_baseline(samples: int, shift: int, opponents: int) -> Iterable[Order]:
-    return (order for one in range(samples) for order in ((one, BASELINE), (BASELINE, one)))
-
-
-def _score(answer: str, responses: int, low: float, high: float) -> Sequence[float]:
-    return [(read_score(answer, low, high) - low) / (high - low)]
-
-
-def _scores(answer: str, responses: int, low: float, high: float) -> Sequence[float]:
-    return [(score - low) / (high - low) for score in read_scores(answer, responses, low, high)]
-
-
-def _better(answer: str, responses: int, low: float, high: float) -> Sequence[float]:
-    return read_better(answer)
+def _on_scale(scores: Iterable[float], low: float, high: float) -> Sequence[float]:
+    return [(score - low) / (high - low) for score in scores]
 
 
 _WHICH = (
     "Say which of the two responses is better. End your answer with a line `Better: A`, `Better: B` or `Better: tie`."
 )
 FORMS = {
-    "": Form(_each, "", f"End your answer with a line `Score: N`, where N is {SCALE}.", _score),
+    "": Form(
+        lambda samples, *_: ((one,) for one in range(samples)),
+        "",
+        f"End your answer with a line `Score: N`, where N is {SCALE}.",
+        lambda answer, _, *scale: _on_scale([read_score(answer, *scale)], *scale),
+    ),
     "group": Form(
-        _together,
+        lambda samples, shift, _: [(*range(shift, samples), *range(shift))],
         "1",
         "Compare the responses with each other, and score each of them. End your answer with a line `Score K: N` for "
         f"each response K, where N is {SCALE}.",
-        _scores,
+        lambda answer, responses, *scale: _on_scale(read_scores(answer, responses, *scale), *scale),
     ),
-    "pairs": Form(_pairs, "AB", _WHICH, _better),
-    "baseline": Form(_beside_baseline, "AB", _WHICH, _better),
+    "pairs": Form(_pairs, "AB", _WHICH, lambda answer, *_: read_better(answer)),
+    "baseline": Form(
+        lambda samples, *_: (order for one in range(samples) for order in ((one, BASELINE), (BASELINE, one))),
+        "AB",
+        _WHICH,
+        lambda answer, *_: read_better(answer),
+    ),
 }
 """The forms by `compare`; the empty name is the score of one response."""
 
