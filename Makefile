@@ -1,5 +1,5 @@
 # Every target first creates what it needs: a virtual environment with the versions pinned in deploy/install/cpu.lock,
-# and two small models under .cache/models. Both are created once. Requirements: Linux, Python 3.11 to 3.14, make, a C++
+# and small models under .cache/models. Both are created once. Requirements: Linux, Python 3.11 to 3.14, make, a C++
 # compiler.
 #   make PYTHON=/path/to/python3.12 demo     use this interpreter instead of the first supported one on PATH
 #   make GPU=1 setup                         install for NVIDIA GPUs, from deploy/install/gpu.lock
@@ -37,7 +37,7 @@ setup: $(STAMP) ## create the virtual environment with the pinned versions
 lock: $(STAMP) ## write the locks again, with uv; ARGS="--upgrade-package NAME" moves a version
 	$(RUN) "$(BIN)/python" deploy/install/lock.py $(ARGS)
 
-models: $(STAMP) ## create the two small models of the demo and the tests
+models: $(STAMP) ## create the small models of the demo and the tests
 	@$(RUN) "$(BIN)/troupe" demo --prepare --models .cache/models
 
 demo: models ## train SmolLM2-135M with GRPO on this machine, results in runs/demo; a second call resumes there

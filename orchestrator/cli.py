@@ -131,7 +131,7 @@ _START = {
         "Write a first spec that fits this machine, with a comment for each field; in a terminal, ask what is missing.",
     ),
     "demo": Entry(
-        "start:demo", "Create two small models, once, and train one of them on this machine; a second call resumes."
+        "start:demo", "Create small models, once, and train one of them on this machine; a second call resumes."
     ),
     "validate": Entry(
         "check:validate",

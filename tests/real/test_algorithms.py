@@ -39,7 +39,6 @@ from tests.real.commands import (
 )
 from tests.real.poison import Canary
 from tests.real.warm import forked_import_servers
-from tests.small_model import small, small_model, small_teacher
 from troupe.orchestrator.algorithms.table import ALGORITHMS
 from troupe.orchestrator.cluster.ray_cluster import ActorSpec, ActorWorker, Cluster
 from troupe.orchestrator.cluster.worker_group import CriticGroup, PolicyGroup
@@ -294,13 +293,12 @@ async def started() -> AsyncIterator[SharedWorkers]:
 
 
 def shipped(name: str, *overrides: str) -> RolloutSpec:
-    """The shipped spec of an algorithm, or another one of deploy/specs/, with models of a small vocabulary."""
+    """The shipped spec of an algorithm, or another one of deploy/specs/."""
     if name not in ALGORITHMS:
-        return load_rollout_spec(ROOT / "deploy" / "specs" / f"{name}.yaml", (small(), *overrides))
+        return load_rollout_spec(ROOT / "deploy" / "specs" / f"{name}.yaml", overrides)
     spec = spec_of(name)
     own = () if spec.name == name else (f"algorithm.name={name}",)
-    teacher = (f"roles.reference.model.path={small_teacher()}",) if spec.name == "distill" else ()
-    return load_rollout_spec(ROOT / spec.path, (small(), *own, *teacher, *overrides))
+    return load_rollout_spec(ROOT / spec.path, (*own, *overrides))
 
 
 @pytest.mark.asyncio(loop_scope="module")
@@ -463,13 +461,13 @@ async def test_raft_learns_the_best_answers_from_other_sources(shared: SharedWor
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_plain_text_is_sampled_as_it_is(shared: SharedWorkers, tmp_path: Path) -> None:
+async def test_plain_text_is_sampled_as_it_is(shared: SharedWorkers, tiny_model: Path, tmp_path: Path) -> None:
     """Although the model has a chat template."""
     data = tmp_path / "plain.jsonl"
     data.write_text("".join(json.dumps({"prompt": f"{n} + 1 ="}) + "\n" for n in range(8)))
     overrides = ("model.chat_template=none", f"data.train={{kind: jsonl, path: {data}, answer: null}}")
     run = await shared.run(shipped("tiny-grpo", *overrides, "schedule.steps=1"), tmp_path / "plain")
-    tokenizer: Any = AutoTokenizer.from_pretrained(small_model())
+    tokenizer: Any = AutoTokenizer.from_pretrained(tiny_model)
     assert tokenizer.chat_template is not None
     rows = trajectories(run.out, 1).to_pylist()
     assert len(rows) == run.outcome.ledger["trained"] > 0

@@ -20,7 +20,6 @@ import pytest_asyncio
 import torch
 
 from tests.real.audit_faults import EXTENSION, LEFT_OUT, OTHER_TEMPLATE, Stack, audit_spec
-from tests.small_model import small_model
 from troupe.orchestrator.insight.audit.auditor import AuditReport
 from troupe.orchestrator.roles.settings import rollout_config
 from troupe.workers.engine import settings
@@ -51,8 +50,7 @@ async def stack(
 ) -> AsyncIterator[Stack]:
     """A stack with weights that differ from those the engine started with."""
     folder = tmp_path_factory.mktemp("audit")
-    model = tiny_model if RESULTS in os.environ else small_model()
-    stack = Stack(audit_spec(folder, model, request.param), folder, scorer)
+    stack = Stack(audit_spec(folder, tiny_model, request.param), folder, scorer)
     await stack.start()
     yield stack
     await stack.close()

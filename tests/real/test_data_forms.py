@@ -20,7 +20,6 @@ from transformers import AutoTokenizer
 
 from tests.conftest import ROOT
 from tests.real.commands import Run, running, trajectories
-from tests.small_model import small_model
 
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}: {{ message['content'] }}<|im_end|>{% endfor %}"
@@ -90,9 +89,9 @@ def spec(folder: Path, model: Path) -> Path:
 
 
 @pytest.mark.long
-def test_a_base_model_trains_on_conversations_and_verls_prompts(tmp_path: Path) -> None:
+def test_a_base_model_trains_on_conversations_and_verls_prompts(tiny_model: Path, tmp_path: Path) -> None:
     base = tmp_path / "base"
-    shutil.copytree(small_model(), base, ignore=shutil.ignore_patterns("*.jinja"))
+    shutil.copytree(tiny_model, base, ignore=shutil.ignore_patterns("*.jinja"))
     with running(Run(tmp_path, spec(tmp_path, base), name="chain")) as run:
         assert run.wait() == 0, run.output
     lines = {stage: last_line(run.out / stage) for stage in ("sft", "chats")}

@@ -52,7 +52,7 @@ def scorer() -> Iterator[Executor]:
 
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 49152,
+    "vocab_size": 4096,
     "hidden_size": 64,
     "intermediate_size": 128,
     "num_hidden_layers": 2,

@@ -44,7 +44,6 @@ from tests.real.commands import (
 )
 from tests.real.poison import Canary
 from tests.s3_server import Faults, s3_server
-from tests.small_model import small, small_model
 from troupe.orchestrator.spec.derived.sampling import held_out_sets
 from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.orchestrator.telemetry.run_folder import RunFolder
@@ -71,9 +70,9 @@ def canary(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def model(folder: Path, canary: Path) -> Path:
+def model(folder: Path, canary: Path, tiny_model: Path) -> Path:
     """A model with pickles beside its weights."""
-    shutil.copytree(small_model(), path := folder / "model")
+    shutil.copytree(tiny_model, path := folder / "model")
     for name in ("pytorch_model.bin", "adapter_model.bin", "training_args.bin", "vocab.pkl", "rng_state.pth"):
         (path / name).write_bytes(pickle.dumps(Canary(canary)))
     return path
@@ -101,7 +100,7 @@ def resumed(folder: Path) -> Iterator[Run]:
 
     Checkpoints are written while training goes on. Then its policy is killed; until then it has saved nothing itself.
     """
-    overrides = (small(), f"schedule.steps={RESUMED_STEPS}", "checkpoint.keep=10", "checkpoint.async_save=true")
+    overrides = (f"schedule.steps={RESUMED_STEPS}", "checkpoint.keep=10", "checkpoint.async_save=true")
     keys = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}
     with s3_server() as (options, inject), pytest.MonkeyPatch.context() as patch:
         for name, value in keys.items():
@@ -212,11 +211,11 @@ def test_pickles_in_the_models_folder_are_not_read(grpo: Run, canary: Path) -> N
     assert grpo.steps() and not canary.exists()
 
 
-def test_export_writes_the_checkpoint_as_a_transformers_model(grpo: Run, tmp_path: Path) -> None:
+def test_export_writes_the_checkpoint_as_a_transformers_model(grpo: Run, tiny_model: Path, tmp_path: Path) -> None:
     target = tmp_path / "model"
     subprocess.run(troupe_command("export", str(grpo.out), str(target)), cwd=ROOT, check=True, timeout=60)
     model = AutoModelForCausalLM.from_pretrained(target)
-    start = AutoModelForCausalLM.from_pretrained(small_model()).state_dict()
+    start = AutoModelForCausalLM.from_pretrained(tiny_model).state_dict()
     saved = checkpoint_weights(grpo.out, load_rollout_spec(GRPO).schedule.steps)
     for name, tensor in model.named_parameters():
         assert torch.equal(tensor, saved[name]), name
@@ -266,14 +265,14 @@ def test_a_dead_policy_is_brought_back_with_the_weights_it_had(grpo: Run, resume
 
 @pytest.mark.long
 def test_two_engines_and_two_policy_workers_give_the_same_updates_and_are_repeated(
-    grpo: Run, resumed: Run, folder: Path
+    grpo: Run, resumed: Run, tiny_model: Path, folder: Path
 ) -> None:
     """Until Ctrl-C, with evaluations beside steps 1 and 3, which change no sample and are each of one version.
 
     The replay starts from the initial model and gathers the digests of parameters from both ranks.
     """
     overrides = ("roles.rollout.workers=2", "roles.policy.workers=2", "checkpoint.every_steps=1", "checkpoint.keep=10")
-    overrides += (small(), "roles.policy.zero_stage=3", "weight_sync.backend=gloo")
+    overrides += ("roles.policy.zero_stage=3", "weight_sync.backend=gloo")
     held_out = "{kind: reasoning_gym, recipes: [{name: chain_sum}], size: 12, seed: 2}"
     overrides += (f"data.eval={held_out}", "evaluation={every_steps: 2, beside: true}")
     with running(Run(folder, GRPO, *overrides, name="two-workers")) as run:
@@ -294,7 +293,7 @@ def test_two_engines_and_two_policy_workers_give_the_same_updates_and_are_repeat
     for name in LEARNING:
         first = RunFolder(run.out).metrics()[1]
         assert first[name] == pytest.approx(grpo.metrics[0][name], rel=1e-4, abs=1e-6), name
-    start = AutoModelForCausalLM.from_pretrained(small_model()).state_dict()
+    start = AutoModelForCausalLM.from_pretrained(tiny_model).state_dict()
     one, two = checkpoint_weights(folder / "killed", 1), checkpoint_weights(run.out, 1)
     for name, tensor in one.items():
         moved = (tensor - start[name].float()).norm()
@@ -318,7 +317,7 @@ def test_troupe_eval_evaluates_a_run_on_several_sets_without_trainers(
     """Each set has its own sampling and rewards. A second evaluation takes the results of the first."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
     spec, results = folder / "eval.yaml", folder / "results.json"
-    document = json.loads(load_rollout_spec(GRPO, [small()]).model_dump_json(exclude_unset=True))
+    document = json.loads(load_rollout_spec(GRPO).model_dump_json(exclude_unset=True))
     train = document["data"]["train"]
     sampling = {"temperature": 0.7, "top_k": 20, "samples": 3, "max_tokens": 9}
     document["data"]["eval"] = {

@@ -11,23 +11,24 @@ import pytest
 from tests.conftest import ROOT
 from tests.processes import descendants
 from tests.real.commands import Run, ledger_balances, run_troupe, running, trajectories
-from tests.small_model import small, small_model
 from tests.workers.agents.judges.judge_endpoint import endpoint
 
 TINY = ROOT / "deploy" / "specs" / "tiny-judge.yaml"
 
 
 @pytest.mark.long
-def test_a_judge_scores_every_sample_and_is_replaced_as_the_engine_is_until_no_restart_is_left(tmp_path: Path) -> None:
+def test_a_judge_scores_every_sample_and_is_replaced_as_the_engine_is_until_no_restart_is_left(
+    tiny_model: Path, tmp_path: Path
+) -> None:
     """SIGKILL of the judge's engine: groups wait for the new one, and nothing is dropped.
 
     Then SIGKILL of the rollout worker's engine, which is replaced once; its second loss ends the run. That a worker
     dies instead of its engine is in test_environment_run.py, for other roles.
     """
-    models = (small(), f"roles.judge.{small()}", "sampling.max_tokens=64", "roles.judge.max_tokens=32")
-    endless = ("schedule.steps=1000", "failures.health_interval_s=2", "failures.engine_restarts=1")
+    endless = (judge_of(tiny_model), "sampling.max_tokens=64", "roles.judge.max_tokens=32")
+    endless += ("schedule.steps=1000", "failures.health_interval_s=2", "failures.engine_restarts=1")
     endless += ("roles.rollout.max_num_seqs=2",)  # generating a step takes seconds
-    with running(Run(tmp_path, TINY, *models, *endless, "schedule.prompts_per_step=8", name="killed")) as run:
+    with running(Run(tmp_path, TINY, *endless, "schedule.prompts_per_step=8", name="killed")) as run:
         run.wait_for_step(1)
         engine_of(run, "JudgeWorker").kill()
         run.wait_until(lambda: run.output.count("judge-0 is lost") == 1, "the loss to be noticed")
@@ -45,6 +46,11 @@ def test_a_judge_scores_every_sample_and_is_replaced_as_the_engine_is_until_no_r
     assert run.weight_files == []
     assert_judged(run)
     assert run.metrics[0]["workers/judge"] == 1
+
+
+def judge_of(model: Path) -> str:
+    """The override with which a model judges."""
+    return f"roles.judge.model.path={model}"
 
 
 def assert_judged(run: Run) -> None:
@@ -79,13 +85,15 @@ COMPARING = (
 
 
 @pytest.mark.long
-def test_a_group_is_compared_and_a_model_wins_half_of_the_comparisons_with_itself(tmp_path: Path) -> None:
+def test_a_group_is_compared_and_a_model_wins_half_of_the_comparisons_with_itself(
+    tiny_model: Path, tmp_path: Path
+) -> None:
     """A run scores each group in one question and reports a win rate against the data's answers.
 
     Then the model of its start is compared with the answers that the run stored of it: whatever a random judge says of
     two equal responses, one wins what the other loses.
     """
-    models = (small(), f"roles.judge.{small()}", *COMPARING)
+    models = (judge_of(tiny_model), *COMPARING)
     with running(Run(tmp_path, TINY, *models, name="compared")) as run:
         assert run.wait() == 0, run.output
     for line in run.metrics[1:]:  # the first one is the evaluation before training
@@ -100,7 +108,7 @@ def test_a_group_is_compared_and_a_model_wins_half_of_the_comparisons_with_itsel
     results = tmp_path / "itself.json"
     run_troupe(
         tmp_path,
-        *("eval", str(TINY), "--model", str(small_model()), "--output", str(results)),
+        *("eval", str(TINY), "--model", str(tiny_model), "--output", str(results)),
         *(part for one in sets for part in ("--set", one)),
     )
     (found,) = json.loads(results.read_text())["evaluations"]
@@ -109,7 +117,9 @@ def test_a_group_is_compared_and_a_model_wins_half_of_the_comparisons_with_itsel
 
 
 @pytest.mark.long
-def test_two_judges_compare_the_samples_of_an_asynchronous_run_with_adapters_that_is_resumed(tmp_path: Path) -> None:
+def test_two_judges_compare_the_samples_of_an_asynchronous_run_with_adapters_that_is_resumed(
+    tiny_model: Path, tmp_path: Path
+) -> None:
     """The role scores each group in one question, and an endpoint prefers whatever stands first.
 
     The bias gives every sample half, before and after the resume; no question is asked twice, for the answers of both
@@ -118,8 +128,7 @@ def test_two_judges_compare_the_samples_of_an_asynchronous_run_with_adapters_tha
     form = r"\n".join(f"Score {number}: (10|[0-9])" for number in range(1, 5))
     of_role = "{name: judge, label: group, timeout_s: 120, args: {rubric: Which is friendlier?, compare: group}}"
     overrides = (
-        *(small(), f"roles.judge.{small()}", "roles.judge.max_tokens=64"),
-        f"roles.judge.structured.regex='{form}'",
+        *(judge_of(tiny_model), "roles.judge.max_tokens=64", f"roles.judge.structured.regex='{form}'"),
         *("roles.policy.lora={rank: 4, alpha: 32}", "schedule.max_staleness=1", "checkpoint.every_steps=1"),
     )
     with endpoint(lambda number, body: "Better: A") as served:

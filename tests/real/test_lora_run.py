@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM
 from tests.conftest import ROOT
 from tests.faults.stalls import deadly_environment
 from tests.real.commands import Run, equal_steps, ledger_balances, replayed, run_troupe, running
-from tests.small_model import small, small_model
 from troupe.orchestrator.telemetry.run_folder import RunFolder
 
 pytestmark = [pytest.mark.real, pytest.mark.long]
@@ -23,12 +22,12 @@ TENSORS = 1 + 2 * 2 * 7
 """Tensors of a version: the description, and A and B of two layers' seven linear layers."""
 
 
-def test_engines_follow_the_adapters_of_a_run_which_heals_and_exports(tmp_path: Path) -> None:
+def test_engines_follow_the_adapters_of_a_run_which_heals_and_exports(tiny_model: Path, tmp_path: Path) -> None:
     """SIGKILL of the engine's process between the adapters of two versions, and of the policy within a version's file.
 
     The engine's successor loads the model and the newest adapters, that of the policy the last checkpoint.
     """
-    overrides = (small(), "schedule.max_staleness=1", "roles.policy.ema_decay=0.5")
+    overrides = ("schedule.max_staleness=1", "roles.policy.ema_decay=0.5")
     engine, policy = tmp_path / "engine", tmp_path / "policy"
     deaths = deadly_environment(
         ("troupe.workers.weights.vllm_adapter:AdapterTransferEngine.use", 4, engine),
@@ -45,7 +44,7 @@ def test_engines_follow_the_adapters_of_a_run_which_heals_and_exports(tmp_path: 
     assert metrics[0]["kl_ref"] < 1e-6 and metrics[-1]["kl_ref"] > 0.1
     assert max(line["policy/rollout_logprob_gap_max"] for line in metrics if not line["staleness/max"]) < 1e-3
     published = [event for event in RunFolder(run.out).events() if event["event"] == "weights"]
-    assert max(event["bytes"] for event in published) < (small_model() / "model.safetensors").stat().st_size / 4
+    assert max(event["bytes"] for event in published) < (tiny_model / "model.safetensors").stat().st_size / 4
     assert len({event["digest"] for event in published}) >= 15
     # The trainer waits for the engine with the last version and after a restart; a new engine may load at any time.
     spans = RunFolder(run.out).timeline().to_pylist()
@@ -63,7 +62,7 @@ def test_engines_follow_the_adapters_of_a_run_which_heals_and_exports(tmp_path: 
         AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32)(ids).logits
         for name in ("adapter", "whole")
     ]
-    base = AutoModelForCausalLM.from_pretrained(small_model(), dtype=torch.float32)(ids).logits
+    base = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)(ids).logits
     torch.testing.assert_close(*models, rtol=0, atol=1e-3)
     assert not torch.allclose(models[0], base, atol=1e-2)
     assert load_file(run.out / "checkpoints/step-000015/model-average/adapter_model.safetensors")

@@ -15,7 +15,6 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.real.commands import Run, ledger_balances, run_troupe, running, trajectories
-from tests.small_model import small
 from troupe.orchestrator.data.mixture import prompt_order
 from troupe.orchestrator.data.prompts import load_train_pool
 from troupe.orchestrator.rollouts.evaluation_log import EVALUATIONS
@@ -51,7 +50,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, killed: Killed) -> Iterator[Ru
     A worker of one environment gets SIGKILL after step 1, and the driver at step 3, one after a checkpoint.
     """
     folder = tmp_path_factory.mktemp("runs")
-    with running(Run(folder, TINY, small(), name="mixture")) as first:
+    with running(Run(folder, TINY, name="mixture")) as first:
         first.wait_for_step(1)
         psutil.Process(pid_of(first.out, "environment.retry-0")).kill()
         first.wait_for_step(3)
@@ -59,7 +58,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, killed: Killed) -> Iterator[Ru
         first.process.wait()
         assert first.leftover_processes() == []
         killed.evaluations, killed.output = evaluations(first), first.output
-    with running(Run(folder, TINY, small(), name="mixture", resume=True)) as second:
+    with running(Run(folder, TINY, name="mixture", resume=True)) as second:
         assert second.wait() == 0, second.output
         assert second.leftover_processes() == []
         yield second

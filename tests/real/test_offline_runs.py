@@ -24,7 +24,7 @@ import pytest_asyncio
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from tests.conftest import MODELS, ROOT
+from tests.conftest import ROOT
 from tests.real.commands import (
     Command,
     checkpoint_weights,
@@ -35,7 +35,6 @@ from tests.real.commands import (
     troupe_command,
 )
 from tests.real.warm import forked_import_servers
-from tests.small_model import small, small_model
 from troupe.orchestrator.cluster.ray_cluster import ActorSpec, ActorWorker, Cluster
 from troupe.orchestrator.cluster.worker_group import ExampleGroup, ReferenceGroup
 from troupe.orchestrator.cluster.worker_server import WorkerServer
@@ -222,9 +221,9 @@ async def shared(folder: Path) -> AsyncIterator[SharedWorkers]:
 
 
 @pytest.fixture(scope="module")
-def untied(folder: Path) -> Path:
+def untied(folder: Path, tiny_model: Path) -> Path:
     """A model with an untied output head."""
-    shutil.copytree(small_model(), path := folder / "untied")
+    shutil.copytree(tiny_model, path := folder / "untied")
     config = AutoConfig.from_pretrained(path, tie_word_embeddings=False)
     torch.manual_seed(5)
     AutoModelForCausalLM.from_config(config).save_pretrained(path)
@@ -249,8 +248,8 @@ async def dpo(shared: SharedWorkers) -> FinishedRun:
 
 
 def shipped(name: str, *overrides: str) -> OfflineSpec:
-    """Load a spec of deploy/, with a model of a small vocabulary."""
-    document = read_document(ROOT / "deploy" / "specs" / f"{name}.yaml", (small(), *overrides))
+    """Load a spec of deploy/."""
+    document = read_document(ROOT / "deploy" / "specs" / f"{name}.yaml", overrides)
     (planned,) = plan_runs(document)
     assert isinstance(planned.spec, OfflineSpec)
     return planned.spec
@@ -276,7 +275,7 @@ def assert_learns(run: FinishedRun, name: str) -> None:
     ("name", "overrides"),
     [
         *((f"tiny-{name}", HALF) for name in ("sft", "orpo", "kto", "rrhf", "dpo-ranked", "reward-model-token")),
-        ("tiny-reward-model-ranked", (f"model.path={MODELS / 'tiny-llama'}",)),
+        ("tiny-reward-model-ranked", ()),
         ("tiny-process-reward-model", ()),
     ],
 )
@@ -328,9 +327,7 @@ async def test_a_reward_model_exports_both_heads_as_trained(shared: SharedWorker
 
 def test_troupe_eval_of_a_checkpoint_gives_the_metrics_of_its_run(dpo: FinishedRun, folder: Path) -> None:
     trained = dpo.out / "checkpoints" / "step-000005" / "model"
-    with running(
-        Command(folder, troupe_command("eval", str(DPO), "--set", small(), "--model", str(trained), "--json"))
-    ) as command:
+    with running(Command(folder, troupe_command("eval", str(DPO), "--model", str(trained), "--json"))) as command:
         assert command.wait() == 0, command.output
     expected = {name: value for name, value in dpo.metrics[5].items() if name.startswith("eval/")}
     assert json.loads(command.stdout) == pytest.approx(expected, rel=1e-5)

@@ -28,7 +28,6 @@ from tests.real.commands import (
     running,
     trajectories,
 )
-from tests.small_model import small
 from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.orchestrator.training.checkpoint import CheckpointStore, verify
 
@@ -65,7 +64,7 @@ class PPORun:
 def ppo_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PPORun]:
     """PPO with a critic, texts and two updates per step. Critic, critic and policy are killed in its first start."""
     folder = tmp_path_factory.mktemp("replay")
-    sets = (small(), "checkpoint.every_steps=4", "checkpoint.keep=10", "failures.trainer_restarts=2", *TEXTS)
+    sets = ("checkpoint.every_steps=4", "checkpoint.keep=10", "failures.trainer_restarts=2", *TEXTS)
     with running(Run(folder, PPO, *sets, "schedule.steps=1000", name="ppo")) as first:
         kill_each(first, (1, "CriticWorker"), (5, "CriticWorker"))
         first.wait_for_step(9)

@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 from tests.conftest import ROOT
 from tests.real.commands import Run, interrupt, running
 from tests.real.test_offline_runs import accuracy
-from tests.small_model import small
 from troupe.orchestrator.training.export import write_merged
 from troupe.workers.contract.config import ModelConfig
 from troupe.workers.rewards.model import RewardModel
@@ -43,7 +42,7 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> Chain:
     adapters = ("roles.policy.lora={rank: 8, alpha: 64}", "stages.ppo.roles.critic.lora={rank: 8, alpha: 64}")
     rates = ("stages.sft.roles.policy.learning_rate=0.02", "stages.reward_model.roles.policy.learning_rate=0.01")
     steps_of = ("stages.sft.schedule.steps=4", "stages.ppo.schedule.steps=2", "stages.ppo.audit.at_start=true")
-    overrides = (small(), *adapters, *rates, *steps_of, "checkpoint.every_steps=1")
+    overrides = (*adapters, *rates, *steps_of, "checkpoint.every_steps=1")
     folder = tmp_path_factory.mktemp("chain")
     with running(Run(folder, THREE_STAGES, *overrides, name="chain")) as first:
         first.wait_until(

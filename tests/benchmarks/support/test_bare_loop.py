@@ -30,10 +30,10 @@ def batch() -> tuple[list[SampledSequence], torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
 
     def ids(count: int) -> list[int]:
-        return torch.randint(20, 40000, (count,), generator=generator).tolist()
+        return torch.randint(20, 4096, (count,), generator=generator).tolist()
 
     sampled = [
-        SampledSequence(ids(prompt), ids(response), torch.randn(response, generator=generator).sub(10.8).tolist())
+        SampledSequence(ids(prompt), ids(response), torch.randn(response, generator=generator).sub(8.3).tolist())
         for prompt, response in ((3, 5), (3, 2), (6, 1), (6, 4))
     ]
     return sampled, torch.tensor([[0.1, 0.5], [0.9, 0.3]]).double()

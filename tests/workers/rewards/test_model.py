@@ -152,7 +152,7 @@ def test_a_folder_without_its_language_head_is_refused(tmp_path: Path) -> None:
 def test_a_frozen_reward_model_caps_its_attention(window: int | None, tiny_model: Path, tmp_path: Path) -> None:
     """transformers' default attention ignores the caps of a Gemma 2; its scores are those of eager attention."""
     config: Any = Gemma2Config(
-        vocab_size=49_152,
+        vocab_size=4096,
         hidden_size=32,
         intermediate_size=32,
         num_hidden_layers=2,
@@ -200,7 +200,7 @@ def rounded(scores: list[float]) -> list[float]:
     return torch.tensor(scores).bfloat16().tolist()
 
 
-TINY: dict[str, Any] = {"vocab_size": 49_152, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+TINY: dict[str, Any] = {"vocab_size": 4096, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
 TINY |= {"num_attention_heads": 2, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
 
 
