@@ -213,7 +213,7 @@ def _make_tiny(folder: Path, source: Path, seed: int) -> None:
         max_position_embeddings=2048,
         tie_word_embeddings=True,
         initializer_range=0.1,  # large enough that two tokens rarely have equal probability
-        pad_token_id=tokenizer.pad_token_id,
+        pad_token_id=tokenizer.pad_token_id,  # pyright: ignore[reportArgumentType]
     )
     torch.manual_seed(seed)
     model = LlamaForCausalLM(config)

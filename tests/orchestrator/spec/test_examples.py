@@ -90,7 +90,7 @@ def test_the_folder_of_the_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_plan_creates_no_model_and_is_that_of_the_model(
     tmp_path: Path, demo_model: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folders = {"smollm2-135m-instruct": demo_model, "tiny-llama": tiny_model}
+    folders = {folder.name: folder for folder in (demo_model, tiny_model, tiny_model.with_name("tiny-teacher"))}
     for name, folder in folders.items():
         shipped = json.loads((examples.MODEL_CONFIGS / name / "config.json").read_text())
         made = json.loads((folder / "config.json").read_text())

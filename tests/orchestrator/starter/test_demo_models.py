@@ -31,7 +31,7 @@ def test_a_model_pads_with_a_token_that_does_not_end_a_sequence(name: str, demo_
 
 
 def test_a_failed_model_build_leaves_the_old_model_and_no_temporary_files(tmp_path: Path) -> None:
-    folder = tmp_path / "model"
+    folder = tmp_path / demo.TINY
     with demo.made_at_once(folder) as new:
         (new / "weights").write_text("old")
     with pytest.raises(RuntimeError), demo.made_at_once(folder) as new:
@@ -42,7 +42,7 @@ def test_a_failed_model_build_leaves_the_old_model_and_no_temporary_files(tmp_pa
         (new / "weights").write_text("new")
     assert (folder / "weights").read_text() == "new"
     assert demo.is_made(folder)
-    assert os.listdir(tmp_path) == ["model"]
+    assert os.listdir(tmp_path) == [demo.TINY]
 
 
 def test_models_that_exist_are_not_made_again_and_nothing_is_imported(
