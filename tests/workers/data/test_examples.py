@@ -18,7 +18,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.conftest import MODELS
 from tests.fakes import FakeTrainer, FaultyWorker
 from tests.tokenizers import new_tokenizer
 from troupe.orchestrator.cluster.worker_group import ExampleGroup
@@ -137,15 +136,10 @@ def test_held_out_examples_are_not_trained_on(tmp_path: Path) -> None:
     assert (train.rows, held_out.rows, held_out.left_out) == (1, 1, 1)
 
 
-@pytest.fixture(scope="module")
-def tiny_model() -> Path:
-    """The model whose whole vocabulary the lengths here are of."""
-    return MODELS / "tiny-llama"
-
-
 @pytest.fixture
-def tokenizer(tiny_model: Path) -> Any:
-    return new_tokenizer(tiny_model)
+def tokenizer(demo_model: Path) -> Any:
+    """That of the model whose large vocabulary the lengths here are of."""
+    return new_tokenizer(demo_model)
 
 
 def texts(tmp_path: Path, rows: list[dict[str, Any]], algorithm: str = "dpo", **columns: str) -> pa.Table:
@@ -436,10 +430,10 @@ def test_reference_logprobs_join_by_identity_in_any_order(tokenizer: Any, tmp_pa
         attach(batch, parts[:1])
 
 
-def test_packed_examples_are_isolated(tokenizer: Any, tmp_path: Path, tiny_model: Path) -> None:
+def test_packed_examples_are_isolated(tmp_path: Path, tiny_model: Path) -> None:
     """The same log-probs and gradients, without padding."""
     rows = [{"prompt": f"{n}?", "response": "word " * (1 + 3 * n)} for n in range(4)]
-    _, examples = tokenize(tokenizer, texts(tmp_path, rows, "sft"), CONFIG)
+    _, examples = tokenize(new_tokenizer(tiny_model), texts(tmp_path, rows, "sft"), CONFIG)
     _, batch = assemble([(str(n), n) for n in range(4)], examples, CONFIG)
     table = ExampleTable(batch)
     tokens, packed = (table.cut(range(4), plan, "cpu").tokens for plan in (PADDED, replace(PADDED, packed=True)))
