@@ -60,14 +60,15 @@ def fitting_reward(table: Table, prompt: str, columns: Sequence[str]) -> Fitting
         raise UsageError(
             f"--data: {name} has programs or long texts, which no response repeats ({text[:60]!r}); {_REMEDY}"
         )
-    rows = found[column]
-    given = [(row, right) for row, right in rows if not _PLACEHOLDER.fullmatch(right[0])]
-    note = f"{column} has no answer in {len(rows) - len(given)} of {len(rows)} rows (proof, none, ...)"
-    if len(given) < _ENOUGH * len(rows):
+    given = [(row, right) for row, right in found[column] if not _PLACEHOLDER.fullmatch(right[0])]
+    missing = len(table.rows) - len(given)
+    note = f"{column} has no answer in {missing} of {len(table.rows)} rows (empty, proof, none, ...)" if missing else ""
+    if len(given) < _ENOUGH * len(table.rows):
         raise UsageError(f"--data: {note}: leave such rows out")
+    note = note and f"{note}."
     if named := _named_options(given, prompt):
-        return _with_options(column, named, f"{note}." if len(given) < len(rows) else "")
-    note, given = f"{note}." if len(given) < len(rows) else "", given[:_ANSWERS]
+        return _with_options(column, named, note)
+    given = given[:_ANSWERS]
     maths = sum(bool(_OF_MATHS.search(right[0])) for _, right in given) / len(given)
     request = {
         "functions": _MATHS if maths >= _ENOUGH else _MATHS[1:] if maths > 0.5 else _TEXTS,

@@ -483,6 +483,18 @@ def test_a_column_without_answers_is_refused(tiny_model: Path, tmp_path: Path) -
         read_data(chosen(tiny_model, data=str(tmp_path / "rows.jsonl")))
 
 
+def test_rows_without_an_answer_are_counted_and_too_many_are_refused(tiny_model: Path, tmp_path: Path) -> None:
+    def notes(missing: int) -> tuple[str, ...]:
+        rows = [{"prompt": f"{n} + {n}?", "answer": None if n < missing else str(2 * n)} for n in range(40)]
+        (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        return tuple(read_data(chosen(tiny_model, data=str(tmp_path / "rows.jsonl"))).notes)
+
+    assert notes(0) == ()
+    assert "answer has no answer in 1 of 40 rows" in " ".join(notes(1))
+    with pytest.raises(UsageError, match="answer has no answer in 3 of 40 rows"):
+        notes(3)
+
+
 @pytest.mark.parametrize(
     ("text", "error"),
     [
