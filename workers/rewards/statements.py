@@ -196,7 +196,7 @@ def spelled_out(text: str) -> str:
 def stated(part: str, tagged: bool) -> Iterator[str]:
     """Mathematical expressions that a part of a response may state (`tagged`: inside <answer> tags), the most probable
     one first; nearly always one."""
-    text = spelled_out(part[-_LONGEST:])
+    text = spelled_out(part.rstrip()[-_LONGEST:])
     box, before = last_box(text)
     if box is not None:
         yield _undelimited(box.strip().rstrip("."))
@@ -400,7 +400,7 @@ def words(text: str) -> str:
 def stated_words(part: str) -> str:
     """What a response states as its answer, in the form of `words`; empty if nothing. That is the last box, what the
     last "answer is" or "answer:" names, or the last line."""
-    box, before = last_box(part[-_LONGEST:])
+    box, before = last_box(part.rstrip()[-_LONGEST:])
     if box is not None:
         return words(box)
     text = _EMPHASIS.sub(r"\2", _NAMES.sub(" answer: ", plain(before))).strip()
