@@ -42,9 +42,8 @@ def soak(run: Run, seconds: float, undisturbed_s: float, every_s: float, seed: i
     """Train undisturbed, then kill a worker at a random moment of each `every_s` seconds; what was measured."""
     rng = random.Random(seed)
     run.wait_for_step(WARM_UP)
-    named = {
-        title: role for role, title in reversed((*WORKERS.items(), ("engine", ENGINE)))
-    }  # a teacher is a reference
+    # Teachers have the class of references, which comes first.
+    named = {title: role for role, title in reversed((*WORKERS.items(), ("engine", ENGINE)))}
     targets = {role: title for title, role in named.items() if run.processes(title)}
     began, first = time.monotonic(), run.steps()[-1]
     time.sleep(undisturbed_s)
