@@ -125,6 +125,7 @@ def fitting_tests(table: Table, prompt: str) -> Fitting | None:
     rows = table.rows[:_TESTS]
     columns = [name for name in rows[0] if name != prompt and _TESTED.search(name)]
     columns = [name for name in columns if any(_LOOKS_TESTED.search(str(row.get(name))) for row in rows)]
+    columns = [name for name in columns if name != "answer" or isinstance(rows[0][name], str)]  # a list: several answers
     if not columns:
         return None
     beside = [name for name in _BESIDE_TESTS if name in rows[0]]
@@ -152,7 +153,8 @@ def fitting_tests(table: Table, prompt: str) -> Fitting | None:
             f"Warning: {len(unnamed)} prompts do not name the function that is tested ({unnamed[0]}): add it to them."
         )
     notes += [] if found["tried"] else ["The data have no reference program: no right program was tried."]
-    return {"answer": None, "metadata": [column, *beside]}, earned, " ".join(notes)
+    place = {"metadata": beside} if column == "answer" else {"answer": None, "metadata": [column, *beside]}
+    return place, earned, " ".join(notes)
 
 
 _ASKED = {

@@ -53,6 +53,7 @@ SAMPLED: dict[str, tuple[dict[str, Any], str, int]] = {
     "semi.csv": ({}, NUMBER, 1),
     "taco.parquet": (APPS, TESTS, 6),
     "code.jsonl": (KODCODE, TESTS, 6),
+    "tests_in_answer.jsonl": ({"prompt": "question", "metadata": [], "template": PROGRAM["template"]}, TESTS, 6),
     "thought.jsonl": ({"prompt": "question"}, WORDS, 8),
     "wrapped.json": ({}, NUMBER, 6),
 }

@@ -31,8 +31,10 @@ def try_programs(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
     tried = usable[column][:_PROGRAMS]
 
     def passes(program: str, number: int) -> bool:
+        row, _ = tried[number]
+        answer = str(row[column]) if column == "answer" else ""
         try:
-            return python_tests(program, "", tried[number][0], tests=column, max_cases=_CASES) == 1.0
+            return python_tests(program, answer, row, tests=column, max_cases=_CASES) == 1.0
         except (ValueError, TimeoutError):
             return False
 
