@@ -125,7 +125,7 @@ def fitting_tests(table: Table, prompt: str) -> Fitting | None:
     rows = table.rows[:_TESTS]
     columns = [name for name in rows[0] if name != prompt and _TESTED.search(name)]
     columns = [name for name in columns if any(_LOOKS_TESTED.search(str(row.get(name))) for row in rows)]
-    columns = [name for name in columns if name != "answer" or isinstance(rows[0][name], str)]  # a list: several answers
+    columns = [name for name in columns if name != "answer" or isinstance(rows[0][name], str)]  # or it has several
     if not columns:
         return None
     beside = [name for name in _BESIDE_TESTS if name in rows[0]]
