@@ -103,6 +103,7 @@ class WatchServer(ThreadingHTTPServer):
     """Answers GET and HEAD from this machine; it has four addresses and writes nothing."""
 
     daemon_threads = True
+    request_queue_size = 128
 
     def __init__(self, folders: Sequence[Path], port: int) -> None:
         """Bind to loopback; port 0 takes a free one. Raises UsageError if the port is taken or there is no run."""

@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 Metrics = Mapping[str, object]
 """Metrics by name; a few are text (`kind`)."""
+_CONNECTIONS, _IDLE_S = 128, 30.0
+"""Connections to the endpoint that wait to be taken, and seconds after which one on which nothing arrives is closed."""
 _MOST_WAITING = 1000
 """Steps that wait while the server does not answer; further ones are missing there."""
 CLOSE_S = 30.0
@@ -299,7 +301,10 @@ class PrometheusSink:
         self._server = None
         try:
             self._server, self._thread = start_http_server(port, host, registry)
-            self.port = self._server.server_port
+            server: Any = self._server
+            server.socket.listen(_CONNECTIONS)
+            server.RequestHandlerClass = type("Handler", (server.RequestHandlerClass,), {"timeout": _IDLE_S})
+            self.port = server.server_port
         except OSError as error:
             logger.warning("output.prometheus: cannot listen on %s:%d: %s", host, port, error.strerror or error)
 

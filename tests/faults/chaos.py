@@ -87,11 +87,20 @@ KINDS: Mapping[str, tuple[str, tuple[str, ...]]] = {
             "roles.rollout.workers=2",
         ),
     ),
+    "scaling": (
+        "tiny-grpo",
+        (
+            *("schedule.max_staleness=1", "roles.rollout.workers=2", "roles.rollout.max_workers=3"),
+            *("roles.reward.max_workers=3", "roles.reference.max_workers=2"),
+        ),
+    ),
 }
 """Runs, by name: a shipped spec and overrides."""
+SCALED = {"scaling": {"rollout": 3, "reward": 3, "reference": 2}}
+"""Most workers of the roles that `troupe scale` changes before and between the faults of a pair, by kind of run."""
 FAR = ("delta",)
 """Kinds whose engines get weights as those of other nodes."""
-UNREPEATABLE = ("kept samples", "evaluation beside")
+UNREPEATABLE = ("kept samples", "evaluation beside", "scaling")
 """Kinds whose numbers depend on when a group starts, and on which engine."""
 
 
@@ -170,13 +179,25 @@ def _living(run: Run, targets: Sequence[str]) -> dict[str, list[tuple[psutil.Pro
     return {kind: found for kind, found in kinds.items() if found}
 
 
-def pair(run: Run, rng: random.Random, targets: Sequence[str]) -> tuple[list[Hit], float]:
-    """Two faults, and the seconds until the run has trained two more steps."""
+def scale(run: Run, rng: random.Random, most: Mapping[str, int]) -> None:
+    """Ask the run for another number of workers of each of these roles."""
+    wanted = [f"{role}={rng.randint(1, workers)}" for role, workers in most.items()]
+    if wanted:
+        asked = troupe_command("scale", str(run.out), *wanted)
+        answer = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+        if answer.returncode:
+            raise Broken(f"scale {wanted}: {answer.stdout}{answer.stderr}")
+
+
+def pair(run: Run, rng: random.Random, targets: Sequence[str], most: Mapping[str, int]) -> tuple[list[Hit], float]:
+    """Two faults, and the seconds until the run has trained two more steps. `most`: see `SCALED`."""
     time.sleep(rng.uniform(0.0, 4.0))
     began, forks = time.monotonic(), rng.random() < FORK_SHARE
     pause = 0.0 if forks else rng.uniform(0.0, LONGEST_PAUSE_S)
+    scale(run, rng, most)
     hits = [hit(run, rng, targets, 0.0)]
     time.sleep(pause)
+    scale(run, rng, most)
     hits.append(hit(run, rng, (*targets, FORK) if forks else targets, pause))
     step = run.metrics[-1]["step"]
     seconds = seconds_until(run, lambda: run.metrics[-1]["step"] > step + 1, time.monotonic())
@@ -207,7 +228,7 @@ def scene(
     with running(Run(folder, spec, *overrides, name=spec.stem)) as run:
         try:
             run.wait_for_step(2)
-            seen += [pair(run, rng, targets) for _ in range(pairs)]
+            seen += [pair(run, rng, targets, SCALED.get(name, {})) for _ in range(pairs)]
             resumed = rng.random() < 0.5
             if resumed:
                 run.process.kill()
