@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -136,8 +137,9 @@ def fitting_tests(table: Table, prompt: str) -> Fitting | None:
     found = next(iter(_ask(_PROGRAMS_TRIAL, request)), None)
     if found is None:
         return None
-    column, usable = found["column"], found["usable"]
-    if usable < _TOLERABLE * len(rows):
+    column, usable = found["column"], len(found["usable"])
+    where = _told_apart(rows, found["usable"]) if usable < len(rows) else ""
+    if usable < _TOLERABLE * len(rows) and not where:
         why = f"the test cases in {column} can be used for {usable} of the first {len(rows)} rows"
         why = f"{why}: keep such rows only, and other kinds of tasks in other files"
         raise UsageError(f"--data: {why}")
@@ -146,7 +148,8 @@ def fitting_tests(table: Table, prompt: str) -> Fitting | None:
         paid = f"{found['paid']} earns 1" if found["paid"] else earned.note
         raise UsageError(f"--data: the test cases in {column} do not tell right from wrong programs: {paid}")
     notes = [] if usable == len(rows) else [f"The test cases of {usable} of the first {len(rows)} rows can be used."]
-    tests = zip((str(row[column]) for row in rows), prompts, strict=True)
+    notes += [f"The others are left out: where {where}."] if where else []
+    tests = ((str(rows[place][column]), prompts[place]) for place in found["usable"])
     calls = [(name, text) for cases, text in tests for name in _CALLED.findall(cases)[:1]]
     if unnamed := [name for name, text in calls if name not in text and name not in _NOT_CALLED]:
         notes.append(
@@ -154,7 +157,19 @@ def fitting_tests(table: Table, prompt: str) -> Fitting | None:
         )
     notes += [] if found["tried"] else ["The data have no reference program: no right program was tried."]
     place = {"metadata": beside} if column == "answer" else {"answer": None, "metadata": [column, *beside]}
-    return place, earned, " ".join(notes)
+    return place | ({"where": where} if where else {}), earned, " ".join(notes)
+
+
+def _told_apart(rows: Sequence[Row], chosen: Sequence[int]) -> str:
+    """A condition that these rows meet, and no other: one value of a column, the first that has one; else empty."""
+    kept = set(chosen)
+    for name in rows[0]:
+        values = [row.get(name) for row in rows]
+        own = {value for place, value in enumerate(values) if place in kept and isinstance(value, str)}
+        others = [value for place, value in enumerate(values) if place not in kept]
+        if len(own) == 1 and not own.intersection(map(str, others)) and name.isidentifier():
+            return f"{name} == {json.dumps(own.pop(), ensure_ascii=False)}"
+    return ""
 
 
 _ASKED = {

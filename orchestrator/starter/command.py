@@ -182,7 +182,7 @@ def _gpu_type(name: str, memory: int) -> str:
 
 def commented(document: Mapping[str, Any], root: type[BaseModel], heading: list[str]) -> str:
     """The document as YAML with a comment for each field: the first sentence of the field's own description."""
-    lines = [f"# {line}".rstrip() for line in heading]
+    lines = [f"# {line}".rstrip().replace("\n", " ") for line in heading]
     for key, value in document.items():
         lines += ["", *_field(key, value, root, "")]
     return "\n".join(lines) + "\n"

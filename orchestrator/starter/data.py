@@ -75,6 +75,9 @@ _OFFLINE_COLUMNS: Mapping[DataFormat, tuple[str, ...]] = {
     "steps": ("prompt", "completions", "labels"),
 }
 
+_NO_COLUMNS = ("template", "where")
+"""Fields of a source whose text is not the name of a column."""
+
 
 def read_data(choices: Choices) -> Data:
     """The chosen data. Raises UsageError if they do not fit the algorithm."""
@@ -94,7 +97,8 @@ def read_data(choices: Choices) -> Data:
     notes = (*found.notes, *what_is_read(choices.algorithm, section["train"], train.rows))
     found = replace(found, section=section, unused=_unused(columns, train), notes=notes)
     there = {} if held_out is None else held_out.rows[0]
-    if held_out is not None and (lost := [name for name in column_names(columns) if not has_column(there, name)]):
+    named = column_names({field: value for field, value in columns.items() if field not in _NO_COLUMNS})
+    if held_out is not None and (lost := [name for name in named if not has_column(there, name)]):
         held_out, why = None, f"the held-out part has no column {lost[0]}"
     if held_out is None:
         return replace(found, without_evaluation=why)

@@ -28,11 +28,14 @@ PROGRAM = {"answer": None, "template": "{prompt}\n\nAnswer with a Python program
 APPS = {"prompt": "question", "metadata": ["input_output"], **PROGRAM}
 KODCODE = {"prompt": "question", "metadata": ["test"], **PROGRAM}
 MBPP = {"prompt": "text", "metadata": ["test_list", "test_setup_code"], **PROGRAM}
+EURUS = {"metadata": ["reward_model.ground_truth"], "where": 'data_source == "taco"', **PROGRAM}
+CASES = {"metadata": ["reward_model.ground_truth"], "where": 'data_source == "code"', **PROGRAM}
 HH = {"prompt": None}
 SHP = {"answers": ["human_ref_A", "human_ref_B"], "preferred": {"column": "labels", "first": 1, "second": 0}}
 LETTER = {"template": "{prompt}\n\nPut the letter of the right option in \\boxed{}."}
 GPQA = {"prompt": "Question", "answer": "Correct Answer", **LETTER}
 GPQA |= {"options": ["Correct Answer", *(f"Incorrect Answer {number}" for number in (1, 2, 3))]}
+_SUM = "import sys\n*_, last = sys.stdin\nprint(sum(map(int, last.split())))"
 TESTS, NUMBER, WORDS = "python_tests", "last_number", "choice"
 
 SAMPLED: dict[str, tuple[dict[str, Any], str, int]] = {
@@ -53,6 +56,8 @@ SAMPLED: dict[str, tuple[dict[str, Any], str, int]] = {
     "semi.csv": ({}, NUMBER, 1),
     "taco.parquet": (APPS, TESTS, 6),
     "code.jsonl": (KODCODE, TESTS, 6),
+    "cases.jsonl": (CASES, TESTS, 4),
+    "eurus.parquet": (EURUS, TESTS, 3),
     "tests_in_answer.jsonl": ({"prompt": "question", "metadata": [], "template": PROGRAM["template"]}, TESTS, 6),
     "thought.jsonl": ({"prompt": "question"}, WORDS, 8),
     "wrapped.json": ({}, NUMBER, 6),
@@ -110,9 +115,7 @@ COMPARED: dict[str, tuple[str, dict[str, Any], int]] = {
 
 REFUSED: dict[tuple[str, str], str] = {
     ("grpo", "capybara.jsonl"): "no column prompt",
-    ("grpo", "cases.jsonl"): "reward_model.ground_truth can be used for 4 of the first 8 rows",
     ("grpo", "countdown.parquet"): "no column prompt",
-    ("grpo", "eurus.parquet"): "reward_model.ground_truth can be used for 3 of the first 6 rows",
     ("grpo", "latin.csv"): "not UTF-8",
     ("grpo", "mixed.jsonl"): "answer has no answer in 3 of 9 rows",
     ("grpo", "openai_parts.jsonl"): "no column with the answer",
@@ -143,8 +146,9 @@ def columns(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def references(row: Mapping[str, Any]) -> Iterator[str]:
-    """Right programs of a row."""
-    given = next(row[name] for name in ("solutions", "solution", "canonical_solution", "code") if name in row)
+    """Right programs of a row; those of mixed layouts, which have none, add the last line."""
+    programs = ("solutions", "solution", "canonical_solution", "code")
+    given = next((row[name] for name in programs if name in row), _SUM)
     programs = json.loads(given) if given.startswith("[") else [given]
     yield from chain(programs, (f"{row['prompt']}{one}" for one in programs if "canonical_solution" in row))
 
@@ -161,7 +165,7 @@ def test_the_reward_of_a_published_layout_pays_for_right_responses_alone(
     assert reward["name"] == function
     score = partial(load(function, {}), **reward.get("args", {}))
     table = find_tables(str(LAYOUTS / name))[0].rows
-    given = zip(pool.table.to_pylist(), table, strict=True)
+    given = zip(pool.table.to_pylist(), table, strict="where" not in expected)
     for number, (row, raw) in enumerate(islice(given, 1 if function == TESTS else None)):  # sandboxes take a second
         metadata, prompt = json.loads(row["metadata"]), json.loads(row["messages"])[-1]["content"]
         right = list(references(raw)) if function == TESTS else [row["answer"], f"So it is \\boxed{{{row['answer']}}}."]

@@ -384,6 +384,22 @@ def test_a_folder_of_datasets_and_its_splits_are_found(tiny_model: Path, tmp_pat
     assert document["data"] == {"train": source | {"split": "train"}, "eval": source | {"split": "validation"}}
 
 
+def test_a_held_out_split_is_evaluated_on_with_the_template_of_the_training_data(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = [
+        {"question": f"{n} guests share a cake. How much is a share?", "answer": f"\\frac{{1}}{{{n}}}"}
+        for n in range(2, 32)
+    ]
+    parts = {"train": datasets.Dataset.from_list(rows[:20]), "test": datasets.Dataset.from_list(rows[20:])}
+    datasets.DatasetDict(parts).save_to_disk(str(tmp_path / "cakes"))
+    choices = chosen(tiny_model, data=str(tmp_path / "cakes"))
+    document = check(text_of(choices, tmp_path / "run.yaml"), tmp_path / "run.yaml", choices)
+    data = document["data"]
+    assert "\n" in data["train"]["template"] and data["eval"] == data["train"] | {"split": "test"}
+
+
 OWN = """\
 from troupe.environments import Environment, Message, Observation, Row
 

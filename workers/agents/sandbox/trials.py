@@ -20,8 +20,8 @@ def try_programs(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
     one.
 
     The request has `rows`, by column, the names of columns that may have `tests` and `programs`, and `prompts`. The
-    answer has `column`, `usable` (rows whose cases can be used), `earned` of `tried` rows with programs, and `paid`, a
-    kind of wrong programs that earns 1, or "".
+    answer has `column`, `usable` (places of the rows whose cases can be used), `earned` of `tried` rows with programs,
+    and `paid`, a kind of wrong programs that earns 1, or "".
     """
     rows = list(zip(request["rows"], request["prompts"], strict=True))
     usable = {name: [one for one in rows if has_tests(one[0].get(name), one[0])] for name in request["tests"]}
@@ -40,7 +40,8 @@ def try_programs(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
     right = [list(_references(row, request["programs"], prompt)) for row, prompt in tried]
     earned = sum(any(passes(program, number) for program in programs) for number, programs in enumerate(right))
-    counts = {"usable": len(usable[column]), "earned": earned, "tried": sum(map(bool, right))}
+    places = [place for place, one in enumerate(rows) if any(one is other for other in usable[column])]
+    counts = {"usable": places, "earned": earned, "tried": sum(map(bool, right))}
     yield {"column": column, "paid": paid_wrong(right, [prompt for _, prompt in tried], passes), **counts}
 
 
