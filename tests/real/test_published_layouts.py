@@ -80,7 +80,7 @@ def chain(folder: Path, model: Path) -> Path:
     roles["reward"] = {"cpus": 0.25, "threads": 1, "model": steps, "model_level": "step", "model_separator": "e"}
     sampled = sources((name, columns) for name, (columns, _, _) in SAMPLED.items())
     for source, (columns, function, _) in zip(sampled, SAMPLED.values(), strict=True):
-        tests = {"args": {"tests": columns["metadata"][0]}} if function == TESTS else {}
+        tests = {"args": {"tests": next(iter(columns["metadata"]), "answer")}} if function == TESTS else {}
         source["rewards"] = [{"name": function, **tests}]
     tasks = {"name": JUDGED, "kind": "reasoning_gym", "recipes": [{"name": "gcd"}], "size": 8, "seed": 1}
     rollouts = {
