@@ -27,7 +27,7 @@ _PROGRAM = re.compile(r"^\s*\{\s*\"|\bdef \w|\blambda\b[^:\n]*:|\bprint\(|#inclu
 _LONGEST, _LONGEST_LATEX = 100, 200
 _PLACEHOLDER = re.compile(r"proof|not\s?found|n/?a|none|null|nan|unknown|[-?.]*", re.IGNORECASE)
 _LOOKS_TESTED = re.compile(r"\bassert\b|[\"']inputs?[\"']\s*:")
-_CALLED = re.compile(r"(?:from solution import |\bassert (?:not )?(?=\w+\()|\"fn_name\": \")(\w+)")
+_CALLED = re.compile(r"(?:from solution import |\bassert (?:not )?(?=\w+\()|\"(?:fn|func)_name\": \")(\w+)")
 _NOT_CALLED = frozenset({"candidate", *dir(builtins)})
 _TESTED = re.compile("test|assert|input_output|verification|ground_truth|answer", re.IGNORECASE)
 """Names of columns that may have test cases."""
@@ -149,7 +149,8 @@ def fitting_tests(table: Table, prompt: str) -> Fitting | None:
         raise UsageError(f"--data: the test cases in {column} do not tell right from wrong programs: {paid}")
     notes = [] if usable == len(rows) else [f"The test cases of {usable} of the first {len(rows)} rows can be used."]
     notes += [f"The others are left out: where {where}."] if where else []
-    tests = ((str(rows[place][column]), prompts[place]) for place in found["usable"])
+    usable_rows = [(rows[place], prompts[place]) for place in found["usable"]]
+    tests = ((f"{row[column]} {row.get('metadata', '')}", text) for row, text in usable_rows)
     calls = [(name, text) for cases, text in tests for name in _CALLED.findall(cases)[:1]]
     if unnamed := [name for name, text in calls if name not in text and name not in _NOT_CALLED]:
         notes.append(

@@ -100,7 +100,7 @@ class Data:
     def unused_note(self) -> str:
         """What to do about the columns that the spec does not use; empty without one."""
         columns = ", ".join(self.unused)
-        return f"Not used: {columns}. Where the prompt needs more, join it into one column." if columns else ""
+        return f"Not used: {columns}. If the prompt needs more, join it into one column." if columns else ""
 
 
 def check_algorithm(name: str) -> None:

@@ -30,6 +30,7 @@ KODCODE = {"prompt": "question", "metadata": ["test"], **PROGRAM}
 MBPP = {"prompt": "text", "metadata": ["test_list", "test_setup_code"], **PROGRAM}
 EURUS = {"metadata": ["reward_model.ground_truth"], "where": 'data_source == "taco"', **PROGRAM}
 CASES = {"metadata": ["reward_model.ground_truth"], "where": 'data_source == "code"', **PROGRAM}
+LIVE_CODE = {"prompt": "question_content", "metadata": ["public_test_cases", "metadata"], **PROGRAM}
 HH = {"prompt": None}
 SHP = {"answers": ["human_ref_A", "human_ref_B"], "preferred": {"column": "labels", "first": 1, "second": 0}}
 LETTER = {"template": "{prompt}\n\nPut the letter of the right option in \\boxed{}."}
@@ -51,6 +52,7 @@ SAMPLED: dict[str, tuple[dict[str, Any], str, int]] = {
     "humaneval.jsonl": ({"metadata": ["test", "entry_point"], **PROGRAM}, TESTS, 6),
     "kodcode.parquet": (KODCODE, TESTS, 6),
     "limo.parquet": ({"prompt": "question"}, NUMBER, 6),
+    "livecodebench.jsonl": (LIVE_CODE, TESTS, 6),
     "mbpp.jsonl": (MBPP, TESTS, 6),
     "openr1_math.parquet": ({"prompt": "problem"}, NUMBER, 6),
     "semi.csv": ({}, NUMBER, 1),
@@ -202,6 +204,11 @@ def test_a_layout_without_what_the_algorithm_needs_is_refused(
     with pytest.raises(UsageError) as refused:
         started(tiny_model, name, algorithm, tmp_path)
     assert REFUSED[algorithm, name] in str(refused.value)
+
+
+def test_prompts_that_do_not_name_the_function_that_is_tested_are_counted(tiny_model: Path, tmp_path: Path) -> None:
+    _, _, said = started(tiny_model, "livecodebench.jsonl", "grpo", tmp_path)
+    assert any("3 prompts do not name the function that is tested (minusTwo): add it" in note for note in said), said
 
 
 def test_every_layout_is_in_a_table() -> None:

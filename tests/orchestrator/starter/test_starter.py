@@ -348,7 +348,7 @@ def test_a_column_that_looks_like_a_part_of_the_prompt_is_not_left_out_without_a
     said: list[str] = []
     choices = chosen(tiny_model, algorithm=algorithm, data=str(tmp_path / "train.parquet"))
     text = text_of(choices, tmp_path / "run.yaml", said.append)
-    note = f"Not used: {unused}. Where the prompt needs more, join it into one column."
+    note = f"Not used: {unused}. If the prompt needs more, join it into one column."
     assert [line for line in said if not line.startswith("Columns that")] == ([note] if unused else [])
     assert text.count("Not used:") == text.count(f"\n# {note}\n") == bool(unused)
     check(text, tmp_path / "run.yaml", choices)
