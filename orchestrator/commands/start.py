@@ -77,6 +77,10 @@ def init(
     gpu_type: Annotated[str | None, typer.Option(help="Their type, such as H100 (default: as detected).")] = None,
     steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 100,
     max_tokens: Annotated[int, typer.Option(min=0, help="Longest response (0: 64 on CPUs, 1024 on GPUs).")] = 0,
+    column: Annotated[
+        list[str],
+        typer.Option(metavar="FIELD=COLUMN", help="The column of a field, such as answer=gt_answer; may be repeated."),
+    ] = [],  # noqa: B006
     name: Annotated[str | None, typer.Option(help="Name of the run (default: from model and algorithm).")] = None,
     from_: Annotated[
         str | None, typer.Option("--from", metavar="EXAMPLE", help="Write this example (`troupe demo --list`) instead.")
@@ -100,7 +104,10 @@ def init(
         return str(typer.prompt(question, default=default or None))
 
     values = None if args is None else read_mapping(args, "{taskset: glossary}")
-    flags = InitFlags(model, data, algorithm, gpus, gpu_type, name, steps, max_tokens, environment, values)
+    if wrong := next((one for one in column if not all(one.partition("="))), None):
+        exit_with(f"error: --column: expected FIELD=COLUMN, got {wrong!r}", USER_ERROR)
+    columns = dict(one.split("=", 1) for one in column) or None
+    flags = InitFlags(model, data, algorithm, gpus, gpu_type, name, steps, max_tokens, environment, values, columns)
     if from_ is not None and recipe is not None:
         exit_with("error: --from and --recipe name different specs; give one of them", USER_ERROR)
     copied = from_ if recipe is None else f"{RECIPES}{recipe}"

@@ -44,6 +44,8 @@ class Choices:
     """A built-in environment or `package.module:Class`; empty if a sample is one response."""
     environment_args: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Its arguments."""
+    columns: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Columns of the data by field, if their names do not say it."""
 
     @property
     def offline(self) -> bool:

@@ -46,6 +46,7 @@ class InitFlags:
     max_tokens: int = 0
     environment: str | None = None
     environment_args: Mapping[str, Any] | None = None
+    columns: Mapping[str, str] | None = None
 
 
 def complete(flags: InitFlags, ask: Ask | None) -> Choices:
@@ -92,6 +93,7 @@ def complete(flags: InitFlags, ask: Ask | None) -> Choices:
         max_tokens=flags.max_tokens,
         environment=flags.environment or "",
         environment_args=flags.environment_args or {},
+        columns=flags.columns or {},
     )
 
 

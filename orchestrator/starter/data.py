@@ -24,7 +24,7 @@ from troupe.orchestrator.data.pools import Collected, collect
 from troupe.orchestrator.data.preferences import answer_columns, column_names, doubts
 from troupe.orchestrator.data.prompts import read_prompt
 from troupe.orchestrator.data.readers import find_column, has_column, json_safe, named_values, prompt_fields, prompt_row
-from troupe.orchestrator.errors import DataError, UsageError
+from troupe.orchestrator.errors import DataError, UsageError, nearest
 from troupe.orchestrator.model_facts.model_size import SizeUnknown, read_size
 from troupe.orchestrator.spec.offline import columns, data_format
 from troupe.orchestrator.spec.sources import DataSource, Examples, ExampleSource
@@ -86,6 +86,7 @@ def read_data(choices: Choices) -> Data:
             raise UsageError(f"--data: {choices.algorithm} learns from examples, not from generated tasks")
         return generated_data(choices)
     train, held_out, why = find_tables(choices.data)
+    train = replace(train, names=_checked(choices.columns, train))
     found = _examples(choices, train) if choices.offline else _prompts(choices, train)
     columns = {name: value for name, value in found.section["train"].items() if name not in train.section}
     if system := next((name for name in _SYSTEM if any(_is_text(row.get(name)) for row in train.rows)), None):
@@ -112,18 +113,18 @@ def _prompts(choices: Choices, table: Table) -> Data:
     prompt_tokens = _tokens(table, prompt)
     # A label beside a response is what somebody thinks of it.
     labels = {"label"} if any(name in table.rows[0] for name in _COLUMNS["response"][:3]) else set[str]()
-    answers = [name for name in _COLUMNS["answer"] if name in table.rows[0] and name not in {prompt, *labels}]
+    answers = [name for name in _candidates("answer", table) if name in table.rows[0] and name not in {prompt, *labels}]
     if not needs_answer(choices):
         answer = answers[0] if answers else None
         columns |= {"answer": answer} if answer != "answer" else {}
         named = [name for name in own_tasks(choices.environment) if name in table.rows[0]]
         columns |= {"metadata": named} if named else {}
         return Data({"train": table.section | columns}, prompt_tokens, 0)
-    found = fitting_tests(table, prompt)
+    found = None if "answer" in table.names else fitting_tests(table, prompt)
     if found is None and not answers:
         raise UsageError(
             f"--data: {choices.data} has no column with the answer (it has: {', '.join(table.rows[0])}): name it "
-            f"{' or '.join(_COLUMNS['answer'][:3])}"
+            f"{' or '.join(_COLUMNS['answer'][:3])}, or pass --column answer=NAME"
         )
     read, reward, note = found or fitting_reward(table, prompt, answers)
     columns |= read | asking(reward, [row.get(prompt) for row in table.rows])
@@ -154,7 +155,7 @@ def _examples(choices: Choices, table: Table) -> Data:
 def _demonstrations(choices: Choices, table: Table) -> dict[str, str]:
     """The columns with conversations, or with a response to the prompt, whichever train most text."""
     found = [{"messages": name} for name in _CONVERSATIONS if name in table.rows[0]]
-    responses = [name for name in _COLUMNS["response"] if name in table.rows[0]]
+    responses = [name for name in _candidates("response", table) if name in table.rows[0]]
     if not found or (responses and _found("prompt", table)):
         named = _named(("prompt",) if responses else ("prompt", "response"), table, choices.data)
         found += [named | ({"response": name} if name != "response" else {}) for name in responses]
@@ -176,7 +177,8 @@ def _compared(needed: Sequence[str], table: Table, data: str) -> dict[str, Any]:
             put = "put the answers of a prompt in one row, as a list `answers` beside a list of numbers `scores`"
             raise UsageError(f"--data: {data} has one answer in a row, and nothing to compare it with: {put}")
         columns = found if found is not None else {**_named(needed[1:], table, data)}
-    prompt = next((name for name in _COMPARED_PROMPTS if name in row and name not in column_names(columns)), None)
+    prompts = (table.names["prompt"],) if "prompt" in table.names else _COMPARED_PROMPTS
+    prompt = next((name for name in prompts if name in row and name not in column_names(columns)), None)
     return columns if prompt == "prompt" else {"prompt": prompt, **columns}
 
 
@@ -223,8 +225,23 @@ def _unused(columns: Mapping[str, Any], table: Table) -> tuple[str, ...]:
     return tuple(name for name in parts if any(row.get(name) not in (None, "", [], {}) for row in table.rows))
 
 
+def _candidates(column: str, table: Table) -> tuple[str, ...]:
+    return (table.names[column],) if column in table.names else _COLUMNS[column]
+
+
 def _found(column: str, table: Table) -> str | None:
-    return next((name for name in _COLUMNS[column] if name in table.rows[0]), None)
+    return next((name for name in _candidates(column, table) if name in table.rows[0]), None)
+
+
+def _checked(columns: Mapping[str, str], table: Table) -> Mapping[str, str]:
+    """The columns that the user names. Raises UsageError for an unknown field, and for a column that is not there."""
+    for column, name in columns.items():
+        if column not in _COLUMNS:
+            hint = nearest(column, _COLUMNS) or f"known: {', '.join(_COLUMNS)}"
+            raise UsageError(f"--column: no field '{column[:60]}' ({hint})")
+        if name not in table.rows[0]:
+            raise UsageError(f"--column: the data have no column '{name[:60]}' (they have: {', '.join(table.rows[0])})")
+    return columns
 
 
 def _named(columns: Sequence[str], table: Table, data: str) -> dict[str, str]:
@@ -233,7 +250,8 @@ def _named(columns: Sequence[str], table: Table, data: str) -> dict[str, str]:
     for column in columns:
         name = _found(column, table)
         if name is None:
-            raise UsageError(f"--data: {data} has no column {column} (it has: {', '.join(table.rows[0])})")
+            there = f"it has: {', '.join(table.rows[0])}; --column {column}=NAME names it"
+            raise UsageError(f"--data: {data} has no column {column} ({there})")
         if name != column:
             named[column] = name
     return named

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,8 @@ class Table:
     """The source as a section of the spec, without its columns."""
     rows: Sequence[Mapping[str, Any]]
     """The first rows by column; the fields of a struct are columns with dotted names."""
+    names: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Columns that the user names, by field."""
 
 
 def find_tables(data: str) -> tuple[Table, Table | None, str]:

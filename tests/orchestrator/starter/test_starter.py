@@ -499,6 +499,38 @@ def test_a_column_without_answers_is_refused(tiny_model: Path, tmp_path: Path) -
         read_data(chosen(tiny_model, data=str(tmp_path / "rows.jsonl")))
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "row", "named"),
+    [
+        ("grpo", {"q": "2 + 3?", "ans": "5"}, {"prompt": "q", "answer": "ans"}),
+        ("grpo", {"prompt": "2 + 3?", "answer": "about five", "gt": "5"}, {"answer": "gt"}),
+        ("sft", {"q": "2 + 3?", "a": "It is 5."}, {"prompt": "q", "response": "a"}),
+        ("dpo", {"q": "2 + 3?", "good": "5", "bad": "6"}, {"prompt": "q", "chosen": "good", "rejected": "bad"}),
+    ],
+)
+def test_columns_that_nobody_guesses_are_named(
+    algorithm: str, row: dict[str, str], named: dict[str, str], tiny_model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "rows.jsonl").write_text(f"{json.dumps(row)}\n" * 4)
+    choices = chosen(tiny_model, algorithm=algorithm, data=str(tmp_path / "rows.jsonl"), columns=named)
+    train = check(text_of(choices, tmp_path / "run.yaml"), tmp_path / "run.yaml", choices)["data"]["train"]
+    assert {field: train[field] for field in named} == named
+
+
+@pytest.mark.parametrize(
+    ("named", "error"),
+    [
+        ({"anwser": "ans"}, "--column: no field 'anwser' (did you mean 'answer'?)"),
+        ({"answer": "nas"}, "--column: the data have no column 'nas' (they have: q, ans)"),
+    ],
+)
+def test_a_field_or_a_column_that_is_not_there_is_refused(named: dict[str, str], error: str, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"q": "2 + 3?", "ans": "5"}\n')
+    with pytest.raises(UsageError) as refused:
+        read_data(chosen(tmp_path, data=str(tmp_path / "rows.jsonl"), columns=named))
+    assert str(refused.value) == error
+
+
 def test_rows_without_an_answer_are_counted_and_too_many_are_refused(tiny_model: Path, tmp_path: Path) -> None:
     def notes(missing: int) -> tuple[str, ...]:
         rows = [{"prompt": f"{n} + {n}?", "answer": None if n < missing else str(2 * n)} for n in range(40)]
@@ -514,7 +546,7 @@ def test_rows_without_an_answer_are_counted_and_too_many_are_refused(tiny_model:
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        ('{"words": "a"}\n', "has no column prompt (it has: words)"),
+        ('{"words": "a"}\n', "has no column prompt (it has: words; --column prompt=NAME names it)"),
         ('{"prompt": "a"}\n', "has no column with the answer (it has: prompt)"),
         ('{"prompt": "a"}\n{"prompt\n', "rows.jsonl:2: not JSON"),
         ("\n", "has no rows"),
