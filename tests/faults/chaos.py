@@ -72,7 +72,7 @@ KINDS: Mapping[str, tuple[str, tuple[str, ...]]] = {
         # A random model solves no task, and without a second component nothing would be trained.
         ("roles.reward.functions=[{name: environment}, {name: letter_share, args: {letters: aeiou}}]",),
     ),
-    "judge": ("tiny-judge", ("roles.judge.model.path=.cache/models/tiny-llama",)),
+    "judge": ("tiny-judge", ("roles.judge.model.path=.cache/models/tiny-llama", "roles.judge.max_tokens=16")),
     "adapters": ("tiny-lora", ()),
     "store": (
         "tiny-grpo",

@@ -24,7 +24,7 @@ _JUDGED = {
     "timeout_s": 120,
     "args": {"rubric": "Rate how friendly the response is.", "scale": [0, 10]},
 }
-_JUDGE = _ENGINE | {"model": _TINY, "max_tokens": 8, "structured": {"regex": "Score: (10|[0-9])"}}
+_JUDGE = _ENGINE | {"model": _TINY, "max_tokens": 16, "structured": {"regex": "Score: (10|[0-9])"}}
 _GAME = {
     "name": "troupe.deploy.examples.games:KuhnPoker",
     "cpus": 0.25,
