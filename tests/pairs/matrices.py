@@ -43,6 +43,7 @@ _EVERY_STEP: Fields = {
     "checkpoint.best": {"metric": "eval/vowels/avg"},
 }
 _OTHER_REFERENCE = {"cpus": 0.2, "threads": 1, "model": _TINY | {"dtype": "bfloat16"}}
+_TEACHER = {"cpus": 0.2, "threads": 1, "model": _TINY | {"path": ".cache/models/tiny-teacher"}}
 _TEXTS = {"kind": "jsonl", "path": "deploy/specs/data/texts.jsonl", "max_tokens": 64, "texts_per_step": 4}
 _TRAINERS: dict[str, Fields] = {
     "one": {},
@@ -133,7 +134,7 @@ ROLLOUTS = Matrix(
             "ppo": {"algorithm.name": "ppo", "algorithm.kl.coef": 0, "roles.critic": _TRAINER},
             "gspo": {"algorithm.name": "gspo"},
             "raft": {"algorithm.name": "raft"},
-            "distill": {"algorithm.name": "distill", "roles.teacher": {"other": _OTHER_REFERENCE}},
+            "distill": {"algorithm.name": "distill", "roles.teacher": {"other": _TEACHER}},
         },
         "weights": {
             "all": {},
