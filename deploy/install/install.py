@@ -161,7 +161,8 @@ class VirtualEnvironment:
                 fetched += line.startswith("Collecting ")
                 installs = line.startswith("Installing collected packages")
                 if pins and (installs or time.monotonic() - shown > PROGRESS_S):
-                    say("  installing them" if installs else f"  {fetched} of {pins} packages fetched")
+                    of = f" of {pins}" if fetched <= pins else ""  # a pin may bring others
+                    say("  installing them" if installs else f"  {fetched}{of} packages fetched")
                     shown, pins = time.monotonic(), 0 if installs else pins
         return process.returncode == 0
 

@@ -107,7 +107,11 @@ def init(
     if wrong := next((one for one in column if not all(one.partition("="))), None):
         exit_with(f"error: --column: expected FIELD=COLUMN, got {wrong!r}", USER_ERROR)
     columns = dict(one.split("=", 1) for one in column) or None
-    flags = InitFlags(model, data, algorithm, gpus, gpu_type, name, steps, max_tokens, environment, values, columns)
+    if columns is not None and len(columns) < len(column):
+        exit_with("error: --column: a field is named twice", USER_ERROR)
+    flags = InitFlags(
+        model, data, algorithm, gpus, gpu_type, name, steps, max_tokens, environment, values, columns or None
+    )
     if from_ is not None and recipe is not None:
         exit_with("error: --from and --recipe name different specs; give one of them", USER_ERROR)
     copied = from_ if recipe is None else f"{RECIPES}{recipe}"

@@ -6,6 +6,7 @@ import builtins
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from keyword import iskeyword
 from typing import Any
 
 from troupe.orchestrator.data.readers import json_safe
@@ -168,7 +169,7 @@ def _told_apart(rows: Sequence[Row], chosen: Sequence[int]) -> str:
         values = [row.get(name) for row in rows]
         own = {value for place, value in enumerate(values) if place in kept and isinstance(value, str)}
         others = [value for place, value in enumerate(values) if place not in kept]
-        if len(own) == 1 and not own.intersection(map(str, others)) and name.isidentifier():
+        if len(own) == 1 and not own.intersection(map(str, others)) and name.isidentifier() and not iskeyword(name):
             return f"{name} == {json.dumps(own.pop(), ensure_ascii=False)}"
     return ""
 

@@ -34,7 +34,7 @@ Ask = Callable[[str, str], str]
 
 @dataclass(frozen=True)
 class InitFlags:
-    """The flags of `troupe init`; None if not given."""
+    """The flags of `troupe init` by their names; None if not given."""
 
     model: str | None = None
     data: str | None = None
@@ -45,8 +45,8 @@ class InitFlags:
     steps: int = 100
     max_tokens: int = 0
     environment: str | None = None
-    environment_args: Mapping[str, Any] | None = None
-    columns: Mapping[str, str] | None = None
+    args: Mapping[str, Any] | None = None
+    column: Mapping[str, str] | None = None
 
 
 def complete(flags: InitFlags, ask: Ask | None) -> Choices:
@@ -68,7 +68,7 @@ def complete(flags: InitFlags, ask: Ask | None) -> Choices:
     algorithm = flags.algorithm or _answer(ask if missing else None, "Algorithm (see `troupe algorithms`)", "grpo")
     check_algorithm(algorithm)
     if flags.environment is not None:
-        configured = flags.environment_args is not None
+        configured = flags.args is not None
         check_environment(flags.environment, offline=algorithm in OFFLINE_ALGORITHMS, configured=configured)
     shown = graphics().gpus
     gpus = flags.gpus
@@ -92,8 +92,8 @@ def complete(flags: InitFlags, ask: Ask | None) -> Choices:
         steps=flags.steps,
         max_tokens=flags.max_tokens,
         environment=flags.environment or "",
-        environment_args=flags.environment_args or {},
-        columns=flags.columns or {},
+        environment_args=flags.args or {},
+        columns=flags.column or {},
     )
 
 

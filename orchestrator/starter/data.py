@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -23,7 +23,14 @@ from troupe.orchestrator.data.examples import as_examples, example_reader
 from troupe.orchestrator.data.pools import Collected, collect
 from troupe.orchestrator.data.preferences import answer_columns, column_names, doubts
 from troupe.orchestrator.data.prompts import read_prompt
-from troupe.orchestrator.data.readers import find_column, has_column, json_safe, named_values, prompt_fields, prompt_row
+from troupe.orchestrator.data.readers import (
+    find_column,
+    has_column,
+    json_safe,
+    named_values,
+    prompt_fields,
+    prompt_row,
+)
 from troupe.orchestrator.errors import DataError, UsageError, nearest
 from troupe.orchestrator.model_facts.model_size import SizeUnknown, read_size
 from troupe.orchestrator.spec.offline import columns, data_format
@@ -74,14 +81,22 @@ _OFFLINE_COLUMNS: Mapping[DataFormat, tuple[str, ...]] = {
     "ranked": ("prompt", "answers", "scores"),
     "steps": ("prompt", "completions", "labels"),
 }
+_SMALL = 1_000_000_000
+"""Parameters up to which a model gets a task's easiest settings; of the default ones it would solve next to none."""
+_TASKS = 2000
+"""Generated tasks to train on."""
+_TOOLS = ("tools", "functions")
+_COMPARED = 200
+"""Rows in which the columns with responses are compared."""
 
-_NO_COLUMNS = ("template", "where")
-"""Fields of a source whose text is not the name of a column."""
+Rows = Sequence[Mapping[str, Any]]
 
 
 def read_data(choices: Choices) -> Data:
     """The chosen data. Raises UsageError if they do not fit the algorithm."""
     if choices.data.startswith(GYM):
+        if choices.columns:
+            raise UsageError("--column: generated tasks have no columns")
         if choices.offline:
             raise UsageError(f"--data: {choices.algorithm} learns from examples, not from generated tasks")
         return generated_data(choices)
@@ -98,8 +113,8 @@ def read_data(choices: Choices) -> Data:
     notes = (*found.notes, *what_is_read(choices.algorithm, section["train"], train.rows))
     found = replace(found, section=section, unused=_unused(columns, train), notes=notes)
     there = {} if held_out is None else held_out.rows[0]
-    named = column_names({field: value for field, value in columns.items() if field not in _NO_COLUMNS})
-    if held_out is not None and (lost := [name for name in named if not has_column(there, name)]):
+    read, _, _ = _reader(choices.algorithm, section["train"])
+    if held_out is not None and (lost := [name for name in read.values() if not has_column(there, name)]):
         held_out, why = None, f"the held-out part has no column {lost[0]}"
     if held_out is None:
         return replace(found, without_evaluation=why)
@@ -263,12 +278,6 @@ def _tokens(table: Table, column: str) -> int:
     return min(4096, max(128, 64 * -(-(longest // 2 + 64) // 64)))
 
 
-_SMALL = 1_000_000_000
-"""Parameters up to which a model gets a task's easiest settings; of the default ones it would solve next to none."""
-_TASKS = 2000
-"""Generated tasks to train on."""
-
-
 def generated_data(choices: Choices) -> Data:
     """Generated tasks to train and evaluate on."""
     task = choices.data.removeprefix(GYM)
@@ -308,13 +317,6 @@ def easiest(task: str) -> dict[str, Any]:
         return {}
     fields = [field.name for field in dataclasses.fields(config) if field.name not in ("seed", "size")]
     return json_safe({name: getattr(config, name) for name in fields})
-
-
-_TOOLS = ("tools", "functions")
-_COMPARED = 200
-"""Rows in which the columns with responses are compared."""
-
-Rows = Sequence[Mapping[str, Any]]
 
 
 def tools_column(algorithm: str, section: Mapping[str, Any], rows: Rows) -> str | None:
@@ -358,18 +360,24 @@ def trained_characters(algorithm: str, section: Mapping[str, Any], rows: Rows) -
     return sum(len(text) for row in found.rows for text in row["responses"])
 
 
+def _reader(
+    algorithm: str, section: Mapping[str, Any]
+) -> tuple[Mapping[str, str], Callable[..., dict[str, Any]], Callable[..., Iterator[Any]]]:
+    """Column of each field that a section reads, and how a run reads a row and joins rows. Raises DataError."""
+    if algorithm in OFFLINE_ALGORITHMS:
+        examples: ExampleSource = TypeAdapter[Examples](ExampleSource).validate_python(section)
+        format_ = data_format(OFFLINE_ALGORITHMS[algorithm].formats, examples)
+        read = example_reader(examples, format_, plain=False)
+        return columns(format_, examples), read, partial(as_examples, examples)
+    prompts: Any = TypeAdapter[DataSource](DataSource).validate_python(section)
+    read = lambda raw: {"prompt": read_prompt(prompt_row(prompts, raw), prompts, plain=False)}  # noqa: E731
+    return prompt_fields(prompts), read, iter
+
+
 def _collected(
     algorithm: str, section: Mapping[str, Any], rows: Rows
 ) -> tuple[Mapping[str, str], Collected[dict[str, Any]]]:
     """Column of each field that the section reads, and what a run reads of the rows. Raises DataError."""
-    if algorithm in OFFLINE_ALGORITHMS:
-        examples: ExampleSource = TypeAdapter[Examples](ExampleSource).validate_python(section)
-        format_ = data_format(OFFLINE_ALGORITHMS[algorithm].formats, examples)
-        fields, read = columns(format_, examples), example_reader(examples, format_, plain=False)
-        join = partial(as_examples, examples)
-    else:
-        prompts: Any = TypeAdapter[DataSource](DataSource).validate_python(section)
-        fields, join = prompt_fields(prompts), iter
-        read = lambda raw: {"prompt": read_prompt(prompt_row(prompts, raw), prompts, plain=False)}  # noqa: E731
+    fields, read, join = _reader(algorithm, section)
     raw = (named_values(fields, f"row {number}", row) for number, row in enumerate(rows, start=1))
     return fields, collect(join(raw), read, "data.train", "skip")

@@ -86,7 +86,7 @@ def join_samples(step: int, unscored: Unscored, tables: Sequence[pa.Table]) -> p
 
 
 def _without_rewards(samples: pa.Table, unscored: Unscored) -> pa.Table:
-    """The samples, those of `unscored` with this status and without a reward."""
+    """The samples; a sample of `unscored` has its status there, and no reward."""
     statuses = pa.array([unscored.get((uid, index)) for uid, index, _ in identities(samples)], pa.string())
     scored = pc.call_function("is_null", [statuses])
     for name, other in (("status", statuses), ("reward", pa.scalar(None, pa.float64()))):

@@ -227,7 +227,7 @@ class Generation:
         return await self._tokenized(encode_prompt, tokenizer, messages, longest)
 
     def sampling_params(self, request: GroupRequest, index: int, limits: TurnLimits | None = None) -> SamplingParams:
-        """vLLM's parameters of one sample, whose seed depends on its index; `limits` are those of an episode's turn."""
+        """vLLM's parameters of one sample, whose seed depends on its index; `limits` bound an episode's turn."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -344,7 +344,7 @@ class Generation:
     ) -> dict[int, T]:
         """Outputs of all samples by index; the first failure cancels the others and is raised. Until then
         `finished_samples` finds the finished ones: `build` makes their rows, `earlier` has older ones, and `open_rows`
-        makes those of the others."""
+        makes the rows of the others."""
         engine = self._engine
         by_index = {index: asyncio.create_task(sample) for index, sample in samples.items()}
         tasks, group = list(by_index.values()), RunningGroup(request, by_index, build, earlier, open_rows)

@@ -276,8 +276,9 @@ class RunningGroup(Generic[T]):
 def recorded_turns(request: GroupRequest, earlier: pa.Table | None) -> dict[int, RecordedTurns]:
     """The recorded turns of the request's unfinished samples that have some, by index; `earlier`: see `merged`."""
     found: dict[int, list[tuple[str, SampledTurn]]] = {}
+    missing = set(request.missing)
     for row in [] if earlier is None else earlier.select(_TURN_COLUMNS).to_pylist():
-        if row["prompt_uid"] != request.prompt_uid or row["sample_index"] not in request.missing:
+        if row["prompt_uid"] != request.prompt_uid or row["sample_index"] not in missing:
             continue
         turn = SampledTurn(
             ids=row["response_ids"],

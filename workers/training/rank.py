@@ -343,7 +343,7 @@ def prepare_torch(threads: int, *, deterministic: bool = False) -> None:
 
     Call it before torch computes: existing threads keep their settings. The gradients of a confident policy have many
     numbers below 1e-38, and a CPU takes fifty times as long for each. With `deterministic` sums have a fixed order, and
-    torch raises where an operation has no such algorithm. What adds in the network's switches (NVLS) promises none.
+    torch raises if an operation has no such algorithm. What adds in the network's switches (NVLS) promises none.
     """
     if deterministic:  # read when cuBLAS and NCCL start
         os.environ |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_NVLS_ENABLE": "0"}

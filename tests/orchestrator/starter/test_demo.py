@@ -134,5 +134,8 @@ def test_an_example_is_copied_as_a_file_to_edit(models: Path) -> None:
 def test_flags_that_a_copy_would_not_heed_are_refused(models: Path) -> None:
     with pytest.raises(UsageError, match=r"drop --max-tokens and edit the file"):
         copy_of("tiny-grpo", InitFlags(max_tokens=9), Path("run.yaml"))
+    for flags, name in ((InitFlags(args={"a": 1}), "args"), (InitFlags(column={"answer": "gold"}), "column")):
+        with pytest.raises(UsageError, match=f"drop --{name} and edit the file"):
+            copy_of("tiny-grpo", flags, Path("run.yaml"))
     with pytest.raises(UsageError, match="no such example"):
         copy_of("tiny", InitFlags(), Path("run.yaml"))

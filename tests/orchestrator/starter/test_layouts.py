@@ -148,7 +148,7 @@ def columns(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def references(row: Mapping[str, Any]) -> Iterator[str]:
-    """Right programs of a row; those of mixed layouts, which have none, add the last line."""
+    """Right programs of a row; without any, one that adds the numbers of the last line."""
     programs = ("solutions", "solution", "canonical_solution", "code")
     given = next((row[name] for name in programs if name in row), _SUM)
     programs = json.loads(given) if given.startswith("[") else [given]

@@ -517,6 +517,23 @@ def test_columns_that_nobody_guesses_are_named(
     assert {field: train[field] for field in named} == named
 
 
+def test_a_held_out_split_without_a_column_of_the_training_data_is_not_evaluated_on(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = [{"prompt": f"{n} + {n}?", "answer": str(2 * n)} for n in range(20)]
+    parts = {"train": rows, "test": [{"prompt": "2 + 3?"}]}
+    splits = {name: datasets.Dataset.from_list(own) for name, own in parts.items()}
+    datasets.DatasetDict(splits).save_to_disk(str(tmp_path / "sums"))
+    data = read_data(chosen(tiny_model, data=str(tmp_path / "sums")))
+    assert "eval" not in data.section and data.without_evaluation == "the held-out part has no column answer"
+
+
+def test_generated_tasks_have_no_columns_to_name(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--column: generated tasks have no columns"):
+        read_data(chosen(tmp_path, columns={"prompt": "q"}))
+
+
 @pytest.mark.parametrize(
     ("named", "error"),
     [

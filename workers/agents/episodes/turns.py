@@ -61,7 +61,7 @@ class RecordedTurns:
     """
 
     def __init__(self, turns: Iterable[tuple[str, SampledTurn]] = ()) -> None:
-        """`turns`: those of an earlier play, each with the digest of its request."""
+        """`turns`: turns of an earlier play, each with the digest of its request."""
         self.by_request = dict(turns)
         """The turns by the digest of their request, in the order in which they were sampled."""
 

@@ -24,11 +24,14 @@ def try_programs(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
     and `paid`, a kind of wrong programs that earns 1, or "".
     """
     rows = list(zip(request["rows"], request["prompts"], strict=True))
-    usable = {name: [one for one in rows if has_tests(one[0].get(name), one[0])] for name in request["tests"]}
+    usable = {
+        name: [place for place, (row, _) in enumerate(rows) if has_tests(row.get(name), row)]
+        for name in request["tests"]
+    }
     column = max(usable, key=lambda name: len(usable[name]), default="")
     if not usable.get(column):
         return
-    tried = usable[column][:_PROGRAMS]
+    tried = [rows[place] for place in usable[column][:_PROGRAMS]]
 
     def passes(program: str, number: int) -> bool:
         row, _ = tried[number]
@@ -40,8 +43,7 @@ def try_programs(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
     right = [list(_references(row, request["programs"], prompt)) for row, prompt in tried]
     earned = sum(any(passes(program, number) for program in programs) for number, programs in enumerate(right))
-    places = [place for place, one in enumerate(rows) if any(one is other for other in usable[column])]
-    counts = {"usable": places, "earned": earned, "tried": sum(map(bool, right))}
+    counts = {"usable": usable[column], "earned": earned, "tried": sum(map(bool, right))}
     yield {"column": column, "paid": paid_wrong(right, [prompt for _, prompt in tried], passes), **counts}
 
 
