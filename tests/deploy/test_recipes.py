@@ -25,13 +25,17 @@ RESPONSES = {
     "gsm8k-calculator": ("She keeps 10.", "She keeps 12."),
     "dapo-math": ("Answer: 16", "Answer: 17"),
     "mbpp": (CODE.format(2), CODE.format(3)),
+    "search-r1": ("<answer> ann teller </answer>", "Ann Teller directed it.\n<answer>Omar Reed</answer>"),
+    "distillation": ("She keeps 10.", "She keeps 12."),
 }
 """A right and a wrong response to the first row."""
+SAME_DATA = {"gsm8k-calculator": "gsm8k", "distillation": "gsm8k"}
 
 
 def local(name: str) -> dict[str, Any]:
     """The spec of a recipe with the rows beside it in place of the data on the hub."""
-    rows = ROOT / "deploy" / "recipes" / name.removeprefix(RECIPES).removesuffix("-calculator") / "rows.jsonl"
+    folder = name.removeprefix(RECIPES)
+    rows = ROOT / "deploy" / "recipes" / SAME_DATA.get(folder, folder) / "rows.jsonl"
 
     def replaced(node: Any) -> Any:
         if not isinstance(node, dict):
@@ -56,7 +60,7 @@ def runs_of(document: dict[str, Any], folder: Path) -> tuple[PlannedRun, ...]:
 
 def test_there_are_recipes_and_the_commands_know_them(tmp_path: Path) -> None:
     folders = sorted(path.parent.name for path in (ROOT / "deploy" / "recipes").glob("*/spec.yaml"))
-    assert [name.removeprefix(RECIPES) for name in NAMES] == folders and len(folders) >= 7
+    assert [name.removeprefix(RECIPES) for name in NAMES] == folders and len(folders) >= 10
     listed = CliRunner().invoke(app, ["demo", "--list"]).stdout
     page = (ROOT / "docs" / "guides" / "recipes.md").read_text()
     for name in NAMES:

@@ -14,6 +14,7 @@ from tests.conftest import ROOT
 from tests.deploy.test_recipes import local
 from tests.pairs.runs import shared_cluster
 from tests.real.commands import metrics_lines
+from troupe.deploy.examples.search import write_index
 from troupe.orchestrator.commands.runs import ready
 from troupe.orchestrator.runs.session import RunRequest
 from troupe.orchestrator.runs.training import train
@@ -27,6 +28,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "rollout": {"workers": 1, "cpus": 0.5, "threads": 1, "max_num_seqs": 16, "max_model_len": 512, "kv_cache_gib": 0.1},
     "policy": TRAINER,
     "critic": TRAINER | {"warmup_steps": 0},
+    "reference": {"workers": 1, "cpus": 0.5, "gpus": 0},
     "reward": {"workers": 1, "cpus": 0.25, "gpus": 0},
     "environment": {"cpus": 0.25, "episodes": 16},
 }
@@ -46,6 +48,8 @@ def small(section: dict[str, Any], model: Path) -> dict[str, Any]:
         role |= SMALL.get(name, {})
         if name == "critic" or "model" in role:
             role["model"]["dtype"] = "float32"
+        if name == "reference" and "model" in role:
+            role["model"]["path"] = ".cache/models/tiny-teacher"
         for field in ("offload_optimizer", "gradient_checkpointing", "tensor_parallel_size", "warmup_updates"):
             role.pop(field, None)
         if name == "rollout":
@@ -63,7 +67,10 @@ def small(section: dict[str, Any], model: Path) -> dict[str, Any]:
     return section
 
 
-@pytest.mark.parametrize("name", ["gsm8k-calculator", "dapo-math", "mbpp", "hh-rlhf", "ultrafeedback-dpo"])
+@pytest.mark.parametrize(
+    "name",
+    ["gsm8k-calculator", "dapo-math", "mbpp", "hh-rlhf", "ultrafeedback-dpo", "search-r1", "distillation", "self-play"],
+)
 def test_the_first_step_of_a_recipe(name: str, tiny_model: Path, tmp_path: Path) -> None:
     spec = local(RECIPES + name)
     if "stages" in spec:
@@ -79,6 +86,11 @@ def test_the_first_step_of_a_recipe(name: str, tiny_model: Path, tmp_path: Path)
             del spec["algorithm"]["dynamic_sampling_on"]  # a random model solves nothing
             spec["algorithm"]["name"] = "grpo"
             spec["roles"]["reward"]["functions"][1]["args"] = {"limit": 8, "buffer": 4}
+    if name == "search-r1":
+        passages, index = tmp_path / "passages.jsonl", tmp_path / "passages.db"
+        passages.write_text('{"contents": "Night Harbour is a play."}')
+        assert write_index(index, [passages]) == 1
+        spec["roles"]["environment"]["args"]["index"] = str(index)
     file = tmp_path / "recipe.yaml"
     file.write_text(yaml.safe_dump(spec, sort_keys=False))
     planned = ready(file, [], tmp_path / "run")
