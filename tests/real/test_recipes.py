@@ -28,7 +28,6 @@ SMALL: dict[str, dict[str, Any]] = {
     "rollout": {"workers": 1, "cpus": 0.5, "threads": 1, "max_num_seqs": 16, "max_model_len": 512, "kv_cache_gib": 0.1},
     "policy": TRAINER,
     "critic": TRAINER | {"warmup_steps": 0},
-    "reference": {"workers": 1, "cpus": 0.5, "gpus": 0},
     "reward": {"workers": 1, "cpus": 0.25, "gpus": 0},
     "environment": {"cpus": 0.25, "episodes": 16},
 }
@@ -49,7 +48,7 @@ def small(section: dict[str, Any], model: Path) -> dict[str, Any]:
         if name == "critic" or "model" in role:
             role["model"]["dtype"] = "float32"
         if name == "reference" and "model" in role:
-            role["model"]["path"] = ".cache/models/tiny-teacher"
+            role |= {"cpus": 0.5, "gpus": 0, "model": {"path": ".cache/models/tiny-teacher", "dtype": "float32"}}
         for field in ("offload_optimizer", "gradient_checkpointing", "tensor_parallel_size", "warmup_updates"):
             role.pop(field, None)
         if name == "rollout":
