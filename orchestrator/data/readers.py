@@ -21,9 +21,9 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from troupe.orchestrator.data.remote import local_files
 from troupe.orchestrator.errors import DataError, nearest
 from troupe.orchestrator.spec.conditions import Condition
-from troupe.orchestrator.spec.locations import matching_files
 from troupe.orchestrator.spec.sources import (
     Columns,
     DatasetsFolder,
@@ -118,7 +118,7 @@ def _rows(source: TableSource | Columns, fields: Fields, label: str) -> Iterator
         files = map(Path, source.files)  # the run has downloaded them and put their paths here
         rows = chain.from_iterable(_FORMATS[file_format(path.name)](path, fields, label) for path in files)
     elif isinstance(source, TableFile):
-        files = matching_files(source.path)
+        files = local_files(source.path)
         rows = chain.from_iterable(_FORMATS[source.kind](path, fields, label) for path in files)
     else:
         raise TypeError(f"{label} has no table")

@@ -13,8 +13,9 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from troupe.orchestrator.data.readers import TableSource, file_format, read_table
+from troupe.orchestrator.data.remote import local_files
 from troupe.orchestrator.errors import DataError, UsageError
-from troupe.orchestrator.spec.locations import is_name, is_pattern, matching_files
+from troupe.orchestrator.spec.locations import is_name, is_pattern, is_url, matching_files
 from troupe.orchestrator.starter.choices import GYM
 
 HELD_OUT = ("test", "validation", "valid", "val", "dev", "eval")
@@ -24,7 +25,8 @@ _ROWS = 1000
 """Rows that are looked at."""
 _NO_SPLIT = f"the data have no split called {', '.join(HELD_OUT[:-1])} or {HELD_OUT[-1]}"
 _FORMS = (
-    "a .jsonl, .json, .csv, .tsv or .parquet file, a pattern of files, a folder of the `datasets` library, a name on "
+    "a .jsonl, .json, .csv, .tsv or .parquet file, a pattern of files, such a file in an object store (s3://...), a "
+    "folder of the `datasets` library, a name on "
     f"the Hugging Face hub (org/name or org/name:subset), or {GYM}TASK"
 )
 
@@ -50,7 +52,7 @@ def find_tables(data: str) -> tuple[Table, Table | None, str]:
     path = Path(data)
     if path.is_dir():
         return _folder(data)
-    if path.is_file() or is_pattern(data):
+    if path.is_file() or is_pattern(data) or is_url(data):
         return _files(data)
     name, _, subset = data.partition(":")
     if is_name(name) and not file_format(data):
@@ -59,7 +61,10 @@ def find_tables(data: str) -> tuple[Table, Table | None, str]:
 
 
 def _files(data: str) -> tuple[Table, Table | None, str]:
-    files = [path for path in matching_files(data) if path.is_file()]
+    try:
+        files = [path for path in local_files(data) if path.is_file()]
+    except DataError as error:
+        raise UsageError(f"--data: {error}") from None
     if not files:
         raise UsageError(f"--data: no file matches {data}")
     kinds = {file_format(path.name) for path in files}
@@ -68,7 +73,7 @@ def _files(data: str) -> tuple[Table, Table | None, str]:
     (kind,) = kinds
     if not kind:
         raise UsageError(f"--data: {data}: no reader reads this format; expected {_FORMS}")
-    held_out = next(_siblings(data), None)
+    held_out = None if is_url(data) else next(_siblings(data), None)
     other = None if held_out is None else _table({"kind": kind, "path": held_out})
     name = Path(data).name
     missing = f"no file beside {name} is its held-out part, as test.csv beside train.csv"
