@@ -6,18 +6,23 @@ import asyncio
 import json
 import time
 from collections.abc import Sequence
-
-import pyarrow as pa
+from dataclasses import replace
 
 from troupe.workers.contract.config import MIN_TEMPERATURE, JudgeConfig, RolloutConfig, SamplingConfig
 from troupe.workers.contract.judges import JudgeAnswer, Question, whole_words
-from troupe.workers.contract.messages import PROMPTS, GroupRequest, WorkerGone, WorkerHealth
+from troupe.workers.contract.messages import GroupRequest, WorkerGone, WorkerHealth
+from troupe.workers.data.chat import PromptRefused
+from troupe.workers.data.plain_text import response_text
+from troupe.workers.data.turn_ends import without_end
 from troupe.workers.engine.errors import EngineClosed, EngineDead
+from troupe.workers.engine.rows import answer_tokens, flat_logprobs
 from troupe.workers.rewards.answer_text import visible
 from troupe.workers.rewards.thoughts import template_opens_thought
 from troupe.workers.rollout import RolloutWorker
 
 _WATCH_S = 1.0
+_PLACES = 20
+"""Tokens that could stand for each one of an answer: the most that an engine returns by default."""
 
 
 class JudgeWorker:
@@ -37,6 +42,7 @@ class JudgeWorker:
             sampling=sampling,
             seed=0,
             transfer_backend="shm",
+            top_logprobs=_PLACES if config.expected else 0,
             device=config.device,
         )
         self._engine = RolloutWorker(rollout, name)
@@ -52,24 +58,21 @@ class JudgeWorker:
     async def answer(self, questions: Sequence[Question]) -> list[JudgeAnswer]:
         """Answer questions; one that does not fit the model is a failure. Raises WorkerGone if the engine does not
         serve."""
-        rows = [
-            {"row": row, "messages": json.dumps(one.messages), "answer": "", "metadata": "{}", "origin": "question"}
-            for row, one in enumerate(questions)
-        ]
-        table = pa.Table.from_pylist(rows, schema=PROMPTS)
         try:
-            asked = (self._answer(row, one.number, table) for row, one in enumerate(questions))
-            return list(await asyncio.gather(*asked))
+            return list(await asyncio.gather(*map(self._answer, questions)))
         except EngineClosed as error:
             raise WorkerGone(str(error)) from error
 
-    async def _answer(self, row: int, number: int, questions: pa.Table) -> JudgeAnswer:
+    async def _answer(self, question: Question) -> JudgeAnswer:
         # The seed is the same for all questions: an answer depends on its question and number alone.
-        request = GroupRequest("judge", row, 0, 1, seed=number, greedy=self._config.temperature == 0)
-        summary, table = await self._engine.generate(request, questions)
-        if summary.refused:
-            return JudgeAnswer(failure=summary.refused)
-        return _read(str(table["response"][0].as_py()), str(table["finish_reason"][0]), self._opens_thought)
+        request = GroupRequest("judge", 0, 0, 1, seed=question.number, greedy=self._config.temperature == 0)
+        try:
+            answer, tokenizer = await self._engine.generation.answer(request, json.dumps(question.messages))
+        except PromptRefused as error:
+            return JudgeAnswer(failure=f"question: {error}")
+        text = response_text(tokenizer, without_end(tokenizer, answer.token_ids))
+        read = _read(text, str(answer.finish_reason), self._opens_thought)
+        return replace(read, tokens=answer_tokens(flat_logprobs(answer), tokenizer)) if self._config.expected else read
 
     async def health(self) -> WorkerHealth:
         return await self._engine.health()

@@ -8,7 +8,7 @@ from typing import Any
 
 from troupe.orchestrator.algorithms import section
 from troupe.orchestrator.spec.base import RunSpec
-from troupe.orchestrator.spec.derived.sampling import held_out_sets
+from troupe.orchestrator.spec.derived.sampling import held_out_sets, reward_functions
 from troupe.orchestrator.spec.derived.training import resolved_backend, resolved_sleep
 from troupe.orchestrator.spec.offline import OfflineSpec
 from troupe.orchestrator.spec.rollout import RolloutSpec
@@ -30,6 +30,7 @@ from troupe.workers.contract.config import (
     TrainerConfig,
 )
 from troupe.workers.contract.offline_config import ExampleConfig, OfflineConfig
+from troupe.workers.contract.rewards import JUDGE_REWARD
 
 _SHARED_GPU = 0.5
 """Share of the policy's GPU for an engine there whose memory cannot be planned."""
@@ -105,7 +106,9 @@ def judge_config(spec: RolloutSpec) -> JudgeConfig | None:
     if role is None:
         return None
     engine = role.worker_config(EngineConfig)
-    return role.part(JudgeConfig, engine=engine, engine_options=role.engine, device=role.device)
+    functions = (function for one in reward_functions(spec).values() for function in one)
+    expected = any(one.name == JUDGE_REWARD and one.args.get("expected") for one in functions)
+    return role.part(JudgeConfig, engine=engine, engine_options=role.engine, device=role.device, expected=expected)
 
 
 def reward_config(spec: RolloutSpec) -> ScoringConfig:

@@ -303,6 +303,26 @@ async def test_logprobs_of_structured_responses_are_those_among_the_permitted_to
         assert float(weight.exp()) == pytest.approx(float(mass), rel=1e-3)
 
 
+async def test_a_greedy_answer_has_the_likeliest_tokens_of_the_model(
+    worker: RolloutWorker, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Log-probs of temperature 1, from which a judge's score is expected."""
+    monkeypatch.setattr(worker.generation, "config", worker.config.model_copy(update={"top_logprobs": 20}))
+    request = GroupRequest("judge", 0, 0, 1, seed=0, greedy=True)
+    answer, tokenizer = await worker.generation.answer(request, chat("Rate it."))
+    flat = rows_module.flat_logprobs(answer)
+    prompt = await worker.generation.encode(chat("Rate it."), None)
+    with torch.no_grad():
+        logits = load_model(tiny_model)(torch.tensor([[*prompt, *answer.token_ids]])).logits[0, len(prompt) - 1 : -1]
+    wanted, ids = torch.log_softmax(logits.float(), dim=-1).topk(20)
+    for place, (start, end) in enumerate(zip(flat.start_indices, flat.end_indices, strict=True)):
+        found = dict(zip(flat.token_ids[start:end], flat.logprobs[start:end], strict=True))
+        assert sorted(found.values(), reverse=True) == pytest.approx(wanted[place].tolist(), abs=1e-4)
+        assert flat.token_ids[start] == int(ids[place, 0])
+    tokens = rows_module.answer_tokens(flat, tokenizer)
+    assert "".join(token.text for token in tokens) == tokenizer.decode(list(answer.token_ids))
+
+
 async def test_the_text_decodes_all_response_tokens_but_special_ones(worker: RolloutWorker) -> None:
     """Also with a stop string: the response includes it, and text and tokens agree."""
     free = (await rows(worker, replace(REQUEST, greedy=True, samples=1)))[0]

@@ -467,6 +467,8 @@ class JudgeConfig(EngineWorkerConfig):
     """0: greedy."""
     structured: StructuredConfig | None
     """A form that every answer has."""
+    expected: bool = False
+    """Whether answers have the log-probs of their tokens, for the expectation of a score."""
 
 
 PlayerName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")]
@@ -796,6 +798,8 @@ class RolloutConfig(EngineWorkerConfig):
     """What the engine releases while it sleeps."""
     kv_cache_bytes: int | None = None
     """KV cache of each GPU, if others share it, or None for what vLLM finds free (`gpu_memory_utilization`)."""
+    top_logprobs: int = 0
+    """Number of likeliest tokens whose log-probs are returned with each sampled one's."""
     lora: LoraConfig | None = None
     """The policy's adapters, which the engine loads on top of the model, or None if it loads all weights."""
 

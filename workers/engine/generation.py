@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
     from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
-    from vllm.outputs import RequestOutput
+    from vllm.outputs import CompletionOutput, RequestOutput
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -159,6 +159,15 @@ class Generation:
         )
         return summary, merged(request, finished, [*(row for _, rows in built for row in rows), *candidates])
 
+    async def answer(self, request: GroupRequest, messages: str) -> tuple[CompletionOutput, PreTrainedTokenizerBase]:
+        """One response to a conversation, and the tokenizer that reads it. Raises PromptRefused if the conversation
+        cannot be used; EngineClosed; EngineDead."""
+        self._engine.require_open()
+        ids = await self.encode(messages, request.max_tokens)
+        self._engine.require_open()  # it may have been closed since
+        outputs = await self._all_or_none(request, {0: self._sample(request, 0, ids)}, lambda *_: ([], []), None)
+        return outputs[0].outputs[0], self._require_tokenizer()
+
     async def _generate_episodes(
         self, request: GroupRequest, prompt: dict[str, Any], environment: str, finished: pa.Table | None
     ) -> tuple[GroupSummary, pa.Table]:
@@ -246,7 +255,7 @@ class Generation:
             # vLLM refuses others: an end that the model has no logit for is never sampled.
             stop_token_ids=within_embedding(tokenizer, turn_ends(tokenizer).ids),
             seed=turn_seed(request.seed, index, limits.number),
-            logprobs=0,  # log-prob of the sampled token only
+            logprobs=self.config.top_logprobs,  # besides the log-prob of the sampled token
             flat_logprobs=True,
             detokenize=bool(stop),
             skip_special_tokens=False,  # or a stop string with a special token would never match

@@ -12,10 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+import numpy as np
 import pyarrow as pa
 
 from troupe.workers.agents.interface import Played, RecordedTurns, SampledTurn, Segment
 from troupe.workers.contract.environments import OK
+from troupe.workers.contract.judges import AnswerToken
 from troupe.workers.contract.messages import (
     IDENTITY_NAMES,
     ROLLOUTS,
@@ -31,6 +33,7 @@ from troupe.workers.engine.kept_tokens import kept_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+    from vllm.logprobs import FlatLogprobs
     from vllm.outputs import CompletionOutput, RequestOutput
 
 
@@ -185,13 +188,31 @@ def sampled_turn(output: RequestOutput, records: bool = False) -> SampledTurn:
     )
 
 
-def _sampled_logprobs(completion: CompletionOutput) -> list[float]:
-    """[response tokens] log-probabilities, in nats, of the sampled tokens."""
+def flat_logprobs(completion: CompletionOutput) -> FlatLogprobs:
+    """Log-probabilities, in nats, of the sampled tokens, each followed by those in its place that were asked for."""
     from vllm.logprobs import FlatLogprobs
 
     flat = completion.logprobs
     if not isinstance(flat, FlatLogprobs) or len(flat) != len(completion.token_ids):
         raise RuntimeError("vLLM did not return one log-probability per sampled token")
+    return flat
+
+
+def answer_tokens(logprobs: FlatLogprobs, tokenizer: PreTrainedTokenizerBase) -> tuple[AnswerToken, ...]:
+    """The tokens of an answer, with the likeliest ones in their places; tokens of the same text count together."""
+    tokens = []
+    for start, end in zip(logprobs.start_indices, logprobs.end_indices, strict=True):
+        places = dict(zip(logprobs.token_ids[start:end], logprobs.logprobs[start:end], strict=True))
+        by_text: dict[str, float] = {}
+        for token, logprob in places.items():
+            text = str(tokenizer.decode([token]))
+            by_text[text] = float(np.logaddexp(by_text.get(text, -math.inf), logprob))
+        tokens.append(AnswerToken(str(tokenizer.decode([logprobs.token_ids[start]])), by_text))
+    return tuple(tokens)
+
+
+def _sampled_logprobs(completion: CompletionOutput) -> list[float]:
+    flat = flat_logprobs(completion)
     return [flat.logprobs[start] for start in flat.start_indices]
 
 

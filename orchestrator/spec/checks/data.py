@@ -117,6 +117,9 @@ def _judge(spec: RolloutSpec) -> Iterator[Finding]:
         several = function.args.get("answers", 1) != 1 and function.compares != "group"
         if path in asking and several and judge.temperature == 0:
             yield f"{path}.args.answers", "are all the same at roles.judge.temperature 0: set it above 0"
+        if path in asking and function.args.get("expected") and judge.temperature not in (0, 1):
+            why = f"the log-probs of roles.judge.temperature {judge.temperature:g} are not the model's"
+            yield f"{path}.args.expected", f"{why}: set it to 0, or to 1 for several answers"
 
 
 def component_problems(spec: RolloutSpec, path: str, name: str, sources: Sequence[MixedSource]) -> Iterator[Finding]:

@@ -83,8 +83,8 @@ class JudgeArgs(Frozen):
     answers: int = Field(default=1, ge=1)
     """Answers to each question, whose mean counts. In a `group` each shows the responses in another order."""
     expected: bool = False
-    """The score is the mean of those that the answer could have, by the log-probs of the score's token. For endpoints
-    that return log-probs, and scales of digits."""
+    """The score is the mean of those that the answer could have, by the log-probs of the score's token. For scales of
+    digits, and the role `judge` or an endpoint that returns log-probs."""
     scale: tuple[float, float] = (0.0, 10.0)
     """Lowest and highest score; the reward is the score's position between them, from 0 to 1."""
     template: str = ""
@@ -127,8 +127,8 @@ class JudgeArgs(Frozen):
             raise ValueError(f"{idle[0]}: has no effect with compare: {self.compare or 'none'}; remove it")
         if self.answers > 1 and self.compare != "group" and endpoint is not None and endpoint.temperature == 0:
             raise ValueError("answers: are all the same at endpoint.temperature 0: set it above 0")
-        if self.expected and (endpoint is None or not {*self.scale} <= {float(digit) for digit in range(10)}):
-            raise ValueError("expected: needs an endpoint, and a scale between two digits such as [1, 5]")
+        if self.expected and not {*self.scale} <= {float(digit) for digit in range(10)}:
+            raise ValueError("expected: needs a scale between two digits such as [1, 5]")
         limits = () if endpoint is None else (endpoint.requests_per_minute, endpoint.tokens_per_minute)
         if not self.cache and any(limit is not None for limit in (self.max_requests, *limits)):
             raise ValueError("cache: name a file, in which all workers count (max_requests, limits by the minute)")

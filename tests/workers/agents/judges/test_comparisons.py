@@ -239,7 +239,7 @@ def test_scores_of_a_group_are_read_by_number() -> None:
         ({"compare": "pairs", "scale": [1, 5]}, "scale: has no effect with compare: pairs"),
         ({"compare": "pairs", "baseline": "column"}, "baseline: has no effect with compare: pairs"),
         ({"compare": "group", "expected": True}, "expected: has no effect with compare: group"),
-        ({"expected": True}, "expected: needs an endpoint, and a scale between two digits"),
+        ({"expected": True}, "expected: needs a scale between two digits"),
         ({"answers": 0}, "answers: Input should be greater than or equal to 1"),
         ({"max_requests": 9}, "cache: name a file, in which all workers count"),
         (

@@ -6,6 +6,7 @@ import math
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from tests.workers.agents.judges.test_judges import judge, sample, statuses
 from troupe.workers.agents.judges.cache import AnswerCache
 from troupe.workers.agents.judges.scores import JudgeError, expected_score
 from troupe.workers.contract.judges import AnswerToken, JudgeAnswer
+from troupe.workers.engine.rows import answer_tokens
 
 
 def answered(text: str, tokens: int = 0, logprobs: list[dict[str, Any]] | None = None) -> web.Response:
@@ -123,6 +125,23 @@ def test_an_answer_without_log_probs_has_no_expected_score() -> None:
         asked = {"url": served.url, "model": "m"}
         (outcome,) = judge(endpoint=asked, scale=[1, 5], expected=True).score([sample("a")])
     assert outcome.status == "judge: no log-probs of a score in its answer: 'Score: 4'"
+
+
+def test_tokens_of_the_roles_engine_with_the_same_text_count_together() -> None:
+    """Two ids are a 4, with and without the space that their tokenizer drops; the sampled one is also in its place."""
+    texts = {1: "Score:", 2: "4", 3: "4", 4: "5"}
+    tokenizer: Any = SimpleNamespace(decode=lambda ids: texts[ids[0]])
+    shares = [1.0, 0.25, 0.25, 0.25, 0.5]
+    flat: Any = SimpleNamespace(
+        start_indices=[0, 1],
+        end_indices=[1, 5],
+        token_ids=[1, 2, 2, 3, 4],
+        logprobs=[math.log(share) for share in shares],
+    )
+    tokens = answer_tokens(flat, tokenizer)
+    assert [token.text for token in tokens] == ["Score:", "4"]
+    assert {text: math.exp(value) for text, value in tokens[1].logprobs.items()} == pytest.approx({"4": 0.5, "5": 0.5})
+    assert expected_score(JudgeAnswer("Score:4", tokens=tokens), 1, 5) == pytest.approx(4.5)
 
 
 def test_the_token_that_decides_the_score_is_found() -> None:
