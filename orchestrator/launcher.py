@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -134,6 +134,10 @@ class WorkerLauncher:
             logger.info("%s: %s", group.role, group.network)
             self._cluster.events.networks[group.role] = group.network
             self._cluster.events.record("network", role=group.role, detail=group.network)
+
+    def follow(self, spec: RunSpec, renewed: Iterable[str]) -> None:
+        """Starts workers with the settings of this spec from now on; those of these names are ended by the caller."""
+        self._actors.follow(spec, renewed)
 
     async def engine(self, name: str) -> Engine:
         """Starts the rollout engine of this name, also to replace one that is gone."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -46,7 +46,6 @@ class WorkerPlacements(Mapping[str, tuple[Placement, WorkerPlacement]]):
         return len(self._placements)
 
     def roles(self) -> set[str]:
-        """The roles that have a place."""
         return {placed.role for _, placed in self.values()}
 
     def names(self, role: str) -> list[str]:
@@ -106,6 +105,11 @@ class RunActors:
         self._workers: dict[str, ActorWorker[Any]] = {}
         self._policy_gpu = 0
         self._gpu_ids: Mapping[str, str] = {}
+
+    def follow(self, spec: RunSpec, renewed: Iterable[str]) -> None:
+        """Creates workers with the settings of this spec from now on; the next ones of these names replace none."""
+        self._spec = spec
+        self.served.difference_update(renewed)
 
     def policy_started(self, gpu_memory: int, gpu_ids: Mapping[str, str]) -> None:
         """Notes what the policy's ranks report of their GPUs: the memory of the smallest in bytes (0: they have none),

@@ -93,6 +93,7 @@ _TEXTS: Mapping[str, Callable[[Event], str]] = {
     "retry": lambda event: f"{_number(event.get('groups'), 'group')} sampled again",
     "scaled": lambda event: f"workers changed to {_counts(event.get('workers')) or event.get('workers')}",
     "network": lambda event: f"{event.get('role')}: {event.get('detail')}",
+    "opponent": lambda event: f"the opponent is the model of step {event.get('of')}",
     "alarm": lambda event: f"alarm: {event.get('detail')}",
     "checkpoint": _checkpoint,
     "evaluation": _evaluation,

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Generic, Protocol, TypeVar
 
+from troupe.orchestrator.cluster.event_loop import gather_all
 from troupe.orchestrator.errors import WorkerDied, WorkerError, WorkerTimeout
 from troupe.orchestrator.roles.table import row_of
 from troupe.orchestrator.spec.base import RunSpec
@@ -197,6 +198,20 @@ class ReplicaPool(Generic[ReplicaT]):
         await self._remove(worker)
         self._leaving.discard(worker)
         self._notify()
+
+    async def renew(self) -> None:
+        """Ends all workers and starts others of their names, at no restart's cost. Raises WorkerError if one failed to
+        start; TimeoutError if it did not start in time."""
+        for name in tuple(self.starting):
+            await self.until_started(name)
+
+        async def restart(worker: ReplicaT) -> None:
+            self.workers.remove(worker)
+            self._unassign(worker)
+            worker.kill()
+            await self.join(worker.name)
+
+        await gather_all(restart(worker) for worker in self.serving)
 
     async def until_started(self, name: str) -> None:
         """Waits until no worker of this name is being started."""

@@ -18,6 +18,7 @@ from troupe.orchestrator.rollouts.evaluation_log import EVALUATIONS, EvaluationL
 from troupe.orchestrator.rollouts.scheduler import RolloutScheduler
 from troupe.orchestrator.rollouts.scoring import Scorer
 from troupe.orchestrator.rollouts.source import RolloutComponents, RolloutSource
+from troupe.orchestrator.runs.opponents import OpponentRenewal
 from troupe.orchestrator.runs.parts import controller_of
 from troupe.orchestrator.runs.pools import RunPools, load_trainers, open_pools
 from troupe.orchestrator.runs.session import Session
@@ -151,12 +152,17 @@ class RolloutRun:
         )
 
     def _own_parts(self, found: Checkpoint | None) -> list[RunPart]:
-        control = ControlServer(self._out, self.scaler)
-        if not self._spec.audit.at_start:
-            return [control]
-        from troupe.orchestrator.runs.audit import AuditAtStart, RunAudit
+        parts: list[RunPart] = [ControlServer(self._out, self.scaler)]
+        judge = self._spec.roles.judge
+        if self._pools.judges is not None and judge is not None and judge.renew_every is not None:
+            session, judges = self._session, self._pools.judges
+            events, store = session.cluster.events, session.checkpoints.store
+            parts.append(OpponentRenewal(session.spec, store, judges, session.launcher, session.console, events))
+        if self._spec.audit.at_start:
+            from troupe.orchestrator.runs.audit import AuditAtStart, RunAudit
 
-        return [AuditAtStart(RunAudit(self._session, self._pools), found), control]
+            parts.insert(0, AuditAtStart(RunAudit(self._session, self._pools), found))
+        return parts
 
     async def _texts(self, policy: PolicyGroup) -> TextOrder | None:
         """The texts of PPO-ptx, tokenized and split once."""

@@ -113,6 +113,8 @@ class CheckpointStore:
         self.keep = keep
         self.protected: frozenset[int] = frozenset()
         """Steps whose checkpoints are not removed: the best ones."""
+        self.in_use = 0
+        """Step whose model plays against the policy and is not removed either, or 0."""
 
     def prepare(self) -> None:
         """Creates the folder and removes what interrupted saves left in it. Only the owning run may call this. Raises
@@ -134,7 +136,7 @@ class CheckpointStore:
         try:
             free = f"{shutil.disk_usage(self.directory).free >> 20} MiB are free in {self.directory}"
             for step in self.steps()[-1:]:
-                files = (self.directory / folder_name(step)).rglob("*")
+                files = self.folder(step).rglob("*")
                 taken = sum(path.stat().st_size for path in files if path.is_file())
                 free += f", and the checkpoint of step {step} takes {(taken >> 20) + 1}"
         except OSError as error:
@@ -148,9 +150,16 @@ class CheckpointStore:
         matches = [_NAME.fullmatch(entry.name) for entry in self.directory.iterdir() if entry.is_dir()]
         return sorted(int(match.group(1)) for match in matches if match)
 
+    def use(self, step: int) -> None:
+        """Keeps the checkpoint of this step, and no longer that in use before."""
+        self.in_use = step
+
+    def folder(self, step: int) -> Path:
+        return self.directory / folder_name(step)
+
     def has_model(self, step: int) -> bool:
         """Whether the checkpoint of a step holds the model as a Hugging Face folder."""
-        return (self.directory / folder_name(step) / MODEL).is_dir()
+        return (self.folder(step) / MODEL).is_dir()
 
     def begin_trial(self) -> Path:
         """Creates an empty hidden folder in which workers try to write. Raises CheckpointError."""
@@ -163,7 +172,7 @@ class CheckpointStore:
     def begin_again(self, step: int) -> Path:
         """Begins with links to the files of the step's checkpoint, without its samples: only these are new. Raises
         CheckpointError if it cannot be created, or the file system has no links."""
-        before, path = self.directory / folder_name(step), self._begin(folder_name(step))
+        before, path = self.folder(step), self._begin(folder_name(step))
         with _naming(path):
             try:
                 for entry in before.iterdir():
@@ -230,7 +239,7 @@ class CheckpointStore:
     def latest(self, before: int | None = None) -> Checkpoint | None:
         """The newest valid checkpoint (of an earlier step than `before`), or None; logs and skips invalid ones."""
         for step in reversed([step for step in self.steps() if before is None or step < before]):
-            path = self.directory / folder_name(step)
+            path = self.folder(step)
             try:
                 return verify(path)
             except (InvalidCheckpoint, OSError) as error:
@@ -255,9 +264,9 @@ class CheckpointStore:
         earlier = [step for step in self.steps() if step < newest]
         models = [] if self.has_model(newest) else [step for step in earlier if self.has_model(step)]
         for step in earlier[: max(0, len(earlier) - (self.keep - 1))]:
-            if step in models[-1:] or step in self.protected:
+            if step in (*models[-1:], self.in_use) or step in self.protected:
                 continue
-            path = self.directory / folder_name(step)
+            path = self.folder(step)
             hidden = path.with_name(f"{_REMOVED}{path.name}")
             try:
                 os.replace(path, hidden)  # first: a partly removed checkpoint must not be found
@@ -299,6 +308,17 @@ def verify(path: Path) -> Checkpoint:
     if STATE not in listed or step is None:
         raise InvalidCheckpoint(f"{STATE} is not listed in {MANIFEST}")
     return Checkpoint(step, path, _read_json(path / STATE), frozenset(damaged))
+
+
+def verify_model(path: Path) -> str:
+    """Verifies the model of a checkpoint against its manifest; returns its digest. Raises InvalidCheckpoint if a file
+    is missing, changed or not listed; OSError if a file cannot be read."""
+    listed = _read_json(path / MANIFEST).get("files", {})
+    saved = {name: entry for name, entry in listed.items() if name.startswith(f"{MODEL}/")}
+    found = {f"{MODEL}/{name}": entry for name, entry in _describe_files(path / MODEL, sync=False).items()}
+    if changed := [name for name in saved | found if saved.get(name) != found.get(name)]:
+        raise InvalidCheckpoint(f"{min(changed)} is not the file that {MANIFEST} lists")
+    return hashlib.sha256(json.dumps(saved, sort_keys=True).encode()).hexdigest()
 
 
 def require_files(folder: Path, count: int) -> None:

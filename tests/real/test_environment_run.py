@@ -99,6 +99,42 @@ def test_the_policy_plays_itself_and_a_frozen_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+def test_an_opponent_is_renewed_and_a_resumed_run_plays_against_the_same(tmp_path: Path) -> None:
+    """The last step is played against the checkpoint of step 2, in one run and in one that resumes after step 3."""
+    options = (
+        "roles.environment={name: 'troupe.deploy.examples.games:KuhnPoker', cpus: 0.25,"
+        " players: {first: policy, second: judge}}",
+        "roles.judge={model: {path: .cache/models/tiny-llama, dtype: float32}, cpus: 0.5, threads: 1, max_num_seqs: 32,"
+        " max_model_len: 128, enforce_eager: true, kv_cache_gib: 0.1, temperature: 1.0, max_tokens: 2,"
+        " structured: {choice: [p, b]}, renew_every: 2}",
+        *("roles.policy.schedule=constant", "checkpoint.every_steps=1", "checkpoint.keep=1"),
+        *("algorithm.group_size=4", "schedule.prompts_per_step=8"),
+    )
+
+    def play(name: str, steps: int, *, resume: bool = False) -> Run:
+        spec = TINY.with_name("tiny-self-play.yaml")
+        run = Run(tmp_path, spec, *options, f"schedule.steps={steps}", name=name, resume=resume)
+        with running(run):
+            assert run.wait() == 0, run.output
+        return run
+
+    whole = play("whole", 4)
+    play("parts", 3)
+    parts = play("parts", 4, resume=True)
+    events = [json.loads(line) for line in (whole.out / "events.jsonl").read_text().splitlines()]
+    assert [(event["step"], event["of"]) for event in events if event["event"] == "opponent"] == [(3, 2)]
+    assert "the opponent is the model of step 2" in parts.output, "from its start on"
+    assert not any(event["event"] == "worker_replaced" for event in events), "a renewed judge was not lost"
+    for run in (whole, parts):
+        assert sorted(path.name for path in (run.out / "checkpoints").iterdir()) == ["step-000002", "step-000004"]
+        assert ledger_balances(run.metrics[-1]) and run.metrics[-1]["ledger/dropped"] == 0
+    games = [
+        [(row["conversation"], row["reward"]) for row in trajectories(run.out, 4).to_pylist()] for run in (whole, parts)
+    ]
+    assert games[0] == games[1]
+
+
+@pytest.mark.long
 def test_every_worker_of_an_environments_run_is_replaced_until_no_restart_is_left(tmp_path: Path) -> None:
     """SIGKILL of every worker but the policy.
 

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 from troupe.orchestrator.algorithms import section as algorithms
 from troupe.orchestrator.errors import Finding
-from troupe.orchestrator.spec.derived.sampling import group_settings, reward_functions
+from troupe.orchestrator.spec.derived.sampling import group_settings, held_out_sets, reward_functions
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.workers.contract.environments import ENVIRONMENTS
+from troupe.workers.contract.rewards import JUDGE_REWARD
 
 
 def player_problems(spec: RolloutSpec) -> Iterator[Finding]:
@@ -22,6 +23,7 @@ def player_problems(spec: RolloutSpec) -> Iterator[Finding]:
             yield f"{path}.players", "the policy plays none of them: it has nothing to train on"
         elif role.has_opponent and spec.roles.judge is None:
             yield "roles.judge", f"is required: its model plays as a player of {path}"
+    yield from _renewal(spec)
     several = {name: len(role.trained) for name, role in games.items() if len(role.trained) > 1}
     yield from _groups(spec, several)
     if not several:
@@ -35,6 +37,34 @@ def player_problems(spec: RolloutSpec) -> Iterator[Finding]:
             if function.compares not in ("", "baseline"):
                 why = "compares samples of a prompt, and players of a game have different ones"
                 yield f"{path}.{number}.args.compare", f"{why}; remove it"
+
+
+def _renewal(spec: RolloutSpec) -> Iterator[Finding]:
+    """An opponent that is renewed from checkpoints that do not hold it, or on which other results depend."""
+    judge, checkpoint, games = spec.roles.judge, spec.checkpoint, spec.roles.environments()
+    if judge is None or judge.renew_every is None:
+        return
+    field = "roles.judge.renew_every"
+    if not spec.roles.judge_plays:
+        yield field, "no player of a game is the judge (roles.environment.players); remove it"
+    if not checkpoint.every_steps or judge.renew_every % checkpoint.every_steps:
+        why = f"must be a multiple of checkpoint.every_steps ({checkpoint.every_steps}), as it plays from checkpoints"
+        yield field, f"{why}; got {judge.renew_every}"
+    for path, is_set, why in (
+        ("roles.policy.lora", spec.trains_adapters, "checkpoints hold no whole model"),
+        ("checkpoint.async_save", checkpoint.async_save, "the opponent is read from a checkpoint when it is due"),
+        ("checkpoint.path", checkpoint.path is not None, "the opponent is not fetched from there"),
+    ):
+        if is_set:
+            yield path, f"does not work with {field}: {why}; remove one of them"
+    changes = f"another model each time ({field})"
+    for path, functions in reward_functions(spec).items():
+        for number, function in enumerate(functions):
+            if function.name == JUDGE_REWARD and not function.args.get("endpoint"):
+                yield f"{path}.{number}", f"is scored by {changes}: give it args.endpoint, or remove one of them"
+    for one in held_out_sets(spec):
+        if one.environment in games and games[one.environment].has_opponent:
+            yield f"data.{one.section}", f"is played against {changes}: name an environment without it"
 
 
 def _groups(spec: RolloutSpec, several: dict[str, int]) -> Iterator[Finding]:

@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
+import pytest
+
 from tests.clock import on_virtual_time
 from tests.fakes import FaultyWorker
 from troupe.orchestrator.cluster.worker_group import WorkerHandle
@@ -131,6 +133,27 @@ def test_a_dead_worker_leaves_the_link_and_its_replacement_joins_it() -> None:
         assert sorted(pool.names) == ["service-0", "service-1"]
         parts.services["service-0"][1].kill()  # the replacement is watched too
         await parts.until(BOTH, ONE, BOTH, ONE, BOTH)
+
+    play(test)
+
+
+def test_renewed_workers_are_others_of_the_same_names_and_cost_no_restart() -> None:
+    async def test(pool: LinkedPool[Watched, Caller, Link], parts: Parts) -> None:
+        parts.services["service-0"][0].kill()
+        await asyncio.sleep(0.1)  # its replacement is there, or is starting
+        before = {name: list(workers) for name, workers in parts.services.items()}
+        await pool.renew()
+        assert sorted(pool.names) == ["service-0", "service-1"] and pool.budget.total == 1
+        assert all(
+            parts.services[name] == [*old, worker]
+            for name, old in before.items()
+            for worker in pool.workers
+            if worker.name == name
+        )
+        assert all(caller.links[-1] == BOTH for caller in parts.callers)
+        parts.fails_to_start = True
+        with pytest.raises(WorkerDied, match="out of memory"):
+            await pool.renew()
 
     play(test)
 

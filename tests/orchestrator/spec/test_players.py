@@ -68,6 +68,38 @@ def test_a_judge_that_plays_needs_no_function_and_decides_results() -> None:
     assert one != other and one[0]["judged_by"]
 
 
+RENEWED = (
+    "roles.environment.players={first: policy, second: judge}",
+    "roles.judge={model: {path: a}, max_model_len: 128, max_tokens: 2, renew_every: 20}",
+    "checkpoint.every_steps=10",
+)
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("checkpoint.every_steps=3", "roles.judge.renew_every: must be a multiple of checkpoint.every_steps (3)"),
+        ("checkpoint.every_steps=0", "roles.judge.renew_every: must be a multiple of checkpoint.every_steps (0)"),
+        ("roles.environment.players={first: policy, second: policy}", "renew_every: no player of a game is the judge"),
+        ("checkpoint.async_save=true", "checkpoint.async_save: does not work with roles.judge.renew_every"),
+        ("checkpoint.path=s3://bucket/runs", "checkpoint.path: does not work with roles.judge.renew_every"),
+        ("roles.policy.lora={rank: 4, alpha: 8}", "roles.policy.lora: does not work with roles.judge.renew_every"),
+        (
+            "roles.reward.functions=[{name: environment}, {name: judge, args: {rubric: Rate it.}}]",
+            "roles.reward.functions.1: is scored by another model each time (roles.judge.renew_every)",
+        ),
+        (
+            "data.eval={kind: jsonl, path: deploy/specs/data/answers-eval.jsonl}",
+            "data.eval: is played against another model each time (roles.judge.renew_every)",
+        ),
+    ],
+)
+def test_an_opponent_that_cannot_be_renewed_is_refused(override: str, problem: str) -> None:
+    with pytest.raises(SpecError) as error:
+        load_rollout_spec(SPEC, [*RENEWED, override])
+    assert problem in str(error.value)
+
+
 def test_an_evaluation_plays_an_episode_for_each_of_its_samples() -> None:
     data = "data.eval={kind: jsonl, path: deploy/specs/data/answers-eval.jsonl}"
     both = load_rollout_spec(SPEC, [data])

@@ -113,9 +113,10 @@ def test_the_newest_checkpoints_are_kept(store: CheckpointStore) -> None:
 
 def test_a_protected_checkpoint_is_kept_beside_the_newest(store: CheckpointStore) -> None:
     store.protected = frozenset({2})
+    store.use(1)
     for step in range(1, 7):
         save(store, step)
-    assert store.steps() == [2, 4, 5, 6]
+    assert store.steps() == [1, 2, 4, 5, 6]
 
 
 def test_a_checkpoint_is_there_until_the_one_that_replaces_it_is(
