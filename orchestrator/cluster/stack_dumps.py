@@ -68,7 +68,6 @@ class Thread:
     """Innermost first."""
 
     def innermost(self, origin: Origin) -> Frame | None:
-        """The innermost frame of this origin."""
         return next((frame for frame in self.frames if frame.origin == origin), None)
 
 
@@ -153,7 +152,6 @@ def read_from_outside(pid: int) -> tuple[Thread, ...]:
 
 
 def _frame(file: str, line: int, function: str) -> Frame:
-    """A frame with its line of code."""
     source = " ".join(linecache.getline(file, line).split())[:_LONGEST_SOURCE] if line else ""
     return Frame(file, line, function, source)
 

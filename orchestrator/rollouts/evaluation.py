@@ -245,7 +245,6 @@ class Evaluator:
 
 
 def metrics_of(results: Mapping[str, SetResult], sets: Sequence[HeldOutSettings]) -> dict[str, float]:
-    """The metrics of all sets, from the results by label."""
     return {name: value for one in sets for name, value in results[one.label].metrics(one.prefix).items()}
 
 

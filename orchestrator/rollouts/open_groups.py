@@ -123,7 +123,6 @@ class OpenGroups:
         del self._by_uid[group.pick.prompt_uid]
 
     def mark_running(self, group: ScheduledGroup, version: int) -> None:
-        """Marks the group as running on an engine of this version."""
         self.mark_idle(group)
         group.running, group.started_at_version = True, version
         self._running[version] += 1

@@ -62,7 +62,6 @@ class StepCounts:
         self._replaced = dict(state.get("replaced", {}))
 
     def begin_batch(self) -> None:
-        """Counts from 0 for the next batch."""
         self._failed = self._refused = self._without_signal = 0
         self.replaced, self._replaced = self._replaced, {}
 

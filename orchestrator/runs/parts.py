@@ -113,7 +113,6 @@ class RestartCounts(RunPart):
         self._others = others
 
     async def after_update(self, step: UpdatedStep) -> None:
-        """Counts a trained step."""
         for budget in (self._trainers, *self._others):
             budget.after_step()
 

@@ -178,7 +178,6 @@ def plan_units(
 def _cut_whole(
     rows: Sequence[TrainRow], units: Sequence[Sequence[int]], ranks: int, budget: int, packed: bool
 ) -> list[list[tuple[int, ...]]]:
-    """Micro-batches of whole units for each rank."""
     tokens = [sum(rows[r].tokens for r in unit) for unit in units]
     longest = [max(rows[r].tokens for r in unit) for unit in units]
     members = [len(unit) for unit in units]

@@ -159,7 +159,6 @@ class RunSaves(RunPart):
             await self._tolerate(self._begin(now) if begins else self._save_now(now), now.step)
 
     def is_due(self, step: int) -> bool:
-        """Whether the step is to be saved."""
         every = self._spec.checkpoint.every_steps
         regular = bool(every) and step % every == 0
         candidate = self._best.compares and step == self._expected

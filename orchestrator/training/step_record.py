@@ -92,7 +92,6 @@ class RecordedStep:
         return Tables(read[KEPT_BATCH], read.get(KEPT_TEXTS))
 
     def batch(self, table: Any, texts: Any) -> Batch:
-        """The batch, with references to its tables."""
         kept = self.kept
         picks = None if texts is None else TextPicks(texts, kept.text_tokens, kept.text_rows)
         return Batch(TrainSummary(kept.rows), table, kept.units, picks)

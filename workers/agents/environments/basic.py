@@ -38,7 +38,6 @@ class SingleTurn(Environment):
     """Shows the prompt and ends after the first turn. Rewards come from `roles.reward`."""
 
     def start(self, row: Row) -> Observation:
-        """The prompt."""
         return Observation(row.messages)
 
     def step(self, message: Message) -> Observation:
@@ -112,7 +111,6 @@ class Retry(Environment):
         self._row = Row(())
 
     def start(self, row: Row) -> Observation:
-        """The prompt."""
         self._row = row
         return Observation(row.messages)
 

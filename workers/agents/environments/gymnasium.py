@@ -67,7 +67,6 @@ class Gymnasium(Environment):
         return Observation(add_to_user(row.messages, self._text(observation)))
 
     def step(self, message: Message) -> Observation:
-        """The step of an action."""
         try:
             action = self._action(message["content"])
         except ValueError as error:
@@ -78,7 +77,6 @@ class Gymnasium(Environment):
         return Observation(answer, reward=float(reward), done=bool(terminated or truncated), info=ends)
 
     def close(self) -> None:
-        """Close the environment."""
         self._env.close()
 
     def _text(self, observation: Any) -> str:

@@ -103,7 +103,6 @@ class Harbor(Environment):
         self._turns = 0
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """A row for each task."""
         for name, folder in self._tasks.items():
             yield {"prompt": (folder / "instruction.md").read_text("utf-8").strip(), "task": name}
 

@@ -91,7 +91,6 @@ class OpenEnv(Environment):
         return Observation([_user(self._text(result.observation))], reward=result.reward, done=result.done)
 
     async def close(self) -> None:
-        """Close the session."""
         await self._client.close()
 
     async def _call(self, calls: Sequence[Mapping[str, Any]]) -> Observation:

@@ -66,7 +66,6 @@ class OfferedTools:
 
     @property
     def schemas(self) -> list[Mapping[str, Any]]:
-        """JSON schemas of the tools."""
         return [tool.schema for tool in self._tools.values()]
 
     @property

@@ -80,7 +80,6 @@ class Conversation:
 
     @property
     def messages(self) -> list[Message]:
-        """The whole conversation."""
         return restored(self._shown)
 
     @property

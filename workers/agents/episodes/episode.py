@@ -62,9 +62,7 @@ class Reader(Protocol):
         """From the tokens of a turn, which was `cut` or not, to the message for the environment and for the history."""
         ...
 
-    def texts(self, ids: Sequence[int]) -> list[str]:
-        """The text of each token."""
-        ...
+    def texts(self, ids: Sequence[int]) -> list[str]: ...
 
     def adopt(self, conversation: Conversation) -> None:
         """Continue a conversation that another reader began."""

@@ -179,12 +179,10 @@ class Played:
 
     @property
     def sampled_turns(self) -> int:
-        """Turns of all players."""
         return sum(len(part.turns) for part in self.parts)
 
     @property
     def sampled_tokens(self) -> int:
-        """Tokens of the turns of all players."""
         return sum(len(turn.ids) for part in self.parts for turn in part.turns)
 
     @property

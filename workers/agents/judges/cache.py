@@ -35,7 +35,6 @@ class AnswerCache:
             raise OSError(f"the cache of judges' answers {path} cannot be opened: {error}") from error
 
     def find(self, questions: Iterable[str]) -> dict[str, str]:
-        """The answers that are known, by question."""
         found = {}
         for question in questions:
             row = self._database.execute("SELECT answer FROM answers WHERE question = ?", (question,)).fetchone()
@@ -44,7 +43,6 @@ class AnswerCache:
         return found
 
     def add(self, answers: Mapping[str, str]) -> None:
-        """Keeps answers."""
         with self._database:
             self._database.executemany("INSERT OR REPLACE INTO answers VALUES (?, ?)", answers.items())
 
@@ -78,7 +76,6 @@ class AnswerCache:
             self._database.execute("UPDATE minute SET tokens = ? WHERE id = ?", (tokens, request))
 
     def close(self) -> None:
-        """Close the file."""
         self._database.close()
 
 

@@ -140,7 +140,6 @@ class HttpJudge:
             raise JudgeError(f"the environment variable {config.api_key_variable} is not set")
 
     def ask(self, questions: Sequence[Question], timeout_s: float) -> list[JudgeAnswer]:
-        """One answer to each question."""
         return asyncio.run(self._ask(questions, timeout_s))
 
     async def _pace(self, request: httpx2.Request) -> None:

@@ -66,7 +66,6 @@ class JudgeReward:
         return _outcomes(len(samples), asked, read)
 
     def close(self) -> None:
-        """Close the cache."""
         if self._cache is not None:
             self._cache.close()
             self._cache = None

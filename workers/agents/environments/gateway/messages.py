@@ -56,7 +56,6 @@ class Messages(Protocol):
     )
 
     def request(self, body: Body, noted: list[str]) -> Body:
-        """The request with blocks as messages."""
         messages: list[Message] = []
         if system := _system(body.get("system")):
             messages.append({"role": "system", "content": system})
@@ -89,7 +88,6 @@ class Messages(Protocol):
         }
 
     def response(self, body: Body, turns: Sequence[Message]) -> Body:
-        """A message of blocks."""
         (turn,) = turns
         text, content = turn["content"], list[Body]()
         if _thinks(body) and (thought := read_thought(text)).before:
@@ -156,7 +154,6 @@ class CountTokens(Messages):
         return super().request(body, noted) | {"counted": True, "stream": None}
 
     def response(self, body: Body, turns: Sequence[Message]) -> Body:
-        """The number of tokens."""
         return {"input_tokens": usage_of(turns)[0]}
 
 

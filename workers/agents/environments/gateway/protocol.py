@@ -79,7 +79,6 @@ class Protocol:
         raise NotImplementedError
 
     def events(self, body: Body, response: Body) -> Iterator[Event]:
-        """The response as a stream."""
         raise NotImplementedError
 
     def error(self, status: int, message: str, code: str | None = None) -> Body:
