@@ -88,7 +88,6 @@ class RunParts:
     all: tuple[RunPart, ...]
 
     def states(self) -> dict[str, Any]:
-        """The states of the parts, by name."""
         return {part.name: part.snapshot() for part in self.all if part.name}
 
 

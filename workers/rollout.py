@@ -80,7 +80,6 @@ class RolloutWorker:
         return await self.health()
 
     def engine_args(self) -> AsyncEngineArgs:
-        """Arguments of the engine."""
         return engine_args(self.config)
 
     async def generate(

@@ -44,7 +44,6 @@ def answer_columns(row: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def column_names(fields: Mapping[str, Any]) -> list[str]:
-    """The columns that fields of a source name."""
     names: list[str] = []
     for value in fields.values():
         many = [value["column"]] if isinstance(value, Mapping) else [value] if isinstance(value, str) else value

@@ -43,9 +43,7 @@ class PromptPick:
 class PromptOrder(Protocol):
     """An endless, resumable order of prompts."""
 
-    def next(self) -> PromptPick:
-        """The next prompt."""
-        ...
+    def next(self) -> PromptPick: ...
 
     def state(self) -> dict[str, Any]:
         """Position in the order, JSON-ready."""

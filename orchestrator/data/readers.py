@@ -130,7 +130,6 @@ def _prompt_rows(source: Prompts, label: str) -> Iterator[RawRow]:
 
 
 def prompt_fields(source: Prompts) -> dict[str, str]:
-    """Column of each field of a source of prompts."""
     named = {name: vars(source)[name] for name in ("prompt", "answer", "candidates", "system_column")}
     fields = {name: column for name, column in named.items() if column is not None}
     options = (source.options,) if isinstance(source.options, str) else source.options or ()

@@ -99,7 +99,6 @@ def _connect() -> Iterator[duckdb.DuckDBPyConnection]:
 
 
 def _files(run: RunFolder, step: int | None) -> dict[int, Path]:
-    """The files of the samples of a step, or of all steps."""
     files = run.sample_files()
     if step is not None and step not in files:
         numbers = list(files)
@@ -195,7 +194,6 @@ def _explained(run: RunFolder) -> Iterator[None]:
 
 
 def _refusal(error: Exception, condition: str) -> UsageError:
-    """The error of a condition in one line."""
     problem = _first_line(error)
     if unknown := re.match('Referenced column "(.*)" not found', problem):
         problem = _unknown(unknown[1], SAMPLES.names)

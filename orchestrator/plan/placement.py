@@ -99,7 +99,6 @@ class Placement:
 
     @property
     def request(self) -> str:
-        """Description of the request."""
         asked, on = demand([self]), ", ".join(f"{key}={value}" for key, value in self.labels)
         size = f"{len(self.bundles)} bundle(s), {asked['CPU']:g} CPU {asked['GPU']:g} GPU in all"
         return f"{size}, on nodes with {on}" if on else size

@@ -46,7 +46,6 @@ def examples() -> Mapping[str, str]:
 
 
 def example_file(name: str) -> Path:
-    """The file of an example."""
     recipe = name.removeprefix(RECIPES)
     return FOLDER / f"{name}.yaml" if recipe == name else _RECIPE_FOLDER / recipe / "spec.yaml"
 

@@ -152,7 +152,6 @@ def _add_sections(node: FieldNode, annotation: Any, here: Consequences) -> None:
 
 
 def _below(around: Consequences, annotations: Iterable[Any], section: bool) -> Consequences:
-    """The consequences of a field with these annotations in a section."""
     own = _merged(annotations)
     return replace(
         own,

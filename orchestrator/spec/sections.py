@@ -241,7 +241,7 @@ class JudgeRole(EngineRole):
     """Softmax temperature; 0: greedy."""
     structured: Annotated[StructuredConfig | None, EVALUATED_BY_SET, REWARDED] = None
     """A form that every answer has, such as `regex: "Score: (10|[0-9])"` for a small model; null: any text."""
-    renew_every: int | None = Field(default=None, ge=1)
+    renew_every: Annotated[int | None, UNCOUNTED] = Field(default=None, ge=1)
     """Steps after which the model that plays against the policy is replaced by the policy's checkpoint; null: the
     model stays."""
 

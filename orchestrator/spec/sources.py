@@ -81,7 +81,6 @@ class HubFiles(Frozen):
 
     @property
     def dataset_field(self) -> str:
-        """The field with the name of the dataset."""
         return "name"
 
     @property

@@ -79,7 +79,6 @@ def demo_folder(name: str) -> Path | None:
 
 
 def named_models(runs: Iterable[PlannedRun], folder: Path) -> list[str]:
-    """Names of the models in `folder` that runs read."""
     paths = (Path(path) for planned in runs for _, path in path_fields(planned.spec.model_dump(mode="json")))
     return sorted({path.name for path in paths if path.parent == folder})
 

@@ -102,7 +102,6 @@ def phase_of(worker: str, method: str) -> str:
 
 
 def timeline_table(step: int, spans: Iterable[Span]) -> pa.Table:
-    """The spans as a TIMELINE table of a step."""
     rows = [
         (step, role_of(worker), worker, phase_of(worker, method), "" if worker == DRIVER else method, *rest)
         for worker, method, *rest in spans

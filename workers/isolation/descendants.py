@@ -39,7 +39,6 @@ _PR_SET_PDEATHSIG = 1
 
 
 def new_mark() -> str:
-    """A unique mark."""
     return secrets.token_hex(8)
 
 

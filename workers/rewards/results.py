@@ -150,7 +150,6 @@ class ErrorReplies:
         self._shown: set[str] = set()
 
     def describe(self, error: BaseException) -> Reply:
-        """The reply for an exception."""
         reply = describe(error)
         if reply["cause"] not in self._shown:
             self._shown.add(reply["cause"])

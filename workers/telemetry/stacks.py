@@ -34,7 +34,6 @@ _open: list[IO[bytes]] = []
 
 
 def stack_file(folder: Path, pid: int) -> Path:
-    """The file for the stacks of a process."""
     return folder / f"stacks-{pid}.txt"
 
 

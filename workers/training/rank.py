@@ -320,7 +320,6 @@ def added(parts: Iterable[Mapping[str, torch.Tensor]]) -> dict[str, float]:
 
 
 def worker_health(name: str, version: int, device: Device) -> WorkerHealth:
-    """Health of this process."""
     return WorkerHealth(
         name=name,
         host=socket.gethostname(),

@@ -111,7 +111,6 @@ class EngineWeights:
             await close_on_failure(engine.start_weight_update())
 
     async def receive(self, update_info: dict[str, Any]) -> None:
-        """Receive weights."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         received = self._engine.require_live().update_weights(WeightTransferUpdateRequest(update_info))
@@ -208,7 +207,6 @@ class NodeFile:
         return True
 
     def close(self) -> None:
-        """Remove the file."""
         for path in self._paths:
             retire(path)
 

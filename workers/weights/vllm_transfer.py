@@ -108,7 +108,6 @@ class FileReader(LoadingEngine[WeightTransferInitInfo, FileUpdateInfo]):
         """Does nothing: `receive_weights` has received all of an update, or has raised."""
 
     def shutdown(self) -> None:
-        """Release the file."""
         self._mapping.drop()
 
     @contextmanager
@@ -162,7 +161,6 @@ class DeviceInitInfo(WeightTransferInitInfo):
     world_size: int = 0
 
     def buckets(self) -> tuple[Bucket, ...]:
-        """The layout of the buckets."""
         shapes = [(name, DTYPES[dtype], tuple(shape)) for name, dtype, shape in self.tensors]
         return buckets_of(shapes, self.bucket_bytes)
 
@@ -203,7 +201,6 @@ class DeviceWeightTransferEngine(LoadingEngine[DeviceInitInfo, UpdateT]):
         self._buckets = init_info.buckets()
 
     def start_weight_update(self) -> None:
-        """Begin an update."""
         self.loaded = LoadedWeights(version=None, digest="", mismatch="")
         self._version, self._sums = None, []
         self._reload.begin()
@@ -248,7 +245,6 @@ class GroupWeightTransferEngine(DeviceWeightTransferEngine[DeviceUpdateInfo]):
         self._group = TransferGroup(store, rank, init_info.world_size, self.device)
 
     def shutdown(self) -> None:
-        """Leave the transfer group."""
         if self._group is not None:
             self._group.leave()
             self._group = None

@@ -123,7 +123,6 @@ def attribute(side: Side, found: TokenScores, fresh: TokenScores | None = None) 
 
 
 def of_engine(found: TokenScores, engine: str) -> TokenScores:
-    """The tokens that one engine sampled."""
     kept = np.array([name == engine for name in found.engine], bool)
     return replace(
         found,

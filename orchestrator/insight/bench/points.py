@@ -150,7 +150,6 @@ def _matters(field: str, points: Sequence[Point]) -> bool:
 
 
 def _rollouts(spec: RolloutSpec) -> str:
-    """All that the rollouts of a spec depend on."""
     parts = [
         engine_key(spec),
         spec.roles.rollout.workers,

@@ -12,7 +12,6 @@ FAILED: Final = "failed-run"
 
 
 def failed(run: History) -> Iterator[Verdict]:
-    """The run has ended with an error."""
     end = run.end
     if end.get("how") != "failed":
         return

@@ -80,7 +80,6 @@ class Series:
         return Series(self.name, self.steps, tuple(map(_median, parts)))
 
     def after(self, step: int) -> Series:
-        """The part after a step."""
         return self.where(lambda at, _: at > step)
 
     def during(self, found: Stretch) -> Series:

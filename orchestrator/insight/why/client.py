@@ -112,7 +112,6 @@ def _remains(run_folder: Path, snapshot: DriverSnapshot) -> tuple[str, ...]:
 
 
 def text_of(report: DiagnosisReport) -> str:
-    """The report for a terminal."""
     age = time.time() - report.time
     lines: Diagnosis = report.diagnosis
     return f"{lines.text()}\n  (reported {age:.0f} s ago)" if age > 60 else lines.text()

@@ -105,7 +105,6 @@ class Facts:
     """How fast the network between the nodes of a group of trainers is, by role."""
 
     def tree(self, worker: str) -> tuple[ProcessFacts, ...]:
-        """The processes of a worker."""
         return tuple(process for process in self.processes if process.worker == worker)
 
     def role(self, role: str) -> Iterator[ProcessFacts]:

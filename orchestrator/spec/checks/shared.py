@@ -257,7 +257,6 @@ def _scored(spec: RolloutSpec, section: str) -> dict[str, str | None]:
 
 
 def _environment_rewards(spec: RolloutSpec) -> Iterator[Finding]:
-    """Rewards from the environment, and rewards of steps."""
     estimator = algorithms.row_of(spec.algorithm).advantage.estimator
     advantage = algorithms.advantage(spec.algorithm)
     lists = ((section, index, one) for section, own in reward_functions(spec).items() for index, one in enumerate(own))
