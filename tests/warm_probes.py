@@ -11,11 +11,12 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from importlib import import_module
 from typing import Any
+from unittest import mock
 
 from tests import fork_server
 from troupe.workers.isolation import probe
@@ -37,6 +38,13 @@ def use() -> None:
     if os.environ.get(_SOCKET):
         patched: Any = probe
         patched.subprocess = _Processes
+
+
+@contextmanager
+def forked_probes() -> Iterator[None]:
+    """While the block runs, answer the probes of this process in forks of the server."""
+    with mock.patch.dict(os.environ, server()), mock.patch.object(probe, "subprocess", _Processes):
+        yield
 
 
 class _Processes:

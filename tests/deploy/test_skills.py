@@ -15,6 +15,7 @@ import yaml
 from typer.testing import CliRunner
 
 from tests.conftest import ROOT
+from tests.warm_probes import forked_probes
 from troupe.orchestrator.cli import app, fail
 from troupe.orchestrator.insight.verdicts.apply import with_lines
 from troupe.orchestrator.spec.errors import Code, SpecError
@@ -115,7 +116,8 @@ def test_a_bad_spec_is_repaired_by_the_skill(
     spec, found, code, said = tmp_path / "spec.yaml", list[str](), -1, None
     for _ in range(4):
         spec.write_text(yaml.safe_dump(document))
-        code, said = answer(validate, capsys, SPEC=spec)
+        with forked_probes():
+            code, said = answer(validate, capsys, SPEC=spec)
         if code == 0:
             break
         found += [problem["code"] for problem in said["problems"]]
