@@ -36,5 +36,5 @@ def test_the_spec_of_the_tutorial_has_something_to_learn_from(demo_model: Path, 
     spec = tmp_path / "my.yaml"
     written = ("init", "--model", str(demo_model), "--data", "reasoning_gym:chain_sum", "--output", str(spec))
     assert "easiest of their kind" in run_troupe(tmp_path, *written)
-    (reward,) = rewards(tmp_path, spec, 1)
+    (reward,) = rewards(tmp_path, spec, 1, "schedule.prompts_per_step=4")
     assert 0.1 < reward < 0.9
