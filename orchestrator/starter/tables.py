@@ -15,7 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 from troupe.orchestrator.data.readers import TableSource, file_format, read_table
 from troupe.orchestrator.data.remote import local_files
 from troupe.orchestrator.errors import DataError, UsageError
-from troupe.orchestrator.spec.locations import is_name, is_pattern, is_url, matching_files
+from troupe.orchestrator.spec.locations import is_name, is_pattern, is_url
 from troupe.orchestrator.starter.choices import GYM
 
 HELD_OUT = ("test", "validation", "valid", "val", "dev", "eval")
@@ -73,24 +73,23 @@ def _files(data: str) -> tuple[Table, Table | None, str]:
     (kind,) = kinds
     if not kind:
         raise UsageError(f"--data: {data}: no reader reads this format; expected {_FORMS}")
-    held_out = None if is_url(data) else next(_siblings(data), None)
+    held_out = next(_siblings(data), None)
     other = None if held_out is None else _table({"kind": kind, "path": held_out})
-    name = Path(data).name
-    missing = f"no file beside {name} is its held-out part, as test.csv beside train.csv"
+    missing = f"no file beside {files[0].name} is its held-out part, as test.csv beside train.csv"
     return _table({"kind": kind, "path": data}), other, missing
 
 
 def _siblings(data: str) -> Iterator[str]:
-    """The same path with the name of a held-out part instead of `train`, if such files exist."""
-    path = Path(data)
+    """The same path, or URL, with the name of a held-out part instead of `train`, if such files exist."""
+    place, *options = data.split("?", 1) if is_url(data) else [data]
+    parts = place.split("/")
     for word in HELD_OUT:
-        for part in (path.name, path.parent.name):
-            name = re.sub(r"(?<![a-z])train(?![a-z])", word, part, count=1)
-            if name == part:
-                continue
-            found = str(path.with_name(name) if part == path.name else path.parent.with_name(name) / path.name)
-            if any(one.is_file() for one in matching_files(found)):
-                yield found
+        for at in range(len(parts) - 1, max(len(parts) - 3, -1), -1):
+            name = re.sub(r"(?<![a-z])train(?![a-z])", word, parts[at], count=1)
+            found = "?".join(["/".join([*parts[:at], name, *parts[at + 1 :]]), *options])
+            with suppress(DataError):
+                if name != parts[at] and any(one.is_file() for one in local_files(found)):
+                    yield found
 
 
 def _folder(data: str) -> tuple[Table, Table | None, str]:

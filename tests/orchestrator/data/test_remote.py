@@ -94,12 +94,16 @@ def test_a_url_without_a_file_is_named(name: str, problem: str, store: tuple[str
     assert "endpoint_override" not in str(raised.value)
 
 
-def test_init_reads_a_url_and_validate_reads_its_spec(store: tuple[str, Any]) -> None:
+def test_init_reads_a_url_and_finds_the_held_out_part_beside_it(store: tuple[str, Any]) -> None:
     url, write = store
-    write("train.jsonl", *(f"What is {n} + 1?" for n in range(8)))
-    table, held_out, _ = find_tables(url.format("train.jsonl"))
-    assert table.section == {"kind": "jsonl", "path": url.format("train.jsonl")} and len(table.rows) == 8
-    assert held_out is None
+    write("train.jsonl", *"abc")
+    table, held_out, why = find_tables(url.format("train.jsonl"))
+    assert table.section == {"kind": "jsonl", "path": url.format("train.jsonl")} and len(table.rows) == 3
+    assert held_out is None and why.startswith("no file beside train.jsonl is")
+    remote._copies.cache_clear()
+    write("test.jsonl", "d")
+    _, held_out, _ = find_tables(url.format("train.jsonl"))
+    assert held_out is not None and held_out.section["path"] == url.format("test.jsonl")
 
 
 @pytest.mark.parametrize(
