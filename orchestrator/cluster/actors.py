@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
@@ -19,12 +18,8 @@ from troupe.workers.contract import roles
 from troupe.workers.contract.config import RolloutConfig
 from troupe.workers.contract.imports import without_collections
 from troupe.workers.contract.messages import WorkerHealth
-from troupe.workers.isolation.lifetime import exit_with
+from troupe.workers.isolation.lifetime import exit_with_node
 from troupe.workers.preload.forked_worker import serves
-
-_RAYLET = "RAY_RAYLET_PID"
-"""Ray's variable with the process that starts workers. Ray looks for its id, which a dead process keeps until it is
-reaped."""
 
 
 class WorkerPlacements(Mapping[str, tuple[Placement, WorkerPlacement]]):
@@ -185,8 +180,7 @@ def actor_class(path: str, protocol: type[Any], *, concurrent: bool) -> type[Any
 
     def create(self: Any, *args: Any) -> None:
         serves()
-        if raylet := int(os.environ.get(_RAYLET, 0)):
-            exit_with(raylet)
+        exit_with_node()
         with without_collections():
             worker_class = getattr(importlib.import_module(module), name)
         self.worker = worker_class(*args)

@@ -88,6 +88,13 @@ if not mark.exists():
     os.kill(os.getpid(), signal.SIGSTOP)
 Path(sys.argv[-1]).write_text("1")
 """
+CONNECTING = """
+import os, sys, time
+from pathlib import Path
+
+Path(sys.argv[-1]).write_text(str(os.getpid()))
+time.sleep(600)
+"""
 IMPORT = """
 import pathlib, time
 
@@ -289,6 +296,21 @@ def test_a_fork_that_is_stopped_before_ray_knows_it_is_started_again(
     assert result(tmp_path) == 1
     assert caplog.messages == ["a worker was stopped while it started, for 1 s (failures.stopped_s): again"]
     dies(serving, tmp_path, "exit")
+
+
+def test_a_fork_that_ray_does_not_know_yet_ends_with_its_node(
+    serving: WorkerServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray itself tries to connect to a head that is gone for half a minute."""
+    with subprocess.Popen(["sleep", "600"]) as node:
+        monkeypatch.setenv("RAY_RAYLET_PID", str(node.pid))
+        asked = start(serving, tmp_path, None, script=CONNECTING)
+        fork = psutil.Process(int(str(result(tmp_path))))
+        node.kill()
+        node.wait()
+        fork.wait(60)
+        asked.kill()
+        asked.wait()
 
 
 @pytest.mark.parametrize("when", ["imports", "serves"])

@@ -9,8 +9,12 @@ import subprocess
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import IO
+
+NODE_VARIABLE = "RAY_RAYLET_PID"
+"""Ray's variable with the process that starts workers."""
 
 
 def exit_with(owner: int, between: Sequence[int] = ()) -> None:
@@ -25,6 +29,15 @@ def exit_with(owner: int, between: Sequence[int] = ()) -> None:
     except ProcessLookupError:
         os._exit(1)
     threading.Thread(target=_exit_after, args=(owner_fd, others), name=f"exit with {owner}", daemon=True).start()
+
+
+@cache
+def exit_with_node() -> None:
+    """Exit when the Ray node that has started this worker ends, also if it has not connected to it yet. Does nothing in
+    other processes. Ray itself tries to connect to a head that is gone for twenty seconds and more, and later looks for
+    the node's process id, which a dead process keeps until it is reaped."""
+    if node := int(os.environ.get(NODE_VARIABLE, 0)):
+        exit_with(node)
 
 
 def _exit_after(owner_fd: int, others: Sequence[int]) -> None:

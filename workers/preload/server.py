@@ -36,6 +36,7 @@ from troupe.workers.engine.process import (
     use_threads,
 )
 from troupe.workers.engine.settings import set_environment, set_import_environment
+from troupe.workers.isolation.lifetime import exit_with_node
 from troupe.workers.preload import forked_worker
 from troupe.workers.preload.forked_worker import ENGINE_VARIABLE, EXIT_CODES, REPLY
 
@@ -214,6 +215,7 @@ def _become(request: _Request, asking: _PendingFork) -> None:
     if engine := os.environ.pop(ENGINE_VARIABLE):
         set_environment(EngineProcess.model_validate_json(engine))
         fork_server()
+    exit_with_node()
     use_threads()
     forked_worker.waiting.append(asking.connection)
     sys.argv = [*request.argv]

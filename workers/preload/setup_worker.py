@@ -6,21 +6,27 @@ back to it for runtime environments it does not support. Keep imports minimal: t
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import re
 import shlex
+import signal
 import sys
 
 _CONTEXT = "--serialized-runtime-env-context="
 _LANGUAGE = "--language="
 _KNOWN = {"env_vars", "py_executable"}
 """What this script does of the context in which a worker starts."""
+_NODE = "RAY_RAYLET_PID"
+"""Ray's variable with the process that runs this script."""
+_PR_SET_PDEATHSIG = 1
 _MISSING = re.compile(r"\$\{[A-Z0-9_]+\}")
 
 
 def main(arguments: list[str]) -> None:
     """Become the worker. The arguments are Ray's script for workers, its arguments, the context and the language."""
+    _end_with_node()
     rest = [one for one in arguments if not one.startswith((_CONTEXT, _LANGUAGE))]
     given = dict(one.split("=", 1) for one in arguments if one.startswith((_CONTEXT, _LANGUAGE)))
     context = json.loads(given.get(_CONTEXT.rstrip("="), "{}"))
@@ -32,6 +38,13 @@ def main(arguments: list[str]) -> None:
         os.environ[name] = _MISSING.sub("", os.path.expandvars(value))
     command = [*shlex.split(context.get("py_executable") or shlex.quote(sys.executable)), *rest]
     os.execvp(command[0], command)
+
+
+def _end_with_node() -> None:
+    """Let the kernel end this process, and the worker that it becomes, when Ray's node ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.environ.get(_NODE) not in (None, str(os.getppid())):  # it has ended before the kernel was asked
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from troupe.workers.preload import setup_worker
@@ -49,3 +50,20 @@ def test_what_it_does_not_know_is_left_to_rays_script(
     argv = start(tmp_path, context, language)[0]
     assert isinstance(argv, list) and argv[:2] == [str(tmp_path / "setup_worker.py"), str(tmp_path / "worker.py")]
     assert f"--language={language}" in argv and "--hash=2" in argv
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_a_worker_that_starts_ends_with_its_node(tmp_path: Path, early: bool) -> None:
+    """Also where the node has ended before the script runs."""
+    (tmp_path / "worker.py").write_text("import os, time; print(os.getpid(), flush=True); time.sleep(600)")
+    command = [sys.executable, setup_worker.__file__, str(tmp_path / "worker.py"), "--language=PYTHON"]
+    if early:
+        env = os.environ | {"RAY_RAYLET_PID": "1" if os.getpid() != 1 else "2"}
+        assert subprocess.run(command, env=env, capture_output=True, check=False, timeout=60).returncode == 1
+        return
+    node = f"import subprocess, time; subprocess.Popen({command!r}); time.sleep(600)"
+    with subprocess.Popen([sys.executable, "-c", node], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        worker = psutil.Process(int(process.stdout.readline()))
+        process.kill()
+        worker.wait(60)
