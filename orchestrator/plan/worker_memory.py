@@ -43,8 +43,6 @@ CUDA_CONTEXT = 800 * MIB
 """Memory that CUDA, cuBLAS and NCCL take of a GPU for one process, by reports of nvidia-smi. Not measured here."""
 BUCKET = 256 * MIB
 """Limit of a bucket of weights (`workers/weights/buckets.py`); nccl has two of them on each side, ipc one."""
-CPU_BATCH_TOKENS = 4096
-"""Tokens of the largest batch on the CPU, if no sequence is longer (`workers/engine/settings.py`)."""
 FRAGMENTS = 0.4
 """Share of its activations that a rank on the CPU holds besides, as freed blocks between blocks in use: the C library
 keeps those below 8 MiB (`troupe.workers.models.cpu.return_large`). Measured: 0.1 to 0.5, and 0.8 under ZeRO-3."""
@@ -492,7 +490,7 @@ def engine(
     packed = width * size.vocabulary * size.hidden if gpu is None and size.head == 0 else 0
     weights = math.ceil((size.packed or width * size.parameters) / ranks) + packed
     block = KV_BLOCK["host" if gpu is None else "gpu"]
-    batch = max(config.max_model_len, CPU_BATCH_TOKENS) if gpu is None else config.gpu_batch_tokens
+    batch = config.cpu_batch_tokens if gpu is None else config.gpu_batch_tokens
     needed = sequence_bytes(size, kv_bytes(size, width, ranks), config.max_model_len, block, batch)
     if gpu is None:
         cache = int(config.kv_cache_gib * GIB)

@@ -43,6 +43,7 @@ OWN_GPU_SHARE = 0.85
 GPU_BATCH_TOKENS = 8192
 """Tokens of an engine's largest batch on a GPU (vLLM's `max_num_batched_tokens`), for which it reserves memory, unless
 its sequences have fewer (`EngineConfig.gpu_batch_tokens`)."""
+_CPU_BATCH_TOKENS = 4096
 GPU_TILE_COLUMNS = 8192
 """Columns of the vocabulary for which the output head holds logits at a time on a GPU: enough for a matrix product to
 fill it. Measured on an H200 with 16,384 tokens, a vocabulary of 152,064 and a hidden size of 3,584: 4,096 to 32,768
@@ -246,6 +247,12 @@ class EngineConfig(Frozen):
         sequence longer than `max_model_len` reads memory beyond its block table, which ends the engine at its start.
         """
         return max(self.max_num_seqs, min(GPU_BATCH_TOKENS, self.max_num_seqs * self.max_model_len))
+
+    @property
+    def cpu_batch_tokens(self) -> int:
+        """Tokens of the largest batch on the CPU, where each prompt is computed at once. vLLM refuses fewer than
+        sequences."""
+        return max(self.max_num_seqs, self.max_model_len, _CPU_BATCH_TOKENS)
 
 
 class OptimizerConfig(Frozen):

@@ -26,7 +26,6 @@ _RECORDING_SCHEDULER = "troupe.workers.engine.kept_tokens.recording_scheduler"
 _NO_PATH = "/nowhere/adapters-are-loaded-by-the-weight-update"
 """vLLM looks for an adapter there that it does not have, and the request fails."""
 _NO_SHARE = 0.01
-_CPU_PREFILL_TOKENS = 4096
 _CPU_BLOCK_TOKENS = 32
 """Tokens in one block of the KV cache. Samples of a group share the full blocks of their prompt. The default of vLLM's
 CPU build is 128, longer than many prompts; its kernels require multiples of 32."""
@@ -191,7 +190,7 @@ def _device_args(config: RolloutConfig) -> dict[str, Any]:
         # dies. On the CPU prompts are therefore prefilled whole.
         "enable_chunked_prefill": False,
         "block_size": _CPU_BLOCK_TOKENS,
-        "max_num_batched_tokens": max(engine.max_model_len, _CPU_PREFILL_TOKENS),
+        "max_num_batched_tokens": engine.cpu_batch_tokens,
     }
     if engine.tensor_parallel_size == 1:
         # Run the model in the engine's own process. By default vLLM's CPU build starts another process for it, to set

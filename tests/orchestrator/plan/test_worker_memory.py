@@ -23,7 +23,6 @@ from troupe.orchestrator.plan.memory import Sizes
 from troupe.orchestrator.plan.placement import Node
 from troupe.orchestrator.plan.plan import Plan, as_json, described_nodes, local_node, plan
 from troupe.orchestrator.plan.worker_memory import (
-    CPU_BATCH_TOKENS,
     KV_BLOCK,
     LIVE,
     PERIODS,
@@ -452,7 +451,6 @@ def test_the_cpu_engine_is_as_its_settings_say() -> None:
     from troupe.workers.engine import settings
 
     assert vars(settings)["_CPU_BLOCK_TOKENS"] == KV_BLOCK["host"]
-    assert vars(settings)["_CPU_PREFILL_TOKENS"] == CPU_BATCH_TOKENS
 
 
 SMOLLM2 = (

@@ -85,6 +85,22 @@ def test_no_sequence_of_a_gpu_engines_trial_batch_exceeds_its_block_table(
     assert math.ceil(tokens / sequences) <= longest
 
 
+@pytest.mark.parametrize(("sequences", "longest", "tokens"), [(64, 128, 4096), (8, 9000, 9000), (5000, 128, 5000)])
+def test_vllm_takes_the_largest_batch_of_a_cpu_engine(sequences: int, longest: int, tokens: int) -> None:
+    """It refuses one with fewer tokens than sequences, or without room for a prompt that is computed at once."""
+    from vllm.config import SchedulerConfig
+
+    engine = EngineConfig(max_num_seqs=sequences, max_model_len=longest)
+    taken = SchedulerConfig(
+        max_num_batched_tokens=engine.cpu_batch_tokens,
+        max_num_seqs=sequences,
+        max_model_len=longest,
+        enable_chunked_prefill=False,
+        is_encoder_decoder=False,
+    )
+    assert taken.max_num_batched_tokens == tokens
+
+
 @pytest.mark.parametrize(("ranks", "backend"), [(1, "uni"), (2, "mp")])
 def test_an_engine_on_gpus_does_not_start_its_processes_with_ray(
     ranks: int, backend: str, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
