@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 
 from troupe.orchestrator.signals import HANDLED, SIGNALS_S, STOPPED, ignored
+from troupe.workers.isolation.descendants import end_with_parent
 
 DONE, USAGE = 0, 2
 FINAL = frozenset({DONE, USAGE, STOPPED})
 """Exit codes after which a run is not started again: complete, a user's mistake, stopped on request."""
 _LONGEST_PAUSE_S = 60.0
-_PR_SET_PDEATHSIG = 1
 
 
 def supervise(
@@ -61,7 +61,8 @@ def describe(code: int) -> str:
 def _run(command: Sequence[str]) -> tuple[int, bool]:
     """Runs one process to its end; its exit code (negative: the signal that killed it), and whether we were stopped.
     The process has a separate group: a signal from the terminal reaches only this process, which passes it on once."""
-    process = subprocess.Popen(command, env=os.environ.copy(), process_group=0, preexec_fn=_end_with_parent)
+    saving = partial(end_with_parent, os.getpid(), signal.SIGTERM)  # the run saves if this supervisor is killed
+    process = subprocess.Popen(command, env=os.environ.copy(), process_group=0, preexec_fn=saving)
     with _forwarding(process) as stopped:
         while True:
             with suppress(subprocess.TimeoutExpired):  # a signal that came just before a wait does not interrupt it
@@ -83,11 +84,3 @@ def _forwarding(process: subprocess.Popen[bytes]) -> Iterator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _end_with_parent() -> None:
-    """Lets the run save and end if this supervisor is killed."""
-    parent = os.getppid()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:
-        os._exit(1)

@@ -88,10 +88,15 @@ def run_guarded(owner_pipe: int, mark: str) -> None:
     child = os.fork()
     if child:
         _guard(child, owner_pipe, mark)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != guard:  # it has ended before the kernel was asked
-        os._exit(1)
+    end_with_parent(guard)
     os.setsid()
+
+
+def end_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
+    """Let the kernel send this process a signal when its parent ends; exits if it has ended before."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def _guard(child: int, owner_pipe: int, mark: str) -> NoReturn:

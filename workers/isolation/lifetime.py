@@ -13,9 +13,6 @@ from functools import cache
 from pathlib import Path
 from typing import IO
 
-NODE_VARIABLE = "RAY_RAYLET_PID"
-"""Ray's variable with the process that starts workers."""
-
 
 def exit_with(owner: int, between: Sequence[int] = ()) -> None:
     """Exit when the process `owner` ends, and kill the processes `between` it and this one.
@@ -33,10 +30,9 @@ def exit_with(owner: int, between: Sequence[int] = ()) -> None:
 
 @cache
 def exit_with_node() -> None:
-    """Exit when the Ray node that has started this worker ends, also if it has not connected to it yet. Does nothing in
-    other processes. Ray itself tries to connect to a head that is gone for twenty seconds and more, and later looks for
-    the node's process id, which a dead process keeps until it is reaped."""
-    if node := int(os.environ.get(NODE_VARIABLE, 0)):
+    """Exit when Ray's node that started this worker ends. Ray itself first looks for a head that is gone, for 25 s,
+    and later for the node's process id, which a dead process keeps until it is reaped."""
+    if node := int(os.environ.get("RAY_RAYLET_PID", 0)):
         exit_with(node)
 
 

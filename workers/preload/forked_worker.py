@@ -31,7 +31,6 @@ waiting: list[socket.socket] = []
 
 def main(arguments: list[str]) -> None:
     """Asks the server to fork the worker, or becomes the worker."""
-    node = os.getppid()
     try:
         forked = _fork(arguments)
     except OSError as error:
@@ -40,7 +39,7 @@ def main(arguments: list[str]) -> None:
                 os.unlink(os.environ[SERVER_VARIABLE])
         sys.stderr.write(f"the worker is not forked: {error}\n")
         forked = False
-    if not forked and os.getppid() == node:  # otherwise Ray's node is gone, and its workers with it
+    if not forked:
         os.execv(sys.executable, [sys.executable, *arguments])
 
 

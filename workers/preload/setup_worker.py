@@ -18,15 +18,15 @@ _CONTEXT = "--serialized-runtime-env-context="
 _LANGUAGE = "--language="
 _KNOWN = {"env_vars", "py_executable"}
 """What this script does of the context in which a worker starts."""
-_NODE = "RAY_RAYLET_PID"
-"""Ray's variable with the process that runs this script."""
 _PR_SET_PDEATHSIG = 1
 _MISSING = re.compile(r"\$\{[A-Z0-9_]+\}")
 
 
 def main(arguments: list[str]) -> None:
     """Become the worker. The arguments are Ray's script for workers, its arguments, the context and the language."""
-    _end_with_node()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # the worker ends with the node, too
+    if os.environ.get("RAY_RAYLET_PID") not in (None, str(os.getppid())):  # it has ended before the kernel was asked
+        sys.exit(1)
     rest = [one for one in arguments if not one.startswith((_CONTEXT, _LANGUAGE))]
     given = dict(one.split("=", 1) for one in arguments if one.startswith((_CONTEXT, _LANGUAGE)))
     context = json.loads(given.get(_CONTEXT.rstrip("="), "{}"))
@@ -38,13 +38,6 @@ def main(arguments: list[str]) -> None:
         os.environ[name] = _MISSING.sub("", os.path.expandvars(value))
     command = [*shlex.split(context.get("py_executable") or shlex.quote(sys.executable)), *rest]
     os.execvp(command[0], command)
-
-
-def _end_with_node() -> None:
-    """Let the kernel end this process, and the worker that it becomes, when Ray's node ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.environ.get(_NODE) not in (None, str(os.getppid())):  # it has ended before the kernel was asked
-        sys.exit(1)
 
 
 if __name__ == "__main__":

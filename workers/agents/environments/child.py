@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import inspect
 import json
 import os
@@ -29,12 +28,10 @@ from typing import Any
 
 from troupe.workers.agents.environments.base import Environment, EnvironmentLoadError, load
 from troupe.workers.contract.environments import Row, read_observation
-from troupe.workers.isolation.descendants import MARK
+from troupe.workers.isolation.descendants import MARK, end_with_parent
 from troupe.workers.isolation.inside import connection, limit_memory
 from troupe.workers.rewards.results import ErrorReplies
 from troupe.workers.telemetry.stacks import write_stacks_on_signal
-
-_PR_SET_PDEATHSIG = 1
 
 
 def main(control: str, owner_pipe: str) -> None:
@@ -84,7 +81,7 @@ def _become_episode_process(
     code, exhausted = 1, {"failure": f"out of memory (limit {memory_limit_mib} MiB)", "last": True}
     last = json.dumps(exhausted).encode() + b"\n"
     try:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # does not outlive the loading process
+        end_with_parent(os.getppid())  # the loading process
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.setsid()  # processes that user code starts end with this group
         os.environ[MARK] += f".{os.getpid()}"  # identifies processes that leave the group
