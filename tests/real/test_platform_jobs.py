@@ -1,4 +1,4 @@
-"""What `troupe deploy` writes, on the real stack: the hooks of pods on a Ray head, and an sbatch script on one node.
+"""The sbatch script that `troupe deploy` writes, on the real stack with one node; test_submit.py has the hooks of pods.
 
 The runs train on offline data, because their workers start in half the time; that jobs with engines stop and save is in
 test_submit.py.
@@ -10,25 +10,15 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from ray.job_submission import JobSubmissionClient
 from ray.util import get_node_ip_address
 
 from tests.conftest import ROOT
-from tests.orchestrator.platforms.kubernetes.manifests import documents
-from tests.real.cluster_demo import free_port
 from tests.real.commands import Command, metrics_lines, running
-from tests.real.ray_nodes import ray_head
 from troupe.orchestrator.platforms.flags import NodeFlags, SlurmFlags
-from troupe.orchestrator.platforms.kubernetes.documents import entrypoint
-from troupe.orchestrator.platforms.kubernetes.pre_stop import has_actors, stop_jobs, wait_for_actors
 from troupe.orchestrator.platforms.manifest import Request, batch_script
-from troupe.orchestrator.platforms.ray_jobs import JobServer, submit_when_ready, token_header
 from troupe.orchestrator.training.checkpoint import CheckpointStore
 
 pytestmark = pytest.mark.long
@@ -48,39 +38,6 @@ def steps(out: Path) -> list[int]:
 def saved_step(out: Path) -> int:
     found = CheckpointStore(out / "checkpoints", keep=3).latest()
     return 0 if found is None else found.step
-
-
-@contextmanager
-def pods(folder: Path) -> Iterator[tuple[str, Command]]:
-    """Ray as KubeRay starts it, with the environment of the head pod; the URL of its job server, and its processes."""
-    job, _ = documents(SFT, stop_s=int(SAVE_S))
-    (container,) = job["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"]
-    variables = {variable["name"]: variable["value"] for variable in container["env"]}
-    port, name = free_port(), "RAY_JOB_STOP_WAIT_TIME_S"
-    environment = {name: variables[name], "RAY_ADDRESS": f"127.0.0.1:{port}"}
-    with ray_head(folder, "--num-cpus=4", port=port, env=environment) as head:
-        yield head
-
-
-def test_pods_that_are_deleted_wait_until_the_run_has_saved(tmp_path: Path) -> None:
-    out, spec = tmp_path / "run", tmp_path / "spec.yaml"
-    spec.write_text(documents(SFT, *ENDLESS, root=str(Path.cwd()))[1]["data"]["spec.yaml"])
-    command_line = entrypoint(str(out)).replace("/etc/troupe/spec.yaml", str(spec))
-    with pods(tmp_path) as (url, cluster), ThreadPoolExecutor(1) as pool:
-
-        def busy() -> bool:
-            return has_actors([process for process in cluster.processes("ray::") if process.pid != os.getpid()])
-
-        assert not busy()  # a node without a run
-        client = JobSubmissionClient(url, headers=token_header())
-        job = submit_when_ready(client, entrypoint=command_line)
-        cluster.wait_until(lambda: len(steps(out)) > 2, "two steps")
-        worker_hook = pool.submit(wait_for_actors, SAVE_S, busy)
-        assert not worker_hook.done() and saved_step(out) == 0
-        stop_jobs(JobServer(url), SAVE_S)
-        assert client.get_job_status(job).value == "STOPPED"
-        assert saved_step(out) == max(steps(out)) > 0
-        assert worker_hook.result(60) is True
 
 
 def write_slurm(folder: Path) -> None:

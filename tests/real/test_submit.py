@@ -1,14 +1,18 @@
-"""`troupe submit` to a Ray head node started with `ray start`, and a job that is scaled while it trains."""
+"""Jobs on a Ray head node with the environment of a head pod: the hooks of its pods, `troupe submit`, and a job that is
+scaled while it trains."""
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from ray.job_submission import JobSubmissionClient
 
-from tests.conftest import ROOT
+from tests.orchestrator.platforms.kubernetes.manifests import documents
 from tests.real.cluster_demo import free_port
 from tests.real.commands import (
     EXIT_TIMEOUT_S,
@@ -24,19 +28,21 @@ from tests.real.commands import (
 )
 from tests.real.patient import ENVIRONMENT, REWARD
 from tests.real.ray_nodes import ray_head
+from tests.real.test_platform_jobs import ENDLESS, SAVE_S, SFT, saved_step, steps
+from troupe.orchestrator.platforms.kubernetes.documents import entrypoint
+from troupe.orchestrator.platforms.kubernetes.pre_stop import has_actors, stop_jobs, wait_for_actors
+from troupe.orchestrator.platforms.ray_jobs import JobServer, submit_when_ready, token_header
 from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.orchestrator.training.checkpoint import CheckpointStore
 
 pytestmark = pytest.mark.long
 
-SFT = ROOT / "deploy" / "specs" / "tiny-sft.yaml"
 STEPS_BETWEEN = 2
 SCALING = (
     REWARD,
     "algorithm.kl.coef=0.001",
     "roles.reference={workers: 1, max_workers: 2, cpus: 0.25, threads: 1, micro_batch_tokens: 2048}",
     "roles.reward.max_workers=2",
-    "roles.rollout.max_workers=2",
     "schedule.steps=100000",  # the test stops the job
     "checkpoint.every_steps=0",
 )
@@ -44,8 +50,13 @@ SCALING = (
 
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Command]]:
-    """A Ray head node that only these tests use: URL of its job server, and its processes."""
-    with ray_head(tmp_path_factory.mktemp("head"), "--num-cpus=4", port=free_port(), env=ENVIRONMENT) as head:
+    """Ray as KubeRay starts it, with the environment of the head pod: URL of its job server, and its processes."""
+    job, _ = documents(SFT, stop_s=int(SAVE_S))
+    (container,) = job["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"]
+    variables = {variable["name"]: variable["value"] for variable in container["env"]}
+    port, name = free_port(), "RAY_JOB_STOP_WAIT_TIME_S"
+    environment = {name: variables[name], "RAY_ADDRESS": f"127.0.0.1:{port}", **ENVIRONMENT}
+    with ray_head(tmp_path_factory.mktemp("head"), "--num-cpus=4", port=port, env=environment) as head:
         yield head
 
 
@@ -53,6 +64,28 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Comman
 def head(node: tuple[str, Command]) -> str:
     """URL of the head node's job server."""
     return node[0]
+
+
+def test_pods_that_are_deleted_wait_until_the_run_has_saved(node: tuple[str, Command], tmp_path: Path) -> None:
+    out, spec = tmp_path / "run", tmp_path / "spec.yaml"
+    spec.write_text(documents(SFT, *ENDLESS, root=str(Path.cwd()))[1]["data"]["spec.yaml"])
+    command_line = entrypoint(str(out)).replace("/etc/troupe/spec.yaml", str(spec))
+    url, cluster = node
+    with ThreadPoolExecutor(1) as pool:
+
+        def busy() -> bool:
+            return has_actors([process for process in cluster.processes("ray::") if process.pid != os.getpid()])
+
+        assert not busy()  # a node without a run
+        client = JobSubmissionClient(url, headers=token_header())
+        job = submit_when_ready(client, entrypoint=command_line)
+        cluster.wait_until(lambda: len(steps(out)) > 2, "two steps")
+        worker_hook = pool.submit(wait_for_actors, SAVE_S, busy)
+        assert not worker_hook.done() and saved_step(out) == 0
+        stop_jobs(JobServer(url), SAVE_S)
+        assert client.get_job_status(job).value == "STOPPED"
+        assert saved_step(out) == max(steps(out)) > 0
+        assert worker_hook.result(60) is True
 
 
 def test_a_submitted_spec_runs_as_a_job_and_follow_prints_its_log(head: str, tmp_path: Path) -> None:
@@ -86,7 +119,7 @@ def wait_for_workers(job: Command, out: Path, **workers: int) -> None:
 def test_a_job_is_followed_scales_while_it_trains_and_saves_when_it_is_stopped(
     node: tuple[str, Command], tmp_path: Path
 ) -> None:
-    """References, rewards and engines are scaled by `troupe scale`."""
+    """`troupe scale` scales references and rewards; test_cluster_demo.py scales engines."""
     head, cluster = node
     job = f"endless-{free_port()}"
     sets = [f"name={job}", f"output.folder={tmp_path}/runs", *SCALING]
@@ -107,14 +140,14 @@ def test_a_job_is_followed_scales_while_it_trains_and_saves_when_it_is_stopped(
 
         first = metrics_lines(out)[0]
         assert [first[f"workers/{role}"] for role in ("reference", "reward")] == [1, 1]
-        wanted = {"reference": 2, "reward": 2, "rollout": 2}
-        scaled = run_troupe(tmp_path, "scale", str(out), *(f"{role}={n}" for role, n in wanted.items())).splitlines()
-        assert {line.split(",")[0].split(" (")[0] for line in scaled} == {f"{role}: 2 workers" for role in wanted}
-        wait_for_workers(follower, out, reference=2, reward=2, rollout=2)
-        follower.wait_until(lambda: "rollout: 2 workers" in follower.stdout, "the log to say so")
+        scaled = run_troupe(tmp_path, "scale", str(out), "reference=2", "reward=2").splitlines()
+        said = {line.split(",")[0].split(" (")[0] for line in scaled}
+        assert said == {"rollout: 1 worker", "reference: 2 workers", "reward: 2 workers"}
+        wait_for_workers(follower, out, reference=2, reward=2)
+        follower.wait_until(lambda: "reward: 2 workers" in follower.stdout, "the log to say so")
         assert len(cluster.processes("ray::ReferenceWorker")) == 2
         run_troupe(tmp_path, "scale", str(out), "reference=1")
-        wait_for_workers(follower, out, reference=1, reward=2, rollout=2)
+        wait_for_workers(follower, out, reference=1, reward=2)
         cluster.wait_until(lambda: len(cluster.processes("ray::ReferenceWorker")) == 1, "the end of a reference worker")
 
         assert f"{job} ({job}): STOPPED" in run_troupe(tmp_path, "stop", job, "--address", head)
@@ -136,21 +169,17 @@ def assert_trained_once(out: Path) -> None:
         assert line["ledger/trained"] == SAMPLES_PER_STEP * line["step"]
         assert line["ledger/dropped"] == line["ledger/retries"] == 0
     seen: set[tuple[str, int]] = set()
-    engines: set[str] = set()
     for line in lines:
         for row in trajectories(out, line["step"]).to_pylist():
             sample = (row["prompt_uid"], row["sample_index"])
             assert sample not in seen
             seen.add(sample)
-            engines.add(row["engine"])
-            # The engine that was added later sampled with the weights of its step, never with older ones.
             assert {span["version"] for span in row["weight_versions"]} == {line["step"] - 1}
-    assert engines == {"rollout-0", "rollout-1"}
     found = CheckpointStore(out / "checkpoints", keep=3).latest()
     assert found is not None and found.step == len(lines)
     assert found.state["ledger"]["trained"] == len(seen) == SAMPLES_PER_STEP * len(lines)
     saved = load_rollout_spec(out / "spec.yaml").roles.scaled()
-    assert {role: config.workers for role, config in saved.items()} == {"rollout": 2, "reference": 1, "reward": 2}
+    assert {role: config.workers for role, config in saved.items()} == {"rollout": 1, "reference": 1, "reward": 2}
 
 
 def test_follow_exits_with_1_for_a_failed_job(head: str, tmp_path: Path) -> None:
