@@ -33,7 +33,7 @@ from troupe.workers.contract.roles import EngineLink
 from troupe.workers.contract.weight_backends import BACKENDS
 from troupe.workers.data.texts import cut_sources, text_batches
 from troupe.workers.data.tokenizer import load_tokenizer
-from troupe.workers.models.distillation import LogitsReader, TopTeacher, WholeTeacher
+from troupe.workers.models.distillation import LogitsReader, SquareSums, TopTeacher, WholeTeacher
 from troupe.workers.models.modeling import CausalLogprobs, evaluating, score_plan
 from troupe.workers.models.token_batch import TokenBatch, TokenTable
 from troupe.workers.training.deepspeed_engine import Forward
@@ -76,7 +76,8 @@ class PolicyWorker(TrainingRank[PolicyConfig]):
         return self.health()
 
     def compute_logprobs(self, plan: RankPlan, *rollouts: pa.Table) -> tuple[ScoreSummary, pa.Table]:
-        return score_plan(self.engine.module, plan, rollouts, "old_logprobs", self.engine.device)
+        reader = SquareSums() if self._config.advantage.reads_square_sums else None
+        return score_plan(self.engine.module, plan, rollouts, "old_logprobs", self.engine.device, reader)
 
     def shares_prompts(self) -> bool:
         """Whether samples of a group train behind one copy of their prompt. They do if it is configured and they are

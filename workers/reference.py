@@ -23,6 +23,7 @@ from troupe.workers.contract.messages import Peak, RankPlan, ScoreSummary, Worke
 from troupe.workers.data.teacher_prompts import TeacherPrompts, within
 from troupe.workers.isolation.lifetime import exit_with
 from troupe.workers.models.capabilities import adapt
+from troupe.workers.models.distillation import top_tokens
 from troupe.workers.models.modeling import CausalLogprobs, head_chunks, load_causal, score_plan, torch_dtype
 from troupe.workers.models.ragged import ragged
 from troupe.workers.telemetry.start_activity import Activity, announce
@@ -105,8 +106,8 @@ class ReferenceModel:
 
     def score(self, plan: RankPlan, rollouts: Sequence[pa.Table]) -> tuple[ScoreSummary, pa.Table]:
         """The log-probs of the plan's rows, and this rank's peak. Collective if the model is divided."""
-        how = (self._device, self._config.top_k)
-        summary, table = score_plan(self._placed.module, plan, rollouts, self._config.column, *how)
+        reader = top_tokens(self._config.top_k)
+        summary, table = score_plan(self._placed.module, plan, rollouts, self._config.column, self._device, reader)
         return replace(summary, peak=own_peak(self._config.device)), table
 
 

@@ -289,6 +289,19 @@ ALGORITHMS: dict[str, Algorithm] = {
             loss=PolicyLossConfig(kl_estimator="k1"),
         ),
         Algorithm(
+            name="otb",
+            summary="A baseline for each token: the returns of the group, weighted by how uncertain each sample was.",
+            formula="A_t = G_t - sum_i W_it G_it / sum_i W_it, i the samples of the group with a token t, 0 subtracted "
+            "if there is one; G_t = sum_{t' >= t} reward_t', W_t = sum_{t' <= t} 1 - 2 pi_old(token t') + "
+            f"sum_v pi_old(v)^2; loss {_CLIP}, {_R_TOKEN}, mean over tokens",
+            source="OTB, arXiv 2602.07078; the tail of the longest sample: its code in verl",
+            group_size=8,
+            min_group_size=2,
+            kl_in="reward",
+            advantage=AdvantageConfig(estimator="returns", baseline="optimal_token"),
+            loss=PolicyLossConfig(kl_estimator="k1"),
+        ),
+        Algorithm(
             name="remax",
             summary="A sample's return minus the reward of the greedy response to the same prompt.",
             formula="A_t = reward - reward(greedy response) - kl_coef (log pi_old - log pi_ref)(token t alone); "

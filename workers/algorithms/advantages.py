@@ -14,6 +14,8 @@ import torch
 STD_EPS = 1e-4
 """Added to a group's standard deviation, as in TRL, so that rewards equal up to noise do not become +-1."""
 WHITEN_EPS = 1e-8
+OTB_EPS = 1e-8
+"""Added to a sum of weights, which is 0 where no sample of the group was uncertain; as in verl."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,8 @@ class SampledTokens:
     old_logprobs: torch.Tensor | None
     ref_logprobs: torch.Tensor | None
     values: torch.Tensor | None
+    square_sums: torch.Tensor | None = None
+    """[T]: sum of the squared probabilities of all tokens, under the policy of `old_logprobs` (optimal_token)."""
     taught: tuple[torch.Tensor, torch.Tensor] | None = None
     """`teachers.targets` of the tokens, or None if the samples have no teacher."""
     prompt_rows: tuple[int, ...] = ()
@@ -93,6 +97,29 @@ def group_advantages(rewards: torch.Tensor, groups: torch.Tensor, normalize_by_s
         centred = centred / ((squares / (count - 1).clamp(min=1.0)).sqrt() + STD_EPS)[groups]
     # The mean of equal numbers may have a rounding error; their minimum and maximum do not.
     return centred.masked_fill(uniform_groups(rewards, groups)[groups], 0.0)
+
+
+def optimal_token_baselines(
+    returns: torch.Tensor, norms: torch.Tensor, groups: torch.Tensor, lengths: torch.Tensor
+) -> torch.Tensor:
+    """float64 [T]: the mean of the returns from the t-th token on over the samples of a group, each weighted by its
+    `norms` up to that token (OTB, arXiv 2602.07078): the baseline of token t with the least variance of the gradient.
+
+    `returns`, `norms`: [T], of each token the return from it on and the squared norm of the gradient of its log-prob by
+    the logits. As in the code in verl, tokens that one sample of the group alone reaches have a baseline of 0: their
+    own return would leave no gradient.
+    """
+    sequence = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+    first = (lengths.cumsum(0) - lengths)[sequence]
+    sums = norms.double().cumsum(0)
+    weights = sums - (sums - norms.double())[first]
+    width = int(lengths.max())
+    at = groups[sequence] * width + torch.arange(len(sequence)) - first
+    count, weight, total = torch.zeros(3, int(groups.max() + 1) * width, dtype=torch.double)
+    count.index_add_(0, at, torch.ones_like(weights))
+    weight.index_add_(0, at, weights)
+    total.index_add_(0, at, weights * returns.double())
+    return torch.where(count > 1, total / (weight + OTB_EPS), 0.0)[at]
 
 
 def player_average_advantages(

@@ -24,6 +24,7 @@ from troupe.workers.algorithms.advantages import (
     leave_one_out_advantages,
     max_likelihood_advantages,
     n_step_advantages,
+    optimal_token_baselines,
     player_average_advantages,
     process_advantages,
     returns_to_go,
@@ -160,7 +161,10 @@ def _returns(config: AdvantageConfig, batch: SampledTokens, state: AdvantageStat
     if config.reward_to_go:
         credited = returns_to_go(shaped.token_rewards, batch.lengths, config.gamma)
     following = shaped.state
-    if config.baseline == "player_average":
+    if config.baseline == "optimal_token":
+        credited = credited - optimal_token_baselines(credited, _norms(batch), batch.groups, batch.lengths)
+        above = totals
+    elif config.baseline == "player_average":
         above, following = _above_players(config, totals, batch, following)
     else:
         above = _above_baseline(config, totals, shaped, batch, state)
@@ -175,6 +179,14 @@ def _returns(config: AdvantageConfig, batch: SampledTokens, state: AdvantageStat
         for name, members in batch.parts()
     }
     return Estimate(advantages, following.with_moments(seen), metrics=shaped.metrics)
+
+
+def _norms(batch: SampledTokens) -> torch.Tensor:
+    """float64 [T]: |e - pi|^2 = 1 - 2 pi(token) + sum_v pi(v)^2, e the one-hot vector of the sampled token: the squared
+    norm of the gradient of its log-prob by the logits."""
+    if batch.old_logprobs is None or batch.square_sums is None:
+        raise ValueError("the optimal_token baseline needs old_logprobs and square_sums, but the batch lacks them")
+    return (1.0 - 2.0 * batch.old_logprobs.double().exp() + batch.square_sums.double()).clamp(min=0.0)
 
 
 def _above_players(

@@ -18,6 +18,7 @@ from troupe.workers.contract.advantage_state import AdvantageState
 from troupe.workers.contract.config import AdvantageConfig
 from troupe.workers.contract.messages import (
     SCORES,
+    SQUARE_SUMS,
     TEACHER_TOKENS,
     TRAIN,
     PrepareRequest,
@@ -166,6 +167,9 @@ class _Batch:
         self.loss_mask = self._column("loss_mask", rollouts).values
         self.rollout_logprobs = self._column("rollout_logprobs", rollouts).values
         self.scores = {name: self._column(name, table).values for name, table in scores.items()}
+        old = scores.get("old_logprobs")
+        given = old is not None and SQUARE_SUMS.name in old.column_names
+        self.square_sums = self._column(SQUARE_SUMS.name, old).values if given else None
         given = teachers or {name: table for name, table in scores.items() if name == "ref_logprobs"}
         self.teachers = [self._teacher(name, table) for name, table in given.items()]
         self.reward = torch.tensor(rewards.column("reward").to_pylist(), dtype=torch.double)
@@ -192,6 +196,7 @@ class _Batch:
             old_logprobs=own.get("old_logprobs"),
             ref_logprobs=own.get("ref_logprobs"),
             values=own.get("values"),
+            square_sums=None if self.square_sums is None else self.square_sums[mask],
             taught=self._taught(),
             prompt_rows=tuple(rows[uid] for uid in dict.fromkeys(self.uids)) if rows else (),
             greedy_rewards=torch.tensor([greedy[uid] for uid in self.uids]).double() if greedy else None,

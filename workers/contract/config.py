@@ -746,10 +746,13 @@ class AdvantageConfig(Frozen):
     """Estimator turn_group: weight of the comparison of turns beside that of samples."""
     pass_k: int = Field(default=4, ge=2)
     """Estimator best_of_subsets: samples in a subset, whose best one counts. A group needs more samples than this."""
-    baseline: Literal["none", "running_mean", "group_mean", "leave_one_out", "greedy", "player_average"] = "none"
+    baseline: Literal[
+        "none", "running_mean", "group_mean", "leave_one_out", "greedy", "player_average", "optimal_token"
+    ] = "none"
     """returns: what is subtracted from a sample's return: nothing, the mean of all earlier batches, the mean of the
-    group, the mean of the other samples of the group, the reward of the greedy response to the same prompt, or the
-    moving average of the returns of the same player in the same source."""
+    group, the mean of the other samples of the group, the reward of the greedy response to the same prompt, the moving
+    average of the returns of the same player in the same source, or, from each token's return, the mean of the group's
+    returns from that token on, weighted by how uncertain each sample was so far (OTB)."""
     baseline_decay: float = Field(default=0.95, ge=0.0, lt=1.0)
     """Baseline player_average: weight of the average so far against the next return."""
     reward_to_go: bool = True
@@ -789,6 +792,11 @@ class AdvantageConfig(Frozen):
     batches so far (PPO-max, arXiv 2307.04964)."""
     reward_clip: float | None = Field(default=None, gt=0.0)
     """Estimators returns, gae, n_step: clip the (scaled) sequence reward to plus or minus this."""
+
+    @property
+    def reads_square_sums(self) -> bool:
+        """Whether the baseline reads the policy's distributions before the update (`SQUARE_SUMS`)."""
+        return self.baseline == "optimal_token"
 
 
 class RolloutConfig(EngineWorkerConfig):

@@ -47,6 +47,8 @@ TEACHER_TOKENS = (
 )
 """A teacher's distribution, beside its log-probs; null unless the loss compares with it. In TRAIN, the `n` teachers of
 a token follow each other."""
+SQUARE_SUMS = pa.field("square_sums", pa.list_(pa.float32()))
+"""Sum of the policy's squared probabilities of all tokens, beside `old_logprobs` if the baseline reads it."""
 TEACHER_WEIGHTS = pa.field("teacher_weights", pa.list_(pa.float32()))
 """The weights of the loss of each of these teachers, for the row."""
 TEACHER = "teacher."

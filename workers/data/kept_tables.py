@@ -22,6 +22,7 @@ from troupe.workers.contract.messages import (
     REWARDS,
     ROLLOUTS,
     SEGMENT,
+    SQUARE_SUMS,
     TEACHER_TOKENS,
     KeepRequest,
     KeptFile,
@@ -83,9 +84,9 @@ def read_group(folder: str | Path, kept: KeptTable) -> pa.Table:
     schemas = {"rollouts": ROLLOUTS, "rewards": REWARDS}
     with pq.ParquetFile(Path(folder) / kept.file) as file:
         table = file.read_row_group(kept.row_group)
-        teachers = [field for field in TEACHER_TOKENS if field.name in table.column_names]
+        added = [field for field in (*TEACHER_TOKENS, SQUARE_SUMS) if field.name in table.column_names]
         # Without the numbers of the fields, which Parquet adds to the schema.
-        return table.cast(schemas.get(kept.kind) or token_scores(kept.kind, *teachers))
+        return table.cast(schemas.get(kept.kind) or token_scores(kept.kind, *added))
 
 
 def _rows_by_group(request: KeepRequest, tables: Sequence[pa.Table]) -> Mapping[tuple[str, int], dict[str, pa.Table]]:

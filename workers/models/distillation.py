@@ -12,13 +12,16 @@ both policies agree on every outcome.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol, Self
 
+import pyarrow as pa
 import torch
 
 from troupe.workers.contract.config import DistillConfig
+from troupe.workers.contract.messages import SQUARE_SUMS, TEACHER_TOKENS
 
 _LEAST_LOGPROB = -1e4
 """A log-prob with probability 0, whose product with any probability is finite."""
@@ -81,24 +84,46 @@ class LogitsReader(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class TopTokens:
-    """Reads the `k` likeliest tokens, int64 [T, k], and `bucketed` log-probs, float32 [T, k + 1]."""
+class ColumnReader(ABC):
+    """Reads every token alike. Its tensors become columns beside the scored log-probs."""
 
-    k: int
+    fields: ClassVar[tuple[pa.Field, ...]]
 
-    def of(self, chosen: torch.Tensor | slice) -> TopTokens:
-        """Itself: every token is read alike."""
+    def of(self, chosen: torch.Tensor | slice) -> Self:
         return self
 
-    def split(self, parts: int) -> Sequence[TopTokens]:
-        """Itself for every part."""
+    def split(self, parts: int) -> Sequence[Self]:
         return [self] * parts
 
+    @abstractmethod
     def read(self, logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """(ids, log-probs) of float32 logits [T, V]."""
+        """A tensor [T, n] for each field; see `LogitsReader.read`."""
+
+
+class SquareSums(ColumnReader):
+    """Reads the sum of the squared probabilities, float32 [T, 1]."""
+
+    fields = (SQUARE_SUMS,)
+
+    def read(self, logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (((2.0 * logits).logsumexp(-1, keepdim=True) - 2.0 * logits.logsumexp(-1, keepdim=True)).exp(),)
+
+
+@dataclass(frozen=True)
+class TopTokens(ColumnReader):
+    """Reads the `k` likeliest tokens, int64 [T, k], and `bucketed` log-probs, float32 [T, k + 1]."""
+
+    fields = TEACHER_TOKENS
+    k: int
+
+    def read(self, logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ids = logits.topk(min(self.k, logits.shape[-1])).indices
         return ids, bucketed(logits, ids).clamp(min=_LEAST_LOGPROB)
+
+
+def top_tokens(k: int) -> TopTokens | None:
+    """The reader of the `k` likeliest tokens, or None if `k` is 0."""
+    return TopTokens(k) if k else None
 
 
 @dataclass(frozen=True)

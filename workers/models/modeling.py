@@ -24,7 +24,7 @@ from troupe.workers.contract.model_files import check_model_files
 from troupe.workers.models.adapter_files import add_adapter, read_adapter
 from troupe.workers.models.attention import choose_attention
 from troupe.workers.models.cpu import OneDnnLinear, use_onednn
-from troupe.workers.models.distillation import LogitsReader, TopTokens
+from troupe.workers.models.distillation import ColumnReader, LogitsReader
 from troupe.workers.models.exact import disable_dropout
 from troupe.workers.models.heads import Float32Head, Float32Logits
 from troupe.workers.models.partitioned import Partitioner
@@ -459,15 +459,15 @@ def share_backbone(
 
 def score(module: nn.Module, batch: TokenBatch) -> torch.Tensor:
     """Log-probs (first output) or values of a batch's response tokens, float32 [T], without gradient or dropout."""
-    return _scores(module, batch, 0)[0]
+    return _scores(module, batch, None)[0]
 
 
 @torch.no_grad()
-def _scores(module: nn.Module, batch: TokenBatch, top_k: int) -> tuple[torch.Tensor, ...]:
-    """`score`, and with `top_k` what `TopTokens` reads."""
+def _scores(module: nn.Module, batch: TokenBatch, reader: ColumnReader | None) -> tuple[torch.Tensor, ...]:
+    """`score`, and what `reader` reads."""
     with evaluating(module):
-        if top_k:
-            logprobs, _, *read = module(batch=batch, reader=TopTokens(top_k))
+        if reader is not None:
+            logprobs, _, *read = module(batch=batch, reader=reader)
             return logprobs, *read
         output = module(batch=batch)
     return output[:1] if isinstance(output, tuple) else (output,)
@@ -479,21 +479,22 @@ def score_plan(
     tables: Sequence[pa.Table],
     column: str,
     device: torch.device | str,
-    top_k: int = 0,
+    reader: ColumnReader | None = None,
 ) -> tuple[ScoreSummary, pa.Table]:
     """`score` of the plan's rows as a token_scores table, in the order of the plan.
 
     Row numbers count through `tables` in order. An empty micro-batch runs on a filler token, because under ZeRO-3 all
-    ranks must run equally often. `top_k`: the table also has `TEACHER_TOKENS`, with this many tokens.
+    ranks must run equally often. `reader`: the table also has its fields.
     """
     tokens = TokenTable.concat(tables)
     # Copied at the end: on a GPU the next micro-batch is cut while one is computed.
-    scores = [_scores(module, batch.to(device), top_k) for batch in tokens.batches(plan)]
+    scores = [_scores(module, batch.to(device), reader) for batch in tokens.batches(plan)]
     rows = [row for micro_batch in plan.micro_batches for row in micro_batch]
     columns = [torch.cat(parts).cpu() for parts in zip(*scores, strict=True)]
-    values, *teacher = columns or [torch.zeros(0)]
+    values, *read = columns or [torch.zeros(0)]
     chosen = tokens.table.take(pa.array(rows, pa.int64()))
-    table = score_table(column, chosen, values, tokens.responses.lengths[rows], teacher)
+    fields = reader.fields if reader is not None and columns else ()
+    table = score_table(column, chosen, values, tokens.responses.lengths[rows], list(zip(fields, read, strict=True)))
     return ScoreSummary(len(rows), _not_finite(table)), table
 
 

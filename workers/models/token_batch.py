@@ -32,15 +32,19 @@ FLOAT_COLUMNS = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "values", "
 
 
 def score_table(
-    column: str, rows: pa.Table, values: torch.Tensor, lengths: torch.Tensor, teacher: Sequence[torch.Tensor] = ()
+    column: str,
+    rows: pa.Table,
+    values: torch.Tensor,
+    lengths: torch.Tensor,
+    read: Sequence[tuple[pa.Field, torch.Tensor]] = (),
 ) -> pa.Table:
     """A `messages.token_scores` table: the identity of `rows` and, under `column`, their flat float values. Rows of
-    offline data have no segments. `teacher`: the numbers [T, ...] of `TEACHER_TOKENS`, if there are any."""
+    offline data have no segments. `read`: further fields, each with its numbers [T, n]."""
     floats = list_column(values.float(), lengths, pa.float32())
     fields = [field for field in (*IDENTITY, SEGMENT) if field.name in rows.column_names]
     added = [
         (field, list_column(numbers.flatten(), lengths * numbers.shape[1], field.type.value_type))
-        for field, numbers in zip(TEACHER_TOKENS if teacher else (), teacher, strict=True)
+        for field, numbers in read
     ]
     schema = versioned(*fields, pa.field(column, floats.type, nullable=False), *(field for field, _ in added))
     identity = [rows.column(field.name).combine_chunks() for field in fields]

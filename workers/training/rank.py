@@ -30,6 +30,7 @@ from troupe.workers.contract.messages import (
 )
 from troupe.workers.data.kept_tables import picked, write_tables
 from troupe.workers.models.capabilities import adapt, use_liger
+from troupe.workers.models.distillation import top_tokens
 from troupe.workers.models.modeling import CausalLogprobs, ModelModule, head_chunks, load_causal, score_plan
 from troupe.workers.models.sequence_parallel import SequenceGroup
 from troupe.workers.models.token_batch import TokenBatch
@@ -205,7 +206,7 @@ class TrainingRank(ABC, Generic[ConfigT]):
         """(summary, token_scores table): `ref_logprobs` of the plan's rows under the colocated reference. With
         adapters, the reference may be the trained model without them, or with the initial adapters. Raises RuntimeError
         if the worker has no colocated reference."""
-        how = (self.engine.device, self._distill.stored_k)
+        how = (self.engine.device, top_tokens(self._distill.stored_k))
         if self._base_of is not None:
             with self._base_of.as_started():
                 return score_plan(self.engine.module, plan, tables, "ref_logprobs", *how)

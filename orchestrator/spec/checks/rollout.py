@@ -146,6 +146,9 @@ def check_algorithm(spec: RolloutSpec) -> Iterator[Finding]:
     if spec.sampling.structured is not None and row.loss.objective == "divergence" and not spec.sampling.truncates:
         why = f"{row.name} compares a token's probability with the sampler's, which is among the permitted tokens"
         yield "sampling.structured", f"{why}; set sampling.top_p below 1 too, or use another algorithm"
+    if algorithms.advantage(config).reads_square_sums and (spec.sampling.truncates or spec.sampling.structured):
+        why = f"{row.name} weighs tokens by the whole distribution: remove sampling.top_p, top_k, min_p and structured"
+        yield "algorithm.name", why
     smallest, pass_k = min(spec.group_sizes), algorithms.advantage(config).pass_k
     if row.advantage.estimator == "best_of_subsets" and smallest <= pass_k:
         yield "algorithm.pass_k", f"must be less than the samples of a group, {smallest}, got {pass_k}"

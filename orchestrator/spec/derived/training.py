@@ -48,7 +48,8 @@ def needs_old_logprobs(spec: RolloutSpec) -> bool:
     reward, the update itself computes them."""
     advantage = section.advantage(spec.algorithm)
     compares = spec.schedule.updates_per_step > 1 and section.policy_loss(spec.algorithm).has_ratio
-    return compares or advantage.kl_coef > 0 or advantage.estimator == "distill" or advantage.covariance != "keep"
+    read = advantage.kl_coef > 0 or advantage.covariance != "keep" or advantage.reads_square_sums
+    return compares or read or advantage.estimator == "distill"
 
 
 def old_logprobs_at_batch(spec: RolloutSpec) -> bool:

@@ -34,6 +34,8 @@ class Sample:
     values: Sequence[float]
     parts: Sequence[tuple[float, float]] = ()
     """(value, weight) of each component of the reward."""
+    squares: Sequence[float] = ()
+    """Sum of the squared probabilities of all tokens, at each token, under the policy before the update."""
     turns: Sequence[tuple[int, str]] = ()
     """(tokens up to the turn's end, state that it began in) of each turn."""
 
@@ -231,6 +233,20 @@ def rloo(batch: Batch) -> Advantages:
         others = [sum(token_rewards(other, 0.05)) for other in batch.mates(s) if other is not s]
         result.append([sum(token_rewards(s, 0.05)) - mean(others)] * len(s))
     return result
+
+
+def otb(batch: Batch) -> Advantages:
+    """OTB, arXiv 2602.07078: the group's rewards weighted by each sample's sum of squared norms up to the token."""
+
+    def energy(s: Sample, t: int) -> float:
+        return sum(1.0 - 2.0 * math.exp(s.old[j]) + s.squares[j] for j in range(t + 1))
+
+    def baseline(s: Sample, t: int) -> float:
+        there = [mate for mate in batch.mates(s) if len(mate) > t]
+        total = sum(energy(mate, t) for mate in there) + 1e-8
+        return sum(energy(mate, t) * mate.reward for mate in there) / total if len(there) > 1 else 0.0
+
+    return [[s.reward - baseline(s, t) for t in range(len(s))] for s in batch.samples]
 
 
 def remax(batch: Batch) -> Advantages:
@@ -456,6 +472,7 @@ LOOPS = {
     "grpo": Loop(grpo, PPO_CLIP, sequence_mean),
     "dr_grpo": Loop(dr_grpo, PPO_CLIP, constant),
     "rloo": Loop(rloo, PPO_CLIP, token_mean),
+    "otb": Loop(otb, PPO_CLIP, token_mean),
     "remax": Loop(remax, gradient, token_mean),
     "reinforce_pp": Loop(reinforce_pp, PPO_CLIP, token_mean),
     "reinforce_pp_baseline": Loop(reinforce_pp_baseline, with_k2, token_mean),

@@ -47,6 +47,7 @@ def make_batch(seed: int) -> Batch:
             ref=near(old, 0.4),
             rollout=near(old, 0.6),
             values=noise(length, 1.0),
+            squares=[math.exp(2 * x) + 0.1 * (1 - math.exp(x)) ** 2 for x in old],
             turns=[(end, "xyz"[end % 3]) for end in dict.fromkeys((1, min(3, length), length))],
         )
 
@@ -68,6 +69,7 @@ def sampled_tokens(samples: Sequence[Sample]) -> SampledTokens:
         old_logprobs=flat("old"),
         ref_logprobs=flat("ref"),
         values=flat("values"),
+        square_sums=flat("squares"),
         taught=(flat("ref"), torch.ones(len(flat("ref")), dtype=torch.double)),
         prompt_rows=(0, 1),
         greedy_rewards=torch.tensor([s.greedy for s in samples], dtype=torch.double),

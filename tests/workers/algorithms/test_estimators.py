@@ -35,7 +35,14 @@ from troupe.workers.algorithms.estimators import estimate, steered_kl_coef
 from troupe.workers.algorithms.train_batch import prepare
 from troupe.workers.contract.advantage_state import AdvantageState, Moments, PromptHistory, SourceMoments
 from troupe.workers.contract.config import AdvantageConfig
-from troupe.workers.contract.messages import REWARDS, ROLLOUTS, PrepareRequest, TrainSummary, token_scores
+from troupe.workers.contract.messages import (
+    REWARDS,
+    ROLLOUTS,
+    SQUARE_SUMS,
+    PrepareRequest,
+    TrainSummary,
+    token_scores,
+)
 
 Nested = list[list[float]]
 numbers = st.floats(-50, 50, allow_nan=False)
@@ -115,7 +122,8 @@ def tables_of(samples: Sequence[Sample]) -> list[pa.Table]:
         pa.Table.from_pydict(rollouts, schema=ROLLOUTS),
         pa.Table.from_pydict(rewards, schema=REWARDS),
         pa.Table.from_pydict(
-            identity | {"old_logprobs": [s.old for s in samples]}, schema=token_scores("old_logprobs")
+            identity | {"old_logprobs": [s.old for s in samples], "square_sums": [s.values for s in samples]},
+            schema=token_scores("old_logprobs", SQUARE_SUMS),
         ),
         pa.Table.from_pydict(
             identity | {"ref_logprobs": [s.ref for s in samples]}, schema=token_scores("ref_logprobs")
@@ -157,6 +165,7 @@ def run(
             lengths=torch.tensor(lengths),
             rollout_logprobs=flat("rollout"),
             old_logprobs=flat("old"),
+            square_sums=flat("values"),
             ref_logprobs=flat("ref"),
             values=flat("values"),
             taught=(flat("ref"), torch.ones(sum(lengths), dtype=torch.double)),

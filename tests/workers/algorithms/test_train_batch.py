@@ -13,7 +13,15 @@ import torch
 
 from troupe.workers.algorithms.train_batch import prepare
 from troupe.workers.contract.config import AdvantageConfig
-from troupe.workers.contract.messages import REWARDS, ROLLOUTS, TEACHER_TOKENS, TRAIN, PrepareRequest, token_scores
+from troupe.workers.contract.messages import (
+    REWARDS,
+    ROLLOUTS,
+    SQUARE_SUMS,
+    TEACHER_TOKENS,
+    TRAIN,
+    PrepareRequest,
+    token_scores,
+)
 from troupe.workers.models.ragged import ragged
 
 GROUP = AdvantageConfig(estimator="group", normalize_by_std=False)
@@ -145,6 +153,23 @@ def test_a_teachers_tokens_are_part_of_the_batch_and_a_failed_one_is_named() -> 
     uid, index = KEYS[3][:2]
     with pytest.raises(ValueError, match=re.escape(f"sample {uid}[{index}]: teacher_logprobs has nan")):
         prepared(math.nan)
+
+
+def test_the_optimal_token_baseline_reads_the_policys_square_sums_of_its_tokens() -> None:
+    """Two samples of a group, of which one has a second token: by hand, 1 - 2 exp(log-prob) + sum of squares."""
+    keys, half = KEYS[:2], math.log(0.5)
+    tables = [rollout_table(keys, [2, 1]), reward_table(keys, [1.0, 3.0])]
+    old = scores("old_logprobs", keys, [[half, half], [math.log(0.25)]])
+    config = AdvantageConfig(estimator="returns", baseline="optimal_token")
+    with pytest.raises(ValueError, match="needs old_logprobs and square_sums"):
+        prepare(config, PrepareRequest(tuple(keys)), [*tables, old])
+    old = old.append_column(SQUARE_SUMS, pa.array([[0.5, 0.5], [0.25]], SQUARE_SUMS.type))
+    _, train = prepare(config, PrepareRequest(tuple(keys)), [*tables, old])
+    baseline = (0.5 * 1.0 + 0.75 * 3.0) / 1.25
+    assert train["advantages"].to_pylist() == [
+        pytest.approx([1.0 - baseline, 1.0], abs=1e-6),
+        pytest.approx([3.0 - baseline], abs=1e-6),
+    ]
 
 
 def teacher_table(name: str, keys: list[Key], seed: int, k: int = 2) -> pa.Table:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from troupe.workers.contract.messages import REWARDS, ROLLOUTS, TEACHER_TOKENS, KeepRequest, token_scores
+from troupe.workers.contract.messages import REWARDS, ROLLOUTS, SQUARE_SUMS, TEACHER_TOKENS, KeepRequest, token_scores
 from troupe.workers.data.kept_tables import keep_groups, read_group
 
 
@@ -101,6 +101,10 @@ def test_a_teachers_tokens_are_kept_beside_its_log_probs(tmp_path: Path) -> None
         rows = rows.append_column(field, pa.array([[1, 2, 3]] * len(rows), field.type))
     (kept,) = keep_groups(tmp_path, KeepRequest(0, (("a", 0),), 1 << 20), [rows, rollouts("a")])
     assert read_group(tmp_path, kept["teacher.math"]).to_pylist() == rows.to_pylist()
+    rows = wave(("a", 0)).rename_columns([*wave().column_names[:-1], "old_logprobs"])
+    rows = rows.append_column(SQUARE_SUMS, pa.array([[0.5, 0.25]] * len(rows), SQUARE_SUMS.type))
+    (kept,) = keep_groups(tmp_path, KeepRequest(1, (("a", 0),), 1 << 20), [rows, rollouts("a")])
+    assert read_group(tmp_path, kept["old_logprobs"]).to_pylist() == rows.to_pylist()
 
 
 def test_rows_of_two_tables_are_kept_once(tmp_path: Path) -> None:

@@ -25,7 +25,14 @@ from troupe.workers.contract.config import (
     TrainerConfig,
 )
 from troupe.workers.contract.messages import TEACHER_TOKENS, RankPlan
-from troupe.workers.models.distillation import LogitsReader, TopTeacher, TopTokens, WholeTeacher, bucketed
+from troupe.workers.models.distillation import (
+    LogitsReader,
+    SquareSums,
+    TopTeacher,
+    TopTokens,
+    WholeTeacher,
+    bucketed,
+)
 from troupe.workers.models.modeling import CausalLogprobs, load_causal, score_plan
 from troupe.workers.models.ragged import ragged
 from troupe.workers.models.token_batch import TokenTable
@@ -196,7 +203,7 @@ def test_a_model_compares_its_own_logits_however_they_are_cut(
     samples, config = train_table(SAMPLES), config_of(support=support)
     scorer = CausalLogprobs(teacher, 0.7, chunks=2)
     plan = RankPlan(micro_batches=((0, 1), (), (2, 3)), total_loss_tokens=8, total_sequences=4)
-    _, scored = score_plan(scorer, plan, [samples], "ref_logprobs", "cpu", K)
+    _, scored = score_plan(scorer, plan, [samples], "ref_logprobs", "cpu", TopTokens(K))
     samples = taught(samples, scored)
     table, weights = TokenTable(samples), list(student.parameters())
     rows = [3, 0, 2, 1]  # in another order than the table
@@ -224,13 +231,28 @@ def test_the_table_of_a_teacher_has_lists_of_k_tokens_and_one_more_log_prob(
 ) -> None:
     module = CausalLogprobs(load_causal(models[1]), 1.0)
     plan = RankPlan(micro_batches=((0, 1, 2, 3),), total_loss_tokens=8, total_sequences=4)
-    _, scored = score_plan(module, plan, [train_table(SAMPLES)], "ref_logprobs", "cpu", K)
+    _, scored = score_plan(module, plan, [train_table(SAMPLES)], "ref_logprobs", "cpu", TopTokens(K))
     lengths = [len(response) for _, response in SAMPLES]
     assert [len(one) for one in scored.column("teacher_ids").to_pylist()] == [K * length for length in lengths]
     logprobs: pa.ChunkedArray = scored.column("teacher_logprobs")
     assert [len(one) for one in logprobs.to_pylist()] == [(K + 1) * length for length in lengths]
     everything = torch.tensor([value for row in logprobs.to_pylist() for value in row]).view(-1, K + 1).exp().sum(-1)
     torch.testing.assert_close(everything, torch.ones(sum(lengths)))
+
+
+def test_square_sums_and_log_probs_give_the_norm_of_the_gradient_by_the_logits(
+    models: tuple[ModelConfig, ModelConfig],
+) -> None:
+    """Of each sampled token, as autograd has it: what the optimal token baseline weighs returns by."""
+    module = CausalLogprobs(load_causal(models[0]), 0.7)
+    plan = RankPlan(micro_batches=((2, 0), (), (3, 1)), total_loss_tokens=8, total_sequences=4)
+    _, scored = score_plan(module, plan, [train_table(SAMPLES)], "old_logprobs", "cpu", SquareSums())
+    batch = TokenTable(train_table(SAMPLES)).batch([2, 0, 3, 1])
+    logits = module.distributions(batch).double().requires_grad_()
+    logprobs = logits.log_softmax(-1).gather(1, batch.targets[:, None])[:, 0]
+    (slopes,) = torch.autograd.grad(logprobs.sum(), logits)
+    old, squares = (ragged(scored.column(name)).values.double() for name in ("old_logprobs", "square_sums"))
+    torch.testing.assert_close(1.0 - 2.0 * old.exp() + squares, slopes.square().sum(-1), rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("support", SUPPORTS)

@@ -26,6 +26,7 @@ from tests.workers.models.test_token_batch import train_table
 from troupe.workers.contract.config import CHUNK_LOGITS, ModelConfig
 from troupe.workers.contract.messages import KEPT_TOKENS, RankPlan, ScoreSummary, identities, token_scores
 from troupe.workers.models.capabilities import adapt
+from troupe.workers.models.distillation import top_tokens
 from troupe.workers.models.modeling import (
     CausalLogprobs,
     TokenValues,
@@ -312,7 +313,7 @@ def test_a_sample_whose_score_is_not_finite_is_named(llama: ModelConfig, top_k: 
     head.weight = torch.nn.Parameter(head.get_parameter("weight").detach().clone())
     with torch.no_grad():
         embedding.get_parameter("weight")[token] = torch.nan
-    summary, _ = score_plan(module, plan, tables, "ref_logprobs", "cpu", top_k)
+    summary, _ = score_plan(module, plan, tables, "ref_logprobs", "cpu", top_tokens(top_k))
     keys = identities(tables[0])
     assert sorted(summary.failed) == sorted(keys[row][:2] for row in rows)
 
