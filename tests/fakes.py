@@ -628,6 +628,11 @@ class FakePolicy(FakeTrainer):
         """Lists the groups of the wave."""
         return ScoreSummary(0), FakeTable("ref_logprobs", tuple(uid for table in rollouts for uid in table.uids))
 
+    async def teacher_logprobs(self, plan: RankPlan, name: str, *rollouts: FakeTable) -> tuple[ScoreSummary, FakeTable]:
+        """Lists the groups of the wave, and the number of updates before it."""
+        uids = tuple(uid for table in rollouts for uid in table.uids)
+        return self.summary_of(uids), FakeTable(name, uids, versions=(len(self.learned),))
+
     async def token_records(self) -> tuple[int, FakeTable]:
         """Keeps none."""
         return 0, FakeTable("records", ())

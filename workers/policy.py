@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import cast
@@ -31,10 +32,11 @@ from troupe.workers.contract.messages import (
 )
 from troupe.workers.contract.roles import EngineLink
 from troupe.workers.contract.weight_backends import BACKENDS
+from troupe.workers.data.teacher_prompts import TeacherPrompts
 from troupe.workers.data.texts import cut_sources, text_batches
 from troupe.workers.data.tokenizer import load_tokenizer
-from troupe.workers.models.distillation import LogitsReader, SquareSums, TopTeacher, WholeTeacher
-from troupe.workers.models.modeling import CausalLogprobs, evaluating, score_plan
+from troupe.workers.models.distillation import LogitsReader, SquareSums, TopTeacher, WholeTeacher, top_tokens
+from troupe.workers.models.modeling import CausalLogprobs, evaluating, longest_row, score_plan
 from troupe.workers.models.token_batch import TokenBatch, TokenTable
 from troupe.workers.training.deepspeed_engine import Forward
 from troupe.workers.training.master_weights import WeightSnapshot
@@ -78,6 +80,21 @@ class PolicyWorker(TrainingRank[PolicyConfig]):
     def compute_logprobs(self, plan: RankPlan, *rollouts: pa.Table) -> tuple[ScoreSummary, pa.Table]:
         reader = SquareSums() if self._config.advantage.reads_square_sums else None
         return score_plan(self.engine.module, plan, rollouts, "old_logprobs", self.engine.device, reader)
+
+    def teacher_logprobs(self, plan: RankPlan, name: str, *rollouts: pa.Table) -> tuple[ScoreSummary, pa.Table]:
+        """(summary, token_scores table): the plan's rows under the current policy or its average, behind the prompts of
+        this teacher."""
+        teacher, reader = self._config.teachers[name], top_tokens(self._distill.stored_k)
+
+        def score(plan: RankPlan, tables: Sequence[pa.Table]) -> tuple[ScoreSummary, pa.Table]:
+            return score_plan(self.engine.module, plan, tables, name, self.engine.device, reader)
+
+        with self.engine.averaged() if teacher.average else nullcontext():
+            if teacher.prompt is None:
+                return score(plan, rollouts)
+            most = self._config.trainer.micro_batch_tokens
+            longest = longest_row(cast(CausalLogprobs, self.engine.module).model, most)
+            return TeacherPrompts(teacher.prompt, self._config.model, longest, most).score(score, plan, rollouts)
 
     def shares_prompts(self) -> bool:
         """Whether samples of a group train behind one copy of their prompt. They do if it is configured and they are

@@ -20,12 +20,18 @@ import torch
 from troupe.workers.contract.arrow import pickle_tables
 from troupe.workers.contract.config import ReferenceConfig, Rendezvous, TrainerConfig
 from troupe.workers.contract.messages import Peak, RankPlan, ScoreSummary, WorkerHealth
-from troupe.workers.data.teacher_prompts import TeacherPrompts, within
+from troupe.workers.data.teacher_prompts import TeacherPrompts
 from troupe.workers.isolation.lifetime import exit_with
 from troupe.workers.models.capabilities import adapt
 from troupe.workers.models.distillation import top_tokens
-from troupe.workers.models.modeling import CausalLogprobs, head_chunks, load_causal, score_plan, torch_dtype
-from troupe.workers.models.ragged import ragged
+from troupe.workers.models.modeling import (
+    CausalLogprobs,
+    head_chunks,
+    load_causal,
+    longest_row,
+    score_plan,
+    torch_dtype,
+)
 from troupe.workers.telemetry.start_activity import Activity, announce
 from troupe.workers.training.group import LOOPBACK, join_group, leave_group, open_store
 from troupe.workers.training.rank import own_peak, prepare_torch, worker_health
@@ -49,7 +55,8 @@ class ReferenceWorker:
         config = self._config
         self._model = ReferenceModel(config) if config.shards == 1 else ShardedReference(config)
         if config.prompt is not None:
-            self._prompts = TeacherPrompts(config.prompt, config.tokenizer or config.model, self._model.longest)
+            longest, most = self._model.longest, config.micro_batch_tokens
+            self._prompts = TeacherPrompts(config.prompt, config.tokenizer or config.model, longest, most)
         return self.health()
 
     def packs(self) -> bool:
@@ -57,14 +64,8 @@ class ReferenceWorker:
 
     def score(self, plan: RankPlan, *rollouts: pa.Table) -> tuple[ScoreSummary, pa.Table]:
         """(summary, token_scores table): log-probs of the plan's rows. Raises RuntimeError before `start`."""
-        if self._prompts is None:
-            return self._started.score(plan, rollouts)
-        rows = [row for micro_batch in plan.micro_batches for row in micro_batch]
-        table, failed = self._prompts.apply(pa.concat_tables(rollouts), rows)
-        lengths = sum(ragged(table.column(name)).lengths for name in ("prompt_ids", "response_ids"))
-        plan = within(plan, torch.as_tensor(lengths).tolist(), self._config.micro_batch_tokens)
-        summary, scores = self._started.score(plan, [table])
-        return replace(summary, failed={**summary.failed, **failed}), scores
+        score = self._started.score
+        return score(plan, rollouts) if self._prompts is None else self._prompts.score(score, plan, rollouts)
 
     def health(self) -> WorkerHealth:
         return worker_health(self._name, 0, self._config.device)
@@ -98,8 +99,7 @@ class ReferenceModel:
         module = CausalLogprobs(model, config.temperature, chunks)
         self.packs = adapt(module, model, config.device, packing=True)
         """Whether the model takes the rows of a micro-batch concatenated, without padding."""
-        positions: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        self.longest = min(config.micro_batch_tokens, positions or config.micro_batch_tokens)
+        self.longest = longest_row(model, config.micro_batch_tokens)
         """Most tokens of a row."""
         self._placed: FrozenModule = place_frozen(module, _trainer(config), self._device)
         self._config = config

@@ -336,6 +336,16 @@ class PolicyGroup(TrainerGroup[Policy]):
     async def reference_logprobs(self, plans: Sequence[RankPlan], *rollouts: TableRef, timeout_s: float) -> Scores:
         return await self._calls.retry(lambda: self._score(Policy.reference_logprobs, timeout_s, plans, *rollouts))
 
+    def teacher(self, name: str) -> ScoreTokens:
+        """The scoring of a teacher that is the policy, by the name of its role."""
+
+        async def score(plans: Sequence[RankPlan], *rollouts: TableRef, timeout_s: float) -> Scores:
+            return await self._calls.retry(
+                lambda: self._score(Policy.teacher_logprobs, timeout_s, plans, name, *rollouts)
+            )
+
+        return score
+
     async def prepare(
         self, request: PrepareRequest, *tables: TableRef, timeout_s: float
     ) -> tuple[TrainSummary, TableRef]:

@@ -332,7 +332,7 @@ def of_policy(spec: RolloutSpec, placed: PlacedWorker, _gpu: int, sizes: Sizes) 
     memories = training(placed.worker, rank)
     if resolved_sleep(spec) == "none":
         return memories, None
-    scores = spec.reference_in_policy or (needs_old_logprobs(spec) and not old_logprobs_at_batch(spec))
+    scores = bool(spec.in_policy) or (needs_old_logprobs(spec) and not old_logprobs_at_batch(spec))
     model = Scoring(size, config.model.dtype, config.trainer.micro_batch_tokens, longest_sequence(spec), gpu=True)
     return tuple(_handing_over(memories, scoring(placed.worker, model) if scores else ())), None
 

@@ -270,7 +270,7 @@ def role_sizes(spec: RunSpec) -> tuple[RoleSize, ...]:
             cpus=role.cpus,
             gpus=role.gpus,
             colocate_with=role.colocate_with,
-            in_process=name == "reference" and spec.reference_in_policy,
+            in_process=name in spec.in_policy,
             strategy="SPREAD" if role.strategy == "spread" else "PACK",
             labels=_labels(role),
             separate=not isinstance(role, TrainerRole) and role.colocate_with is None,

@@ -175,7 +175,7 @@ def _training(
     mfu = (4 if adapters else 6) * size.multiplied() * own / (updates_s * peaks.flops)
     scored = 0
     if spec.rollouts is not None and name == "policy":
-        scored = spec.reference_in_policy + needs_old_logprobs(spec.rollouts)
+        scored = len(spec.in_policy) + needs_old_logprobs(spec.rollouts)
     return updates_s + scored * tokens / ranks * 2 * size.multiplied() / (PRODUCTS * peaks.flops), mfu
 
 

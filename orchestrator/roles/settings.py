@@ -27,6 +27,7 @@ from troupe.workers.contract.config import (
     ReferenceConfig,
     RolloutConfig,
     ScoringConfig,
+    TeacherSettings,
     TrainerConfig,
 )
 from troupe.workers.contract.offline_config import ExampleConfig, OfflineConfig
@@ -123,7 +124,7 @@ def scorer_configs(spec: RunSpec) -> dict[str, ReferenceConfig]:
     are divided by the temperature that responses are sampled at, or by 1 if there is no sampling."""
     rollouts: RolloutSpec | None = spec.rollouts
     teachers = {} if rollouts is None else rollouts.roles.teachers()
-    own = {} if spec.roles.reference is None or spec.reference_in_policy else {"reference": spec.roles.reference}
+    own = {} if spec.roles.reference is None else {"reference": spec.roles.reference}
     top_k = 0 if rollouts is None else section.policy_loss(rollouts.algorithm).distill.stored_k
     return {
         name: role.worker_config(
@@ -137,6 +138,7 @@ def scorer_configs(spec: RunSpec) -> dict[str, ReferenceConfig]:
             threads=role.threads or max(1, int(role.cpus) // role.shards),
         )
         for name, role in (own | teachers).items()
+        if name not in spec.in_policy
     }
 
 
@@ -152,6 +154,7 @@ def policy_config(spec: RolloutSpec) -> PolicyConfig:
         ptx_coef=spec.algorithm.ptx_coef,
         run_id=spec.name,
         reference_model=_colocated_reference(spec),
+        teachers={n: one.part(TeacherSettings) for n, one in spec.roles.teachers().items() if n in spec.in_policy},
         total_updates=spec.updates_of("policy"),
         seed=spec.seed,
         deterministic=spec.deterministic,

@@ -14,7 +14,7 @@ from statistics import fmean
 from typing import Any
 
 from troupe.orchestrator.cluster.event_loop import gather_all
-from troupe.orchestrator.cluster.worker_group import ScoreTokens, TrainerGroup
+from troupe.orchestrator.cluster.worker_group import Scores, ScoreTokens, TrainerGroup
 from troupe.orchestrator.data.curriculum import Curriculum
 from troupe.orchestrator.data.pools import RowTable
 from troupe.orchestrator.data.prompts import PromptOrder
@@ -77,6 +77,10 @@ class _BatchScorer:
     group: TrainerGroup[Any]
     score: ScoreTokens
     """A method of the group."""
+    role: str
+    """The role whose scores they are."""
+    sources: Sequence[str] | None = None
+    """The sources whose samples it scores, or None for all."""
 
 
 def _batch_scorers(spec: RolloutSpec, workers: Workers) -> list[_BatchScorer]:
@@ -84,10 +88,13 @@ def _batch_scorers(spec: RolloutSpec, workers: Workers) -> list[_BatchScorer]:
     found: list[_BatchScorer] = []
     if old_logprobs_at_batch(spec):
         policy = workers.require_policy()
-        found.append(_BatchScorer("old log-probs", policy, policy.compute_logprobs))
+        found.append(_BatchScorer("old log-probs", policy, policy.compute_logprobs, policy.role))
     if values_at_batch(spec):
         critic = workers.require_critic()
-        found.append(_BatchScorer("values", critic, critic.compute_values))
+        found.append(_BatchScorer("values", critic, critic.compute_values, critic.role))
+    for name in spec.roles.teachers().keys() & spec.in_policy:
+        policy, sources = workers.require_policy(), spec.roles.teachers()[name].sources
+        found.append(_BatchScorer(name, policy, policy.teacher(name), name, sources))
     return found
 
 
@@ -288,15 +295,17 @@ class RolloutSource(BatchSource):
     async def _score_batch(self, groups: Sequence[ScoredGroup]) -> tuple[list[TableRef], Unscored]:
         """Token scores of the batch by every trainer that scores whole batches, and the samples without finite ones."""
         self._console.phase(" and ".join(scorer.what for scorer in self._batch_scorers))
-        lengths = [length for group in groups for length in row_lengths(group.summary)]
-        rollouts = [group.rollouts for group in groups]
-        timeout_s = self._spec.schedule.train_timeout_s
-        scored = await gather_all(
-            scorer.score(plan_rows(lengths, scorer.group), *rollouts, timeout_s=timeout_s)
-            for scorer in self._batch_scorers
-        )
+        timeout_s, settings = self._spec.schedule.train_timeout_s, self._components.scheduler.settings
+
+        async def score(scorer: _BatchScorer) -> Scores:
+            own = [one for one in groups if scorer.sources is None or settings[one.row].source in scorer.sources]
+            lengths = [length for group in own for length in row_lengths(group.summary)]
+            plans = plan_rows(lengths, scorer.group)
+            return await scorer.score(plans, *(group.rollouts for group in own), timeout_s=timeout_s) if own else []
+
+        scored = await gather_all(score(scorer) for scorer in self._batch_scorers)
         unscored = {
-            key: f"{scorer.group.role}: {why}"
+            key: f"{scorer.role}: {why}"
             for scorer, parts in zip(self._batch_scorers, scored, strict=True)
             for summary, _ in parts
             for key, why in summary.failed.items()

@@ -128,7 +128,13 @@ class RunSpec(Frozen, frozen=True):  # pyright: ignore[reportGeneralTypeIssues]
     @property
     def reference_in_policy(self) -> bool:
         """Whether the reference lives in the policy's workers."""
-        return self.roles.reference is not None and self.roles.reference.colocate_with == "policy"
+        return "reference" in self.in_policy
+
+    @property
+    def in_policy(self) -> set[str]:
+        """The reference and the teachers that score in the policy's workers."""
+        roles = self.roles.present().items()
+        return {name for name, role in roles if isinstance(role, ReferenceRole) and role.colocate_with == "policy"}
 
     @property
     def reference_model(self) -> ModelConfig:

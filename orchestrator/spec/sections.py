@@ -36,6 +36,7 @@ from troupe.workers.contract.config import (
     RewardConfig,
     Sleep,
     StructuredConfig,
+    TeacherSettings,
     TrainerConfig,
 )
 from troupe.workers.contract.consequences import (
@@ -188,18 +189,14 @@ class ScaledReferenceRole(ReferenceRole, ScaledRole):
     """The frozen model that the policy is kept close to."""
 
 
-class TeacherRole(ScaledReferenceRole):
-    """A frozen model that the policy learns from."""
+class TeacherRole(TeacherSettings, ScaledReferenceRole):
+    """A model that the policy learns from: frozen, or, with `colocate_with: policy`, the policy itself before each
+    step's updates."""
 
     weight: float = Field(default=1.0, gt=0.0)
     """Weight of its loss. The losses of a sample's teachers are added, each with its weight."""
     sources: tuple[str, ...] | None = Field(default=None, min_length=1)
     """Names of the sources in `data.train` whose samples it teaches; null: all."""
-    prompt: str | None = None
-    """What it reads in place of the last message of the user, with `{prompt}` for that, `{answer}` and the columns of
-    the data's `metadata`: a hint or the answer, which the policy does not see. The response behind it is the same. With
-    the model that training starts from it is the policy that knows more (self-distillation); null: what the policy
-    reads."""
 
     @field_validator("prompt")
     @classmethod
@@ -281,7 +278,7 @@ class RolesConfig(Roles):
     teacher: Annotated[dict[Name, TeacherRole] | None, NONE, OTHER_REFERENCE, SAMPLED] = Field(
         default=None, min_length=1
     )
-    """Frozen models that the policy learns from, by name (`{math: {...}, code: {...}}`), if it learns from more than
+    """Models that the policy learns from, by name (`{math: {...}, code: {...}}`), if it learns from more than
     the reference (`algorithm.distill`, `distill`, `gkd`); null: the reference is the teacher."""
     reward: Annotated[RewardRole, Consequences(resume=ALLOWED), SAMPLED]
     """Workers that score responses."""

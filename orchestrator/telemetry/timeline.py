@@ -50,7 +50,7 @@ _METHODS: Mapping[str, tuple[Callable[..., object], ...]] = {
     "generate": (roles.RolloutEngine.generate,),
     "score": (
         *(roles.Reward.score, roles.Policy.compute_logprobs, roles.Policy.reference_logprobs),
-        *(roles.Critic.compute_values, roles.JudgeEngine.answer),
+        *(roles.Policy.teacher_logprobs, roles.Critic.compute_values, roles.JudgeEngine.answer),
     ),
     "prepare": (
         *(roles.Policy.prepare, roles.Policy.cut_texts),

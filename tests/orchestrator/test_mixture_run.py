@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from tests.fakes import FakeTable, FaultyReward
+from tests.fakes import FakePolicy, FakeTable, FaultyReward
 from tests.orchestrator.test_controller import RolloutRun
 from troupe.orchestrator.spec.derived.sampling import held_out_sets
-from troupe.workers.contract.messages import RewardSummary
+from troupe.workers.contract.messages import PrepareRequest, RankPlan, RewardSummary, ScoreSummary, TrainSummary
 
 STEPS, GROUPS = 6, 5
 TRAIN: list[dict[str, Any]] = [
@@ -100,6 +100,49 @@ def test_each_source_is_sampled_and_scored_as_it_says(tmp_path: Path) -> None:
     }
     samples = sum(SIZES[name] for name in names)
     assert outcome.ledger["dispatched"] == samples
+
+
+class Student(FakePolicy):
+    """Notes what it is taught: the tables of teachers of each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lessons: list[list[FakeTable]] = []
+
+    async def teacher_logprobs(self, plan: RankPlan, name: str, *rollouts: FakeTable) -> tuple[ScoreSummary, FakeTable]:
+        _, table = await super().teacher_logprobs(plan, name, *rollouts)
+        return ScoreSummary(0, {("math-e0-r1", 2): "inf"} if "math-e0-r1" in table.uids else {}), table
+
+    async def prepare(self, request: PrepareRequest, *tables: object) -> tuple[TrainSummary, FakeTable]:
+        found = [table for table in tables if isinstance(table, FakeTable) and table.kind.startswith("teacher.")]
+        self.lessons.append(found)
+        return await super().prepare(request, *tables)
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_the_policy_teaches_the_samples_of_its_sources_before_the_updates_of_their_step(
+    tmp_path: Path, staleness: int
+) -> None:
+    """One teacher has no finite score of a sample, which is dropped under its name."""
+    run = run_of(tmp_path, staleness=staleness)
+    roles = run.spec.roles.model_dump()
+    roles["policy"]["ema_decay"] = 0.9
+    roles["teacher"] = {
+        "average": {"colocate_with": "policy", "average": True, "sources": ["math"]},
+        "informed": {"colocate_with": "policy", "prompt": "{prompt}!", "sources": ["chat"]},
+    }
+    run.change(roles=roles, algorithm={"name": "gkd", "group_size": 4})
+    student = Student()
+    run.policies = [student]
+    outcome = run.run()
+    assert len(student.lessons) == STEPS and outcome.drop_reasons["teacher.average: inf"] == 1
+    updates = len(student.learned) // STEPS
+    for step, (tables, batch) in enumerate(zip(student.lessons, trained(run), strict=True)):
+        taught = {table.kind: set(table.uids) for table in tables}
+        by_source = {name: {uid for uid in batch if uid.startswith(name)} for name in ("math", "chat")}
+        assert taught.get("teacher.average", set()) == by_source["math"]
+        assert taught.get("teacher.informed", set()) == by_source["chat"]
+        assert {table.versions for table in tables} == {(updates * step,)}
 
 
 def test_samples_of_a_source_are_episodes_unless_it_says_otherwise(tmp_path: Path) -> None:

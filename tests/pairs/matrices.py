@@ -135,6 +135,11 @@ ROLLOUTS = Matrix(
             "gspo": {"algorithm.name": "gspo"},
             "raft": {"algorithm.name": "raft"},
             "distill": {"algorithm.name": "distill", "roles.teacher": {"other": _TEACHER}},
+            "average": {
+                "algorithm.name": "gkd",
+                "roles.teacher": {"own": {"colocate_with": "policy", "average": True, "prompt": "{prompt}!"}},
+                "roles.policy.ema_decay": 0.5,
+            },
         },
         "weights": {
             "all": {},

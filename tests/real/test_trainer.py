@@ -40,6 +40,7 @@ from troupe.workers.contract.config import (
     PolicyLossConfig,
     ReferenceConfig,
     SamplingConfig,
+    TeacherSettings,
     TrainerConfig,
 )
 from troupe.workers.contract.messages import TEXTS, RankPlan, UpdateMetrics
@@ -190,6 +191,7 @@ def policy_config(model: str, stage: int, dtype: str) -> PolicyConfig:
         sampling=SamplingConfig(temperature=0.9, max_tokens=8),
         run_id="trainer-test",
         reference_model=ModelConfig(path=model, dtype=dtype) if stage == 1 else None,  # pyright: ignore
+        teachers={"teacher.own": TeacherSettings(average=True)},
         total_updates=20,
         seed=1,
         device="cpu",
@@ -285,6 +287,9 @@ class Scenario:
         self.save_weights(f"end-{name}", end)
         self.record(f"metrics-{name}", [self.flatten(item) for item in metrics])
         worker.export(str(self.out / f"average-{name}"), average=True)
+        if stage < 3:
+            _, taught = worker.teacher_logprobs(plan, "teacher.own", table.slice(0, 2), table.slice(2, 4))
+            self.record(f"taught-{name}", by_uid(taught, "teacher.own"))
         self.record(f"unchanged-{name}", equal(end, weights_of(worker)))
         self.record(f"late-{name}", self.late_files(worker, writer, checkpoint, late))
         if stage in (0, 3):
@@ -779,6 +784,18 @@ def test_the_weight_average_is_exported_and_survives_a_checkpoint(groups: dict[i
             assert facts(groups[world])[f"unchanged-{name}"]
             average = exported(groups[world] / f"average-{name}")
             close(exported(groups[world] / f"average-resumed-{name}"), average, 0.0)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_the_average_teaches_as_the_model_that_is_exported(groups: dict[int, Path], stage: int) -> None:
+    table, name = TokenTable(batch()), f"{stage}-float32"
+    for world in (1, 2):
+        average = ModelConfig(path=str(groups[world] / f"average-{name}"), dtype="float32")
+        module = CausalLogprobs(load_causal(average), 0.9)
+        found: dict[str, list[float]] = {}
+        for rank in range(world):
+            found |= facts(groups[world], rank)[f"taught-{name}"]
+        assert found == {f"p{row}": pytest.approx(score(module, table.batch([row])).tolist()) for row in range(6)}
 
 
 def test_packed_updates_have_no_padding(groups: dict[int, Path]) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pyarrow as pa
 import pytest
@@ -13,12 +16,25 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from tests.workers.algorithms.test_train_batch import rollout_table
-from troupe.workers.contract.config import ModelConfig, ReferenceConfig
+from troupe.workers.contract.config import (
+    AdvantageConfig,
+    DistillConfig,
+    ModelConfig,
+    PolicyConfig,
+    PolicyLossConfig,
+    ReferenceConfig,
+    SamplingConfig,
+    TeacherSettings,
+    TrainerConfig,
+)
 from troupe.workers.contract.messages import RankPlan
 from troupe.workers.data.chat import encode_prompt
 from troupe.workers.data.teacher_prompts import within
 from troupe.workers.data.tokenizer import load_chat_tokenizer
+from troupe.workers.models.modeling import CausalLogprobs, load_causal
+from troupe.workers.policy import PolicyWorker
 from troupe.workers.reference import ReferenceWorker
+from troupe.workers.training.deepspeed_engine import TrainEngine
 
 KEYS = [("a", 0), ("a", 1), ("b", 0), ("c", 0)]
 RESPONSES = [[11, 12, 13], [14], [15, 16], [17, 18, 19, 20]]
@@ -84,6 +100,47 @@ def test_the_responses_scores_are_those_behind_the_teachers_prompt(model: ModelC
     same, others = scored(model, table, prompt="{prompt}")[0], scored(model, table)[0]
     assert all(same[key]["teacher.math"] == pytest.approx(others[key]["teacher.math"], abs=1e-5) for key in KEYS)
     assert any(rows[key]["teacher.math"] != pytest.approx(others[key]["teacher.math"], abs=1e-2) for key in KEYS)
+
+
+@pytest.mark.parametrize("average", [False, True])
+def test_the_policy_as_teacher_scores_behind_the_prompt_as_a_separate_worker_does(
+    model: ModelConfig, average: bool
+) -> None:
+    """With its weights, or within `TrainEngine.averaged`; its engine is replaced by the model alone."""
+    module = CausalLogprobs(load_causal(model), 0.7)
+    weight, entered = module.model.get_parameter("model.norm.weight"), list[bool]()
+
+    @contextmanager
+    def averaged() -> Iterator[None]:
+        entered.append(True)
+        weight.data *= 2.0
+        yield
+        weight.data /= 2.0
+
+    config = PolicyConfig(
+        model=model,
+        trainer=TrainerConfig(micro_batch_tokens=256),
+        loss=PolicyLossConfig(distill=DistillConfig(coef=1.0, k=3)),
+        advantage=AdvantageConfig(estimator="none"),
+        sampling=SamplingConfig(temperature=0.7, max_tokens=8),
+        run_id="teacher",
+        reference_model=None,
+        teachers={"teacher.math": TeacherSettings(prompt=TEMPLATE, average=average)},
+        total_updates=1,
+        seed=1,
+        device="cpu",
+    )
+    policy = PolicyWorker(config, "policy-0")
+    policy._engine = cast(TrainEngine, SimpleNamespace(module=module, device="cpu", averaged=averaged))
+    table = samples(load_chat_tokenizer(model), a="it is", c="it is so")
+    plan = RankPlan(((2, 0, 1, 3),), total_loss_tokens=10, total_sequences=4)
+    summary, found = policy.teacher_logprobs(plan, "teacher.math", table.slice(0, 1), table.slice(1))
+    rows, failed = scored(model, table, prompt=TEMPLATE)
+    assert summary.failed == failed == {("b", 0): "its prompt: the row has no column why"}
+    own = {(row["prompt_uid"], row["sample_index"]): row for row in found.to_pylist()}
+    same = all(own[key]["teacher.math"] == pytest.approx(rows[key]["teacher.math"], abs=1e-4) for key in KEYS)
+    assert same is not average and entered == [True] * average
+    assert all(len(own[key]["teacher_ids"]) == 3 * len(own[key]["teacher.math"]) for key in KEYS)
 
 
 def test_a_sample_without_a_teachers_prompt_fails_with_the_reason(model: ModelConfig) -> None:

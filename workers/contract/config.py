@@ -842,6 +842,18 @@ class PolicySettings(Frozen):
     is the same to float tolerance."""
 
 
+class TeacherSettings(Frozen):
+    """Settings of a teacher that its scorer gets as they are."""
+
+    prompt: str | None = None
+    """What it reads in place of the last message of the user, with `{prompt}` for that, `{answer}` and the columns of
+    the data's `metadata`: a hint or the answer, which the policy does not see. The response behind it is the same. With
+    the policy's model it is the policy that knows more (self-distillation); null: what the policy reads."""
+    average: bool = False
+    """With `colocate_with: policy`: score with the moving average of the policy's weights (`roles.policy.ema_decay`)
+    instead of the weights."""
+
+
 class PolicyConfig(PolicySettings, RankConfig):
     """Configuration of one rank of the policy."""
 
@@ -852,6 +864,8 @@ class PolicyConfig(PolicySettings, RankConfig):
     """Run id, part of the name of the shared-memory weight file."""
     reference_model: ModelConfig | None
     """A frozen reference to load with the policy (colocated)."""
+    teachers: dict[str, TeacherSettings] = Field(default_factory=dict)
+    """The teachers that are the policy, by role."""
     transfer_backend: TransferBackend = "shm"
     weight_store: str | None = None
     """URL of the object store that weights go through on their way to other nodes."""

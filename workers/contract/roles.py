@@ -331,6 +331,10 @@ class Policy(Trainer, Protocol):
         """Returns `ref_logprobs` under the colocated reference as a token-score table."""
         ...
 
+    def teacher_logprobs(self, plan: RankPlan, name: str, *rollouts: TableRef) -> Reply[tuple[ScoreSummary, TableRef]]:
+        """Returns the log-probs of a teacher that is the policy, by the name of its role."""
+        ...
+
     def prepare(self, request: PrepareRequest, *tables: TableRef) -> Reply[tuple[TrainSummary, TableRef]]:
         """Joins rollouts, rewards and token scores into a TRAIN table with advantages. Not collective."""
         ...

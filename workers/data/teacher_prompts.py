@@ -3,29 +3,42 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import pyarrow as pa
+import torch
 
 from troupe.workers.contract.config import ModelConfig
 from troupe.workers.contract.judges import template_fields
-from troupe.workers.contract.messages import RankPlan, identities
+from troupe.workers.contract.messages import RankPlan, ScoreSummary, identities
 from troupe.workers.data.chat import PromptRefused, encode_prompt
 from troupe.workers.data.tokenizer import load_chat_tokenizer
 from troupe.workers.models.ragged import ragged
 
 _COLUMNS = ("messages", "answer", "metadata")
+Score = Callable[[RankPlan, Sequence[pa.Table]], tuple[ScoreSummary, pa.Table]]
+"""Scores the plan's rows of tables under a model."""
 
 
 class TeacherPrompts:
     """Writes prompts by a template and tokenizes them as the engines tokenize the policy's."""
 
-    def __init__(self, template: str, model: ModelConfig, longest: int) -> None:
-        """`model`: has the policy's tokenizer and chat template. `longest`: most tokens of prompt and response."""
+    def __init__(self, template: str, model: ModelConfig, longest: int, micro_batch_tokens: int) -> None:
+        """`model`: has the policy's tokenizer and chat template. `longest`: most tokens of prompt and response.
+        `micro_batch_tokens`: most tokens of a micro-batch."""
         self._template = template
         self._tokenizer = load_chat_tokenizer(model)
         self._longest = longest
+        self._micro_batch_tokens = micro_batch_tokens
+
+    def score(self, score: Score, plan: RankPlan, rollouts: Sequence[pa.Table]) -> tuple[ScoreSummary, pa.Table]:
+        """Scores the plan's rows behind the teacher's prompts, in smaller micro-batches if these are longer."""
+        rows = [row for micro_batch in plan.micro_batches for row in micro_batch]
+        table, failed = self.apply(pa.concat_tables(rollouts), rows)
+        lengths = sum(ragged(table.column(name)).lengths for name in ("prompt_ids", "response_ids"))
+        summary, scores = score(within(plan, torch.as_tensor(lengths).tolist(), self._micro_batch_tokens), [table])
+        return replace(summary, failed={**summary.failed, **failed}), scores
 
     def apply(self, rollouts: pa.Table, rows: Iterable[int]) -> tuple[pa.Table, dict[tuple[str, int], str]]:
         """The rollouts with the teacher's prompts in these rows, and why samples have none, which keep the policy's."""

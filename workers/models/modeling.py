@@ -457,6 +457,12 @@ def share_backbone(
     return language
 
 
+def longest_row(model: PreTrainedModel, micro_batch_tokens: int) -> int:
+    """Most tokens of a row: as many as a micro-batch may have, and as the model has positions."""
+    positions: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return min(micro_batch_tokens, positions or micro_batch_tokens)
+
+
 def score(module: nn.Module, batch: TokenBatch) -> torch.Tensor:
     """Log-probs (first output) or values of a batch's response tokens, float32 [T], without gradient or dropout."""
     return _scores(module, batch, None)[0]

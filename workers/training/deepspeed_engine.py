@@ -393,7 +393,7 @@ class TrainEngine:
     def copy_export(self, directory: str, source: ModelConfig, average: bool = False) -> list[Write]:
         """Copy what `export` writes. Collective; the returned functions write it on rank 0, and are not collective."""
         weights = {}
-        with self._with_average() if average else contextlib.nullcontext():
+        with self.averaged() if average else contextlib.nullcontext():
             for name, tensor in self.named_weights():
                 if self.rank == 0:
                     weights[name] = tensor.to("cpu", copy=True)
@@ -434,7 +434,7 @@ class TrainEngine:
         name_end(source, folder)
 
     @contextlib.contextmanager
-    def _with_average(self) -> Iterator[None]:
+    def averaged(self) -> Iterator[None]:
         """The model has the moving average as its weights in the block. Raises RuntimeError if `ema_decay` is 0."""
         if not self._average:
             raise RuntimeError("there is no moving average of the weights: ema_decay is 0")

@@ -20,7 +20,7 @@ from troupe.workers.contract.config import DistillConfig
 from troupe.workers.contract.judges import TEACHER_FIELDS, template_fields
 from troupe.workers.contract.weight_backends import BACKENDS, backend_problem
 
-COLOCATIONS = {"reference": "policy", "rollout": "policy"}
+COLOCATIONS = {"reference": "policy", "rollout": "policy", "teacher": "policy"}
 """Which role can be colocated with which."""
 
 
@@ -58,9 +58,27 @@ def _teachers(spec: RolloutSpec) -> Iterator[Finding]:
                 hint = nearest(source, sources) or f"sources: {', '.join(sources) or 'data.train has no names'}"
                 yield f"roles.{name}.sources.{number}", f"no source '{source[:60]}' in data.train ({hint})"
         yield from _teacher_prompt(spec, f"roles.{name}.prompt", teacher)
+        if name in spec.in_policy:
+            yield from _policy_as_teacher(spec, f"roles.{name}", teacher)
+        elif teacher.average:
+            yield f"roles.{name}.average", "is the policy's average: set colocate_with to policy, or remove it"
     for number, source in enumerate(sources):
         if not spec.roles.teachers(source):
             yield f"data.train.{number}.name", f"{source} has no teacher: name it in a teacher's sources"
+
+
+def _policy_as_teacher(spec: RolloutSpec, path: str, teacher: TeacherRole) -> Iterator[Finding]:
+    """Settings with which the policy cannot teach itself, or has nothing to teach."""
+    policy = spec.roles.policy
+    if teacher.model is not None:
+        yield f"{path}.model", "with colocate_with the teacher is the policy itself; remove one of them"
+    if teacher.average and not policy.ema_decay:
+        yield f"{path}.average", "there is no moving average: set roles.policy.ema_decay above 0"
+    if not teacher.average and teacher.prompt is None:
+        yield path, "is the policy itself, from which it does not differ: give it a prompt, or set average to true"
+    if policy.zero_stage == 3:
+        why = f"{path} scores in the policy's workers, where it cannot be divided"
+        yield "roles.policy.zero_stage", f"{why}; set it below 3"
 
 
 def _teacher_prompt(spec: RolloutSpec, path: str, teacher: TeacherRole) -> Iterator[Finding]:
@@ -258,7 +276,8 @@ def check_lengths(spec: RolloutSpec) -> Iterator[Finding]:
     budgets: dict[str, int] = {name: role.micro_batch_tokens for name, role in spec.roles.trainers().items()}
     if spec.roles.reference is not None and not spec.reference_in_policy:
         budgets["reference"] = spec.roles.reference.micro_batch_tokens
-    budgets |= {name: teacher.micro_batch_tokens for name, teacher in spec.roles.teachers().items()}
+    teachers = spec.roles.teachers().items()
+    budgets |= {name: one.micro_batch_tokens for name, one in teachers if name not in spec.in_policy}
     if spec.roles.reward.model is not None:
         budgets["reward"] = spec.roles.reward.micro_batch_tokens
     for name, tokens in budgets.items():
@@ -281,7 +300,7 @@ def check_colocation(spec: RolloutSpec) -> Iterator[Finding]:
             yield path, "a role cannot be colocated with itself"
         elif other not in present:
             yield path, f"there is no role {other}"
-        elif COLOCATIONS.get(name) != other:
+        elif COLOCATIONS.get(name.partition(".")[0]) != other:
             can = ", ".join(f"{a} with {b}" for a, b in COLOCATIONS.items())
             mutual = " (and they name each other)" if present[other].colocate_with == name else ""
             yield path, f"{name} cannot be colocated with {other}{mutual}; possible: {can}"
