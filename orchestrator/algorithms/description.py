@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from string import Template
 from typing import Any
 
 import yaml
@@ -28,11 +29,11 @@ class Advice:
     """When to use it."""
     watch: str
     """Metrics by their names, and what to do about them."""
-    trl: str
+    trl: str = "-"
     """Options that select it in TRL, and differences; `-` if TRL does not have it."""
-    verl: str
+    verl: str = "-"
     """The same for verl. `actor.` stands for `actor_rollout_ref.actor.`."""
-    openrlhf: str
+    openrlhf: str = "-"
     """The same for OpenRLHF's `openrlhf.cli.train_ppo_ray`, or the command that the text names."""
 
 
@@ -45,7 +46,9 @@ def advice_on(name: str) -> Advice | None:
 def all_advice() -> dict[str, Advice]:
     """The advice in `advice.yaml`, by name of the algorithm."""
     text = files("troupe.orchestrator.algorithms").joinpath("advice.yaml").read_text(encoding="utf-8")
-    return {name: Advice(**fields) for name, fields in yaml.safe_load(text).items()}
+    rows: dict[str, dict[str, str]] = yaml.safe_load(text)
+    signs = rows.pop("signs")
+    return {name: Advice(**own | {"watch": Template(own["watch"]).substitute(signs)}) for name, own in rows.items()}
 
 
 def listing() -> str:

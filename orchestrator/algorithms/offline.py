@@ -38,12 +38,12 @@ class OfflineAlgorithm:
     """The loss, in plain text."""
     source: str
     """Paper the loss and its defaults follow."""
-    trains: Trains
     formats: tuple[DataFormat, ...]
     """Formats of data that it takes; the first is the default."""
-    reference: bool
-    """Whether it compares with a frozen reference."""
     loss: OfflineLossConfig
+    trains: Trains = "policy"
+    reference: bool = False
+    """Whether it compares with a frozen reference."""
     options: frozenset[str] = frozenset()
     """Fields of the algorithm section that it reads besides its loss's."""
 
@@ -56,9 +56,7 @@ OFFLINE_ALGORITHMS: dict[str, OfflineAlgorithm] = {
             summary="Supervised fine-tuning: maximises the likelihood of responses; prompts carry no loss.",
             formula="loss: mean over response tokens of -log pi(token)",
             source="InstructGPT, arXiv 2203.02155, section 3.5",
-            trains="policy",
             formats=("demonstrations",),
-            reference=False,
             loss=SftLossConfig(),
         ),
         OfflineAlgorithm(
@@ -75,7 +73,6 @@ OFFLINE_ALGORITHMS: dict[str, OfflineAlgorithm] = {
             "lm_coef: arXiv 2406.10216, eq. 9",
             trains="reward_model",
             formats=("pairs", "ranked"),
-            reference=False,
             loss=RewardLossConfig(),
         ),
         OfflineAlgorithm(
@@ -86,7 +83,6 @@ OFFLINE_ALGORITHMS: dict[str, OfflineAlgorithm] = {
             source="Math-Shepherd, arXiv 2312.08935, eq. 3; Uesato et al., arXiv 2211.14275; PRM800K, arXiv 2305.20050",
             trains="reward_model",
             formats=("steps",),
-            reference=False,
             loss=ProcessLossConfig(),
         ),
         OfflineAlgorithm(
@@ -98,7 +94,6 @@ OFFLINE_ALGORITHMS: dict[str, OfflineAlgorithm] = {
             "with r = beta (log pi - log pi_ref)",
             source="DPO, arXiv 2305.18290, eq. 7; ranked: eq. 20; label_smoothing: Mitchell 2023, eq. 3; preference: "
             "fidelity: Tsai et al. 2007, FRank",
-            trains="policy",
             formats=("pairs", "ranked"),
             reference=True,
             loss=DpoLossConfig(),
@@ -109,7 +104,6 @@ OFFLINE_ALGORITHMS: dict[str, OfflineAlgorithm] = {
             summary="As DPO, with a squared loss that pulls the margin towards a fixed size.",
             formula="h = (log pi - log pi_ref)(chosen) - (log pi - log pi_ref)(rejected); loss: (h - 1 / (2 beta))^2",
             source="IPO, arXiv 2310.12036, eq. 17",
-            trains="policy",
             formats=("pairs",),
             reference=True,
             loss=IpoLossConfig(),
@@ -121,9 +115,7 @@ OFFLINE_ALGORITHMS: dict[str, OfflineAlgorithm] = {
             formula="loss: NLL(chosen) - beta log sigmoid(log odds(chosen) - log odds(rejected)), "
             "odds(y) = p / (1 - p), log p the mean log pi of the answer's tokens",
             source="ORPO, arXiv 2403.07691, eq. 6 and 7",
-            trains="policy",
             formats=("pairs",),
-            reference=False,
             loss=OrpoLossConfig(),
         ),
         OfflineAlgorithm(
@@ -132,7 +124,6 @@ OFFLINE_ALGORITHMS: dict[str, OfflineAlgorithm] = {
             formula="h = log pi - log pi_ref of an answer; z = max(0, mean of h over mismatched answers); loss: weight "
             "(1 - sigmoid(beta (h - z))) for good answers, (1 - sigmoid(beta (z - h))) for bad ones",
             source="KTO, arXiv 2402.01306, eq. 7 and 8",
-            trains="policy",
             formats=("labelled",),
             reference=True,
             loss=KtoLossConfig(),
@@ -143,9 +134,7 @@ OFFLINE_ALGORITHMS: dict[str, OfflineAlgorithm] = {
             formula="p_i = mean log pi of answer i; "
             "loss: sum over score_i < score_j of max(0, p_i - p_j) + NLL(best answer)",
             source="RRHF, arXiv 2304.05302, eq. 2 to 5",
-            trains="policy",
             formats=("ranked",),
-            reference=False,
             loss=RrhfLossConfig(),
         ),
     )

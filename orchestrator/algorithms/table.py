@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -142,7 +143,8 @@ class Algorithm:
     """Limit on the divergence of a step."""
 
 
-_CRITIC: frozenset[OptionalRole] = frozenset({"critic"})
+_of_groups = partial(Algorithm, group_size=8, min_group_size=2)
+_of_critic = partial(Algorithm, required=frozenset({"critic"}), forbidden=frozenset(), kl_in="reward")
 _GRPO = AdvantageConfig(estimator="group", normalize_by_std=True)
 _GAE = AdvantageConfig(estimator="gae", gamma=1.0, gae_lambda=0.95, whiten=True, kl_coef=0.05)
 _CLIP = "max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))"
@@ -171,89 +173,71 @@ ALGORITHMS: dict[str, Algorithm] = {
             advantage=AdvantageConfig(estimator="returns", baseline="player_average", reward_to_go=False),
             loss=PolicyLossConfig(objective="policy_gradient", kl_estimator="k1"),
         ),
-        Algorithm(
+        _of_critic(
             name="actor_critic",
             summary="Policy gradient with k-step advantages from a critic.",
             formula=f"A_t = sum_{{l<k}} gamma^l reward_{{t+l}} + gamma^k V_{{t+k}} - V_t; {_GRADIENT}",
             source="A3C, arXiv 1602.01783, sec. 4",
-            required=_CRITIC,
-            forbidden=frozenset(),
-            kl_in="reward",
             advantage=AdvantageConfig(estimator="n_step", n_steps=8),
             loss=PolicyLossConfig(objective="policy_gradient", kl_estimator="k1"),
             critic_loss=CriticLossConfig(value_clip=None),
         ),
-        Algorithm(
+        _of_critic(
             name="actor_critic_gae",
             summary="Policy gradient with generalised advantage estimates from a critic.",
             formula=f"A_t = sum_l (gamma lambda)^l (reward_{{t+l}} + gamma V_{{t+l+1}} - V_{{t+l}}); {_GRADIENT}",
             source="GAE, arXiv 1506.02438, eq. 16",
-            required=_CRITIC,
-            forbidden=frozenset(),
-            kl_in="reward",
             advantage=AdvantageConfig(estimator="gae", gamma=1.0, gae_lambda=0.95),
             loss=PolicyLossConfig(objective="policy_gradient", kl_estimator="k1"),
             critic_loss=CriticLossConfig(value_clip=None),
         ),
-        Algorithm(
+        _of_critic(
             name="ppo",
             summary="A critic's values give advantages per token (GAE); KL to the reference is part of the reward.",
             formula="token reward -kl_coef (log pi_old - log pi_ref), reward at the last; A by GAE, whitened; "
             f"loss {_CLIP}, {_R_TOKEN}",
             source="PPO, arXiv 1707.06347, eq. 7; on language models: InstructGPT, arXiv 2203.02155, DeepSpeed-Chat, "
             "arXiv 2308.01320",
-            required=_CRITIC,
-            forbidden=frozenset(),
-            kl_in="reward",
             advantage=_GAE,
             loss=PolicyLossConfig(kl_estimator="k1"),
             critic_loss=CriticLossConfig(value_clip=0.2),
         ),
-        Algorithm(
+        _of_critic(
             name="ppo_penalty",
             summary="PPO without clipping: a penalty on KL(old || new) whose coefficient follows the divergence.",
             formula=f"A as ppo; loss -A r + beta KL(old || new), {_R_TOKEN}; "
             "beta doubles above 1.5 target, halves below target / 1.5",
             source="PPO, arXiv 1707.06347, eq. 8",
-            required=_CRITIC,
-            forbidden=frozenset(),
-            kl_in="reward",
             advantage=_GAE,
             loss=PolicyLossConfig(objective="kl_penalty", kl_estimator="k1"),
             critic_loss=CriticLossConfig(value_clip=0.2),
             kl_penalty=KlPenalty(coef=1.0, target=0.01),
         ),
-        Algorithm(
+        _of_critic(
             name="ppo_kl_limit",
             summary="PPO without clipping: a step beyond a limit on KL(old || new) is shortened.",
             formula=f"A as ppo; loss -A r, {_R_TOKEN}; after a step: new = old + backtrack (new - old) until "
             "KL(old || new) <= max_kl, measured over the whole vocabulary",
             source="the constraint of TRPO, arXiv 1502.05477, eq. 14, on AdamW's step; no natural gradient and no "
             "search for a better surrogate (appendix C)",
-            required=_CRITIC,
-            forbidden=frozenset(),
-            kl_in="reward",
             advantage=_GAE,
             loss=PolicyLossConfig(objective="policy_gradient", kl_estimator="k1"),
             critic_loss=CriticLossConfig(value_clip=0.2),
             trust_region=TrustRegion(max_kl=0.01),
         ),
-        Algorithm(
+        _of_critic(
             name="ppo_max",
             summary="PPO made stable: rewards scaled and clipped, advantages whitened and clipped, values clipped.",
             formula="reward -> clip((reward - running mean) / running std, +-reward_clip); "
             f"A by GAE, whitened, clipped to +-advantage_clip; loss {_CLIP}",
             source="PPO-max, arXiv 2307.04964, sec. 5; its published code for the numbers",
-            required=_CRITIC,
-            forbidden=frozenset(),
-            kl_in="reward",
             advantage=_GAE.model_copy(
                 update={"reward_scale": "running", "reward_clip": 10.0, "advantage_clip": 0.5, "kl_coef": 0.02}
             ),
             loss=PolicyLossConfig(kl_estimator="k1"),
             critic_loss=CriticLossConfig(value_clip=0.2),
         ),
-        Algorithm(
+        _of_groups(
             name="grpo",
             summary="Compares every reward with those of the other samples of its group; no critic.",
             formula="A = (reward - group mean) / (group std + 1e-4); "
@@ -261,18 +245,14 @@ ALGORITHMS: dict[str, Algorithm] = {
             "(deploy/specs/tiny-grpo-process.yaml): A_t = sum over the steps that end at t or later of "
             "(step reward - mean of the group's steps) / (their std + 1e-4)",
             source="DeepSeekMath, arXiv 2402.03300, eq. 3 and 4; process rewards: sec. 4.1.3",
-            group_size=8,
-            min_group_size=2,
             advantage=_GRPO,
             loss=PolicyLossConfig(aggregation="sequence_mean"),
         ),
-        Algorithm(
+        _of_groups(
             name="dr_grpo",
             summary="GRPO without its two biases: no division by the standard deviation, none by the length.",
             formula=f"A = reward - group mean; loss {_CLIP}, {_R_TOKEN}, summed over tokens / (sequences * max_tokens)",
             source="Dr. GRPO, arXiv 2503.20783, sec. 3.2",
-            group_size=8,
-            min_group_size=2,
             advantage=_GRPO.model_copy(update={"normalize_by_std": False}),
             loss=PolicyLossConfig(aggregation="constant"),
         ),
@@ -288,15 +268,13 @@ ALGORITHMS: dict[str, Algorithm] = {
             advantage=AdvantageConfig(estimator="returns", baseline="leave_one_out", reward_to_go=False, kl_coef=0.05),
             loss=PolicyLossConfig(kl_estimator="k1"),
         ),
-        Algorithm(
+        _of_groups(
             name="otb",
             summary="A baseline for each token: the returns of the group, weighted by how uncertain each sample was.",
             formula="A_t = G_t - sum_i W_it G_it / sum_i W_it, i the samples of the group with a token t, 0 subtracted "
             "if there is one; G_t = sum_{t' >= t} reward_t', W_t = sum_{t' <= t} 1 - 2 pi_old(token t') + "
             f"sum_v pi_old(v)^2; loss {_CLIP}, {_R_TOKEN}, mean over tokens",
             source="OTB, arXiv 2602.07078; the tail of the longest sample: its code in verl",
-            group_size=8,
-            min_group_size=2,
             kl_in="reward",
             advantage=AdvantageConfig(estimator="returns", baseline="optimal_token"),
             loss=PolicyLossConfig(kl_estimator="k1"),
@@ -320,149 +298,123 @@ ALGORITHMS: dict[str, Algorithm] = {
             advantage=AdvantageConfig(estimator="returns", baseline="none", whiten=True, kl_coef=0.01),
             loss=PolicyLossConfig(kl_estimator="k1"),
         ),
-        Algorithm(
+        _of_groups(
             name="reinforce_pp_baseline",
             summary="REINFORCE++ with the group's mean as baseline; KL is part of the loss.",
             formula=f"A = reward - group mean, whitened over the batch's tokens; loss {_CLIP} + kl_coef k2",
             source="REINFORCE++, arXiv 2501.03262, sec. 3 (baseline variant)",
-            group_size=8,
-            min_group_size=2,
             advantage=AdvantageConfig(estimator="returns", baseline="group_mean", reward_to_go=False, whiten=True),
             loss=PolicyLossConfig(kl_estimator="k2", kl_coef=0.01),
         ),
-        Algorithm(
+        _of_groups(
             name="gigpo",
             summary="GRPO that also compares turns of an episode with turns in the same state; no critic.",
             formula="A_t = A(sample) + turn_coef A(turn of t), each (x - mean) / (std + 1e-4): of the rewards in the "
             "group, and of the returns of the group's turns that answer the same observation; the return of turn k is "
             f"sum_{{j >= k}} turn_gamma^(j-k) reward in turn j; loss {_CLIP}, {_R_TOKEN}, mean per sequence",
             source="GiGPO, arXiv 2505.10978, eq. 3, 7 and 8; turn_gamma, turn_coef: its code; aggregation as in grpo",
-            group_size=8,
-            min_group_size=2,
             advantage=AdvantageConfig(estimator="turn_group"),
             loss=PolicyLossConfig(aggregation="sequence_mean"),
         ),
-        Algorithm(
+        _of_groups(
             name="gdpo",
             summary="GRPO that normalises every component of the reward apart, so that none drowns the others.",
             formula="A = sum over components of weight (value - group mean) / (group std + 1e-4), over its std in the "
             f"batch; loss {_CLIP}, {_R_TOKEN}, mean per sequence",
             source="GDPO, arXiv 2601.05242; aggregation as in grpo",
-            group_size=8,
-            min_group_size=2,
             advantage=AdvantageConfig(estimator="decoupled_group"),
             loss=PolicyLossConfig(aggregation="sequence_mean"),
         ),
-        Algorithm(
+        _of_groups(
             name="dapo",
             summary="GRPO with a higher upper clip, token-level loss, and replacement of groups without signal.",
             formula=f"A as grpo; loss {_CLIP}, {_R_TOKEN}, mean over tokens; groups of equal rewards are resampled; "
             "reward function overlong punishes length softly",
             source="DAPO, arXiv 2503.14476, eq. 8 to 13",
-            group_size=8,
-            min_group_size=2,
             advantage=_GRPO,
             loss=PolicyLossConfig(clip_low=0.2, clip_high=0.28, aggregation="token_mean"),
             dynamic_sampling=3,
         ),
-        Algorithm(
+        _of_groups(
             name="clip_cov",
             summary="GRPO without the gradient of the few tokens that lower the entropy most.",
             formula="A as grpo, 0 at the cov_share of tokens with the highest c = (log pi_old - mean) (A - mean) "
             f"within cov_low < c < cov_high, means over the batch; loss {_CLIP}, {_R_TOKEN}, mean over tokens",
             source="Clip-Cov, arXiv 2505.22617; there random ones within the bounds, in each micro-batch, by log pi",
-            group_size=8,
-            min_group_size=2,
             advantage=_GRPO.model_copy(update={"covariance": "drop"}),
             loss=PolicyLossConfig(aggregation="token_mean"),
         ),
-        Algorithm(
+        _of_groups(
             name="kl_cov",
             summary="GRPO with a penalty on the change of the few tokens that lower the entropy most; no clipping.",
             formula=f"A as grpo; loss -A r + p |log pi - log pi_old|, {_R_TOKEN}, p = cov_penalty at the cov_share of "
             "tokens with the highest (log pi_old - mean) (A - mean), 0 at the others, means over the batch; mean over "
             "tokens",
             source="KL-Cov, arXiv 2505.22617, with its coefficient; there in each micro-batch, by log pi",
-            group_size=8,
-            min_group_size=2,
             advantage=_GRPO.model_copy(update={"covariance": "penalize"}),
             loss=PolicyLossConfig(objective="policy_gradient", aggregation="token_mean"),
         ),
-        Algorithm(
+        _of_groups(
             name="gspo",
             summary="GRPO with one ratio for the whole response.",
             formula=f"A as grpo; loss {_CLIP}, r = exp(mean over tokens of log pi - log pi_old), mean per sequence",
             source="GSPO, arXiv 2507.18071, eq. 5 to 7; clip ranges: sec. 5.1",
-            group_size=8,
-            min_group_size=2,
             advantage=_GRPO,
             loss=PolicyLossConfig(ratio="sequence", clip_low=3e-4, clip_high=4e-4, aggregation="sequence_mean"),
         ),
-        Algorithm(
+        _of_groups(
             name="gspo_token",
             summary="GSPO with a gradient per token, for advantages that differ within a response.",
             formula=f"A as grpo; loss {_CLIP}, r = sg[sequence ratio] pi / sg[pi], mean per sequence",
             source="GSPO, arXiv 2507.18071, eq. 13 and 14",
-            group_size=8,
-            min_group_size=2,
             advantage=_GRPO,
             loss=PolicyLossConfig(ratio="sequence_token", clip_low=3e-4, clip_high=4e-4, aggregation="sequence_mean"),
         ),
-        Algorithm(
+        _of_groups(
             name="gmpo",
             summary="GRPO with the geometric mean of a response's ratios, each clipped in a wide range before.",
             formula="A as grpo; loss -A exp(mean over tokens of min(log r, clip_high), for A < 0 of "
             f"max(log r, -clip_low)), {_R_TOKEN}, mean per sequence",
             source="GMPO, arXiv 2507.20673; bounds e^-0.4 and e^0.4: sec. 4",
-            group_size=8,
-            min_group_size=2,
             advantage=_GRPO,
             loss=PolicyLossConfig(
                 objective="geometric", ratio="sequence", clip_low=0.4, clip_high=0.4, aggregation="sequence_mean"
             ),
         ),
-        Algorithm(
+        _of_groups(
             name="sapo",
             summary="A soft gate for the clip: the gradient of a token fades as its ratio leaves 1.",
             formula="A as grpo; loss -A sigmoid(tau (r - 1)) 4 / tau, tau = gate_positive for A > 0, else "
             f"gate_negative, {_R_TOKEN}, mean per sequence",
             source="SAPO, arXiv 2511.20347; temperatures: its defaults",
-            group_size=8,
-            min_group_size=2,
             advantage=_GRPO,
             loss=PolicyLossConfig(objective="soft_gate", aggregation="sequence_mean"),
         ),
-        Algorithm(
+        _of_groups(
             name="dppo_tv",
             summary="A trust region in probabilities instead of ratios: total variation between sampler and policy.",
             formula=f"A as dr_grpo; loss -A r, {_R_TOKEN}, 0 for A > 0 where pi - pi_rollout > clip_high, for A < 0 "
             "where pi_rollout - pi > clip_low; summed over tokens / (sequences * max_tokens)",
             source="DPPO, arXiv 2602.04879, eq. 12 and 13 (binary); bounds and advantage: its published code",
-            group_size=8,
-            min_group_size=2,
             advantage=_GRPO.model_copy(update={"normalize_by_std": False}),
             loss=PolicyLossConfig(objective="divergence", clip_low=0.15, clip_high=0.15, aggregation="constant"),
         ),
-        Algorithm(
+        _of_groups(
             name="dppo_kl",
             summary="As dppo_tv, with a KL divergence between sampler and policy.",
             formula="as dppo_tv, 0 where q log(q / p) + (1 - q) log((1 - q) / (1 - p)) is above the bound and p has "
             "left q in the direction of A, p = pi(token), q = pi_rollout(token)",
             source="DPPO, arXiv 2602.04879, eq. 12 and 14 (binary); bounds and advantage: its published code",
-            group_size=8,
-            min_group_size=2,
             advantage=_GRPO.model_copy(update={"normalize_by_std": False}),
             loss=PolicyLossConfig(
                 objective="divergence", divergence="kl", clip_low=0.05, clip_high=0.05, aggregation="constant"
             ),
         ),
-        Algorithm(
+        _of_groups(
             name="maxrl",
             summary="GRPO that divides by the group's mean reward: towards the likelihood of a right answer.",
             formula=f"A = (reward - group mean) / group mean; loss {_CLIP}, {_R_TOKEN}, mean over tokens",
             source="MaxRL, arXiv 2602.02710; division and aggregation as in its published code",
-            group_size=8,
-            min_group_size=2,
             advantage=AdvantageConfig(estimator="max_likelihood"),
             loss=PolicyLossConfig(aggregation="token_mean"),
         ),
@@ -478,15 +430,13 @@ ALGORITHMS: dict[str, Algorithm] = {
             advantage=AdvantageConfig(estimator="best_of_subsets", pass_k=4),
             loss=PolicyLossConfig(aggregation="token_mean"),
         ),
-        Algorithm(
+        _of_groups(
             name="dcpo",
             summary="Clip bounds that widen for improbable tokens; rewards standardised over a prompt's visits.",
             formula="A smoothed between this visit's and all visits' standardised rewards; loss max(-A r, -A clip(r, "
             "lower, upper)), lower = 1/2 + 1/2 sqrt(max(1 - 4 clip_low / pi_old, 0)), "
             "upper = 1/2 + 1/2 sqrt(1 + 4 clip_high / pi_old); means per sequence, added up",
             source="DCPO, arXiv 2509.02333, sec. 3; its published code for the caps on the ratio and the loss",
-            group_size=8,
-            min_group_size=2,
             advantage=AdvantageConfig(estimator="smooth_group"),
             loss=PolicyLossConfig(
                 dynamic_clip=True,
@@ -497,24 +447,20 @@ ALGORITHMS: dict[str, Algorithm] = {
                 aggregation="only_token_mean",
             ),
         ),
-        Algorithm(
+        _of_groups(
             name="cispo",
             summary="The weight of a token is clipped instead of its gradient.",
             formula=f"A as grpo; loss -sg[min(r, 1 + clip_high)] A log pi(token), {_R_TOKEN}, mean over tokens",
             source="CISPO, arXiv 2506.13585, eq. 4 and 5; upper bound: arXiv 2510.13786",
-            group_size=8,
-            min_group_size=2,
             advantage=_GRPO,
             loss=PolicyLossConfig(objective="cispo", clip_high=4.0, aggregation="token_mean"),
         ),
-        Algorithm(
+        _of_groups(
             name="raft",
             summary="Best of K: fine-tunes the policy on the best sample of every group.",
             formula="loss: mean over groups of the mean -log pi(token), at temperature 1, of the sample with the "
             "highest reward; no ratio and no weight for the sampler, as in supervised fine-tuning",
             source="RAFT, arXiv 2304.06767, alg. 1",
-            group_size=8,
-            min_group_size=2,
             advantage=AdvantageConfig(estimator="best_of_group"),
             loss=PolicyLossConfig(
                 objective="likelihood", aggregation="sequence_mean", importance=ImportanceConfig(mode="none")

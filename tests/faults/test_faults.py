@@ -15,7 +15,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
+from tests.conftest import ROOT
 from tests.faults.containers import CONTAINERS, Container, UnreapedRun
 from tests.faults.injected import ENGINE, WORKERS, Outcome, Signalled, left_behind, seconds_until, stop_group
 from tests.faults.stalls import planted_environment
@@ -31,6 +34,10 @@ BUDGETS = tuple(f"failures.{role}_restarts=9" for role in ("trainer", "engine", 
 TARGETS = (
     *((role, WORKERS[role]) for role in ("policy", "critic", "reference", "reward", "rollout")),
     ("the engine's process", ENGINE),
+)
+TAUGHT = (
+    "algorithm.name=gkd",
+    "roles.teacher={other: {cpus: 0.25, threads: 1, model: {path: .cache/models/tiny-teacher, dtype: float32}}}",
 )
 SIGNALS = [Signalled(*target, number) for number in (signal.SIGKILL, signal.SIGSTOP) for target in TARGETS]
 
@@ -56,6 +63,39 @@ def test_a_worker_is_lost_and_the_run_continues(container: Container, ppo: Run, 
     outcome = fault.inject(ppo)
     record(container, outcome)
     assert outcome.ok, ppo.output[-4000:]
+
+
+@pytest.fixture(scope="module")
+def taught(container: Container, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """A run that learns from a teacher with a separate worker."""
+    folder = tmp_path_factory.mktemp("taught")
+    with running(container.run(folder, GRPO, *ENDLESS, *BUDGETS, *TAUGHT, name="taught")) as run:
+        run.wait_for_step(2)
+        yield run
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda number: number.name)
+def test_a_teacher_is_lost_and_the_run_continues(container: Container, taught: Run, number: signal.Signals) -> None:
+    outcome = Signalled("a teacher", WORKERS["reference"], number).inject(taught)
+    record(container, outcome)
+    assert outcome.ok, taught.output[-4000:]
+
+
+def test_a_teacher_without_finite_scores_ends_the_run_under_its_name(container: Container, tmp_path: Path) -> None:
+    model = tmp_path / "teacher"
+    shutil.copytree(ROOT / ".cache" / "models" / "tiny-teacher", model)
+    weights = load_file(model / "model.safetensors")
+    weights["model.norm.weight"][0] = torch.nan
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    broken = (*TAUGHT, f"roles.teacher.other.model.path={model}")
+    with running(container.run(tmp_path, GRPO, *ENDLESS, *broken, name="broken")) as run:
+        code = run.wait(240)
+    said = "teacher.other: the score of a token is not finite" in run.stderr
+    remains = left_behind(run)
+    outcome = f"the run ends, exit code {code}, and names the teacher" if said else f"ended with {code}"
+    ok = said and code == 1 and not run.metrics
+    record(container, Outcome("a teacher's scores are NaN", outcome, left_behind=remains, ok=ok))
+    assert ok and remains == "nothing", run.output[-4000:]
 
 
 def test_a_rank_hangs_and_the_trainers_are_restarted(container: Container, tmp_path: Path) -> None:

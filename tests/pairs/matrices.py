@@ -96,6 +96,7 @@ LEFT_OUT = {
         "what is read before a run",
     ),
     **dict.fromkeys(("*.preferred", "*.preferred.*"), "what is read before a run"),
+    "roles.teacher.average": "the algorithm `average` sets it, under the name of a teacher",
     "roles.*.model*": "another model of a kind that is tried",
     "roles.judge.enable_prefix_caching": "as in a rollout engine",
     "roles.critic.schedule": "as the policy's",
