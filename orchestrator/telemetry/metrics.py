@@ -176,9 +176,9 @@ class Metric:
     name: str
     """Name in `metrics.jsonl`. Words in capitals stand for a role, a phase, a reward component, a held-out set, a
     number, or another name."""
-    unit: str
     meaning: str
-    healthy: str
+    unit: str = "-"
+    healthy: str = "-"
     """What to expect of a run that goes well; `-` if any value may be right."""
 
     def matches(self, name: str) -> bool:

@@ -80,7 +80,7 @@ def sections(names: Sequence[str]) -> list[Json]:
     grouped: dict[str, list[Json]] = {title: [] for title in (*metric_sections(), _OTHER)}
     titles = {metric: title for title, rows in metric_sections().items() for metric in rows}
     for name in names:
-        metric = metric_named(name) or Metric(name, unit="-", meaning="", healthy="-")
+        metric = metric_named(name) or Metric(name, meaning="")
         grouped[titles.get(metric, _OTHER)].append(asdict(metric) | {"name": name})
     return [{"title": title, "metrics": rows} for title, rows in grouped.items() if rows]
 
