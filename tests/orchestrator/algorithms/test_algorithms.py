@@ -142,7 +142,7 @@ def test_a_discount_is_an_option_where_it_changes_an_advantage(name: str) -> Non
     """Three tokens and a reward at the end."""
     one = torch.zeros(3)
     batch = SampledTokens(torch.tensor([1.0, 0.0]), torch.zeros(2).long(), torch.tensor([2, 1]), one, one, one, None)
-    batch = replace(batch, greedy_rewards=torch.zeros(2))
+    batch = replace(batch, greedy_rewards=torch.zeros(2), square_sums=one)
     found = [
         estimate(advantage(config_of(name, gamma=gamma)), batch, AdvantageState()).advantages.tolist()
         for gamma in (1.0, 0.5)
