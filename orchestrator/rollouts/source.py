@@ -92,9 +92,10 @@ def _batch_scorers(spec: RolloutSpec, workers: Workers) -> list[_BatchScorer]:
     if values_at_batch(spec):
         critic = workers.require_critic()
         found.append(_BatchScorer("values", critic, critic.compute_values, critic.role))
-    for name in spec.roles.teachers().keys() & spec.in_policy:
-        policy, sources = workers.require_policy(), spec.roles.teachers()[name].sources
-        found.append(_BatchScorer(name, policy, policy.teacher(name), name, sources))
+    for name, teacher in spec.roles.teachers().items():
+        if name in spec.in_policy:
+            policy = workers.require_policy()
+            found.append(_BatchScorer(name, policy, policy.teacher(name), name, teacher.sources))
     return found
 
 
