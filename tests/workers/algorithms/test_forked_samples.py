@@ -20,8 +20,8 @@ from troupe.orchestrator.training.micro_batches import minibatches, plan_update,
 from troupe.workers.algorithms import policy_loss as losses
 from troupe.workers.algorithms.policy_loss import policy_tokens
 from troupe.workers.algorithms.train_batch import prepare
-from troupe.workers.contract.config import PolicyLossConfig
-from troupe.workers.contract.messages import PrepareRequest, RankPlan, TrainSummary
+from troupe.workers.contract.config import AdvantageConfig, PolicyLossConfig
+from troupe.workers.contract.messages import SQUARE_SUMS, PrepareRequest, RankPlan, TrainSummary
 from troupe.workers.models.token_batch import TokenTable
 
 Key = tuple[str, int]
@@ -59,6 +59,7 @@ def tokens_of(key: Key, seed: int = 0) -> dict[str, list[float]]:
 
     old = -noise(1.0).abs() - 0.1
     columns = {"old": old, "new": old + noise(0.3), "rollout": old + noise(0.2), "ref": old + noise(0.3)}
+    columns["squares"] = old.exp().square() + noise(0.1).square()
     return {name: values.tolist() for name, values in columns.items()}
 
 
@@ -102,6 +103,10 @@ def prepared(
         table = scores(column, keys, [given[key][name][part] for key, _, part in rows])
         return table.set_column(3, table.schema.field("segment"), pa.array(segments, pa.int32()))
 
+    def old_table() -> pa.Table:
+        squares = pa.array([given[key]["squares"][part] for key, _, part in rows], SQUARE_SUMS.type)
+        return score_table("old_logprobs", "old").append_column(SQUARE_SUMS, squares)
+
     rollouts = rollout_table(keys, lengths, 0, **columns)
     tables = [
         rollouts.set_column(3, rollouts.schema.field("segment"), pa.array(segments, pa.int32())),
@@ -110,7 +115,7 @@ def prepared(
             [[("right", reward, 1.0), ("long", 1.0 - reward, 0.5)] for reward, _ in SAMPLES.values()],
         ),
         score_table("ref_logprobs", "ref"),
-        *([score_table("old_logprobs", "old")] if moved else []),
+        *([old_table()] if moved else []),
     ]
     return prepare(advantage(config), PrepareRequest(tuple(SAMPLES), prompt_rows={"p": 0, "q": 1}), tables)
 
@@ -150,6 +155,10 @@ def gradients(config: AlgorithmConfig, forked: bool, moved: bool, layout: Layout
     return found
 
 
+def reads_old_logprobs(config: AdvantageConfig) -> bool:
+    return bool(config.kl_coef) or config.covariance != "keep" or config.reads_square_sums
+
+
 LAYOUTS = [
     Layout(),
     Layout(budget=8),
@@ -166,7 +175,7 @@ CASES = [
     for moved in (False, True)
     if row.critic_loss is None
     and row.name not in ("remax", "gigpo")  # as one sequence, a sample has other turns
-    and (moved or not (row.advantage.kl_coef or row.advantage.covariance != "keep"))
+    and (moved or not reads_old_logprobs(row.advantage))
 ]
 """Algorithms whose advantages need no more than this batch has, in the first update on it and in a later one."""
 AGGREGATIONS = ["token_mean", "sequence_mean", "sequence_sum", "constant", "only_token_mean"]
