@@ -234,7 +234,9 @@ class RolloutSource(BatchSource):
             self._writing = None
 
     async def snapshot(self) -> SourceSnapshot:
-        """Order of prompts (and of texts), state of the advantages, and finished samples of the groups in flight."""
+        """Order of prompts (and of texts), state of the advantages, and finished samples of the groups in flight, once
+        the samples of all steps so far are written."""
+        await self.flush()
         parts = self._components
         keeps = self._spec.checkpoint.samples_mib > 0
         engines, timeout_s = list(parts.pool.workers), self._spec.failures.health_interval_s

@@ -68,10 +68,11 @@ def run_parts(
         evaluations,
         StepMetrics(source, components.ledger, components.peaks, components.data),
         RestartCounts(recovery.budget, components.budgets),
+        StepSamples(source),
         saves,
         *(() if components.scaler is None else (components.scaler,)),
         ChangeEvents(components.ledger, recorder.events),
-        StepFiles(source, recorder),
+        StepTimeline(recorder),
         *own,
     )
     if checkpoints.found is not None:
@@ -146,14 +147,22 @@ class ChangeEvents(RunPart):
         return {}
 
 
-class StepFiles(RunPart):
-    """Writes the samples and the timeline of every step, in the background."""
+class StepSamples(RunPart):
+    """Writes the samples of every step, in the background. The step's checkpoint waits for them, so that a run that is
+    killed and resumes has the samples of every step."""
 
-    def __init__(self, source: BatchSource, recorder: RunRecorder) -> None:
+    def __init__(self, source: BatchSource) -> None:
         self._source = source
+
+    async def end_step(self, now: Moment) -> None:
+        await self._source.save_trajectories(now.step)
+
+
+class StepTimeline(RunPart):
+    """Writes the timeline of every step, in the background."""
+
+    def __init__(self, recorder: RunRecorder) -> None:
         self._recorder = recorder
 
     async def end_step(self, now: Moment) -> None:
-        """Begins to write the step's files."""
-        await self._source.save_trajectories(now.step)
         await self._recorder.end_step(now.step)

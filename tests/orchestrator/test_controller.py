@@ -807,6 +807,24 @@ def test_workers_that_write_to_another_disk_end_the_run_before_it_trains(tmp_pat
         run.run()
 
 
+def test_a_checkpoint_waits_for_the_samples_of_its_step(tmp_path: Path) -> None:
+    """A run that is killed after it, and resumes, has the samples of every step."""
+    early: list[bool] = []
+
+    class Slow(FaultyReward):
+        async def write_trajectories(self, path: str, step: int, unscored: Unscored, *tables: FakeTable) -> int:
+            await asyncio.sleep(0.05)
+            early.append((tmp_path / "checkpoints" / f"step-{step:06d}").exists())
+            return 0
+
+    saved = {"every_steps": 1}
+    run = RolloutRun(tmp_path, checkpoint=saved, schedule={"steps": 3}, output={"trajectories": True})
+    run.reward = Slow()
+    run.run()
+    assert early == [False] * 3
+    assert len(list((tmp_path / "checkpoints").glob("step-*"))) == 2
+
+
 def test_the_order_of_the_parts(tmp_path: Path) -> None:
     """The scaler sees the metrics of what is before them."""
 
@@ -820,7 +838,8 @@ def test_the_order_of_the_parts(tmp_path: Path) -> None:
         "RunEvaluations",
         "StepMetrics",
         "RestartCounts",
+        "StepSamples",
         "RunSaves",
         "ChangeEvents",
-        "StepFiles",
+        "StepTimeline",
     ]
