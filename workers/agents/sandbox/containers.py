@@ -39,6 +39,7 @@ class ContainerSettings:
     memory_mib: int = 2048
     network: bool = False
     variables: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables of its commands."""
     options: Sequence[str] = ()
     """Further options of the runtime's command `run`, or of Apptainer's `instance start`."""
 
@@ -84,9 +85,8 @@ class Docker:
     def keep(self, name: str, image: str, settings: ContainerSettings) -> list[str]:
         limits = [f"--cpus={settings.cpus:g}", f"--memory={settings.memory_mib}m", "--pids-limit=1024"]
         network = [] if settings.network else ["--network=none"]
-        variables = [f"--env={key}={value}" for key, value in settings.variables.items()]
         named = ["--rm", "--interactive", f"--name={name}", "--security-opt=no-new-privileges", *limits, *network]
-        return [self.program, "run", *named, *variables, *settings.options, "--entrypoint=sh", image, "-c", _WAIT]
+        return [self.program, "run", *named, *settings.options, "--entrypoint=sh", image, "-c", _WAIT]
 
     def execute(self, name: str, command: Sequence[str], variables: Mapping[str, str], user: str) -> list[str]:
         chosen = [f"--user={user}"] if user else []
@@ -102,16 +102,16 @@ class Docker:
 
 @dataclass(frozen=True)
 class Apptainer:
-    """Apptainer. Tested with a stand-in for its command line only."""
+    """Apptainer, without the capabilities that it leaves to root."""
 
     root: str = ""
 
     def keep(self, name: str, image: str, settings: ContainerSettings) -> list[str]:
         limits = [f"--cpus={settings.cpus:g}", f"--memory={settings.memory_mib}M"]
         network = [] if settings.network else ["--net", "--network=none"]
-        variables = [f"--env={key}={value}" for key, value in settings.variables.items()]
         source = image if "://" in image or Path(image).exists() else f"docker://{image}"
-        started = ["--containall", "--writable-tmpfs", *limits, *network, *variables, *settings.options, source, name]
+        isolated = ["--containall", "--no-privs", "--writable-tmpfs", *limits, *network]
+        started = [*isolated, *settings.options, source, name]
         script = (
             f'apptainer instance start "$@" >&2 && {_WAIT.replace("exec ", "")}; apptainer instance stop {name} >&2'
         )
@@ -120,8 +120,9 @@ class Apptainer:
     def execute(self, name: str, command: Sequence[str], variables: Mapping[str, str], user: str) -> list[str]:
         if user:
             raise ContainerError("Apptainer runs commands as the user who started it, and not as another one")
-        return ["apptainer", "exec", *(f"--env={key}={value}" for key, value in variables.items()),
-                f"instance://{name}", *command]  # fmt: skip
+        # Not `--env`, which reads a value with a comma and a = as two variables.
+        given = (f"{key}={value}" for key, value in variables.items())
+        return ["apptainer", "--silent", "exec", "--no-privs", f"instance://{name}", "env", *given, *command]
 
     def end(self, name: str) -> list[str]:
         return ["apptainer", "instance", "stop", name]
@@ -137,15 +138,17 @@ RUNTIMES: Mapping[str, Runtime] = {"docker": Docker("docker"), "podman": Docker(
 class RunningContainer:
     """A running container."""
 
-    def __init__(self, runtime: Runtime, name: str, keeper: asyncio.subprocess.Process) -> None:
-        self._runtime, self._name, self._keeper = runtime, name, keeper
+    def __init__(
+        self, runtime: Runtime, name: str, keeper: asyncio.subprocess.Process, variables: Mapping[str, str]
+    ) -> None:
+        self._runtime, self._name, self._keeper, self._variables = runtime, name, keeper, variables
 
     @classmethod
     async def start(cls, runtime: Runtime, image: str, settings: ContainerSettings) -> RunningContainer:
         """Start a container of an image. Raises ContainerError."""
         name = f"troupe-{uuid.uuid4().hex[:16]}"
         keeper = await _process(runtime.keep(name, image, settings), stdin=asyncio.subprocess.PIPE)
-        container = cls(runtime, name, keeper)
+        container = cls(runtime, name, keeper, settings.variables)
         try:
             lines = list[str]()
             while (line := await _line(keeper)) is not None:
@@ -168,7 +171,8 @@ class RunningContainer:
     ) -> CommandResult:
         """Run a command of bash, or of sh if the image has no bash. What it starts in the background continues. If its
         time is over, every process of the container is ended but the first."""
-        argv = self._runtime.execute(self._name, ["sh", "-c", _SHELL, "sh", command], variables or {}, user)
+        given = {**self._variables, **(variables or {})}
+        argv = self._runtime.execute(self._name, ["sh", "-c", _SHELL, "sh", command], given, user)
         process, output = await _process(argv, stdin=asyncio.subprocess.PIPE), _Output()
         try:
             async with asyncio.timeout(timeout_s):

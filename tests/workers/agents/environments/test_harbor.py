@@ -244,16 +244,16 @@ def test_a_container_ends_with_the_process_that_started_it(root: Path) -> None:
     raise AssertionError("the container runs on")
 
 
-SETTINGS = ContainerSettings(2, 512, False, {"A": "b"}, ("--gpus=all",))
+SETTINGS = ContainerSettings(2, 512, False, {"A": "b, c"}, ("--gpus=all",))
 
 
 def test_a_container_has_limits_and_no_network_unless_asked_for() -> None:
     docker = RUNTIMES["podman"].keep("name", "image:1", SETTINGS)
     assert docker[:2] == ["podman", "run"] and docker[docker.index("--entrypoint=sh") + 1] == "image:1"
-    assert {"--rm", "--network=none", "--cpus=2", "--memory=512m", "--env=A=b", "--gpus=all"} <= {*docker}
+    assert {"--rm", "--network=none", "--cpus=2", "--memory=512m", "--gpus=all"} <= {*docker}
     assert {"--pids-limit=1024", "--security-opt=no-new-privileges"} <= {*docker}
     apptainer = RUNTIMES["apptainer"].keep("name", "image:1", SETTINGS)
-    assert {"--containall", "--network=none", "--memory=512M", "docker://image:1"} <= {*apptainer}
+    assert {"--containall", "--no-privs", "--network=none", "--memory=512M", "docker://image:1"} <= {*apptainer}
     reached = ContainerSettings(network=True)
     assert not any("network" in word for name in RUNTIMES for word in RUNTIMES[name].keep("name", "image", reached))
     with pytest.raises(ContainerError, match="Apptainer runs commands as the user who started it"):
@@ -279,20 +279,20 @@ def test_the_network_is_open_if_both_sides_want_it(root: Path, asked: bool, says
 
 def test_apptainer_starts_an_instance_and_stops_it(root: Path) -> None:
     program = root / "bin" / "apptainer"
-    program.write_text(f'#!/bin/sh\necho "$@" >> {root}/asked\n[ "$1" = exec ] && shift 2 && exec "$@"\nexit 0\n')
+    program.write_text(f'#!/bin/sh\necho "$@" >> {root}/asked\n[ "$2" = exec ] && shift 4 && exec "$@"\nexit 0\n')
     program.chmod(0o755)
 
     async def run() -> tuple[str, int | None]:
         container = await RunningContainer.start(RUNTIMES["apptainer"], "image", SETTINGS)
-        result = await container.run("echo here; exit 2", 10)
+        result = await container.run("echo $A$D; exit 2", 10, variables={"D": "d"})
         await container.close()
         return result.output, result.exit_code
 
-    assert asyncio.run(run()) == ("here\n", 2)
+    assert asyncio.run(run()) == ("b, cd\n", 2)
     start, execute, stop = [
         line.split()
         for line in (root / "asked").read_text().splitlines()
-        if line.strip() and line.split()[0] in ("instance", "exec")
+        if line.startswith(("instance", "--silent exec"))
     ]
     assert start[:2] == ["instance", "start"] and stop == ["instance", "stop", start[-1]]
-    assert execute[:2] == ["exec", f"instance://{start[-1]}"]
+    assert execute[:4] == ["--silent", "exec", "--no-privs", f"instance://{start[-1]}"]
