@@ -1,7 +1,7 @@
 """A container by the command line of Docker, Podman or Apptainer: a separate machine for the commands of an episode.
 
-It has no network unless the task asks for one, and it ends with the process that started it: its first process waits
-for the end of its standard input.
+It has no network unless the task asks for one, and it ends with the process that started it: its keeper, which is not
+ended with that process's other descendants, waits for the end of its standard input.
 """
 
 from __future__ import annotations
@@ -9,12 +9,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
+import os
 import tarfile
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
+
+from troupe.workers.isolation.descendants import MARK
 
 _OUTPUT_BYTES = 64 * 1024
 """Bytes kept of the beginning of a command's output, and as many of its end."""
@@ -112,9 +115,9 @@ class Apptainer:
         source = image if "://" in image or Path(image).exists() else f"docker://{image}"
         isolated = ["--containall", "--no-privs", "--writable-tmpfs", *limits, *network]
         started = [*isolated, *settings.options, source, name]
-        script = (
-            f'apptainer instance start "$@" >&2 && {_WAIT.replace("exec ", "")}; apptainer instance stop {name} >&2'
-        )
+        # Nobody reads what it writes once it stops the instance: a write to the closed pipe would end it before.
+        stop = f"exec apptainer instance stop {name} >/dev/null 2>&1"
+        script = f'apptainer instance start "$@" >&2 && {_WAIT.replace("exec ", "")}; {stop}'
         return ["sh", "-c", script, "sh", *started]
 
     def execute(self, name: str, command: Sequence[str], variables: Mapping[str, str], user: str) -> list[str]:
@@ -147,7 +150,7 @@ class RunningContainer:
     async def start(cls, runtime: Runtime, image: str, settings: ContainerSettings) -> RunningContainer:
         """Start a container of an image. Raises ContainerError."""
         name = f"troupe-{uuid.uuid4().hex[:16]}"
-        keeper = await _process(runtime.keep(name, image, settings), stdin=asyncio.subprocess.PIPE)
+        keeper = await _process(runtime.keep(name, image, settings), stdin=asyncio.subprocess.PIPE, keeper=True)
         container = cls(runtime, name, keeper, settings.variables)
         try:
             lines = list[str]()
@@ -241,10 +244,16 @@ async def built(runtime: Runtime, tag: str, folder: Path, timeout_s: float) -> N
         _kill(process)
 
 
-async def _process(argv: Sequence[str], stdin: int = asyncio.subprocess.DEVNULL) -> asyncio.subprocess.Process:
+async def _process(
+    argv: Sequence[str], stdin: int = asyncio.subprocess.DEVNULL, *, keeper: bool = False
+) -> asyncio.subprocess.Process:
+    """Start a program; a keeper is found neither by the mark nor in the group of this process."""
     pipe, errors = asyncio.subprocess.PIPE, asyncio.subprocess.STDOUT
+    variables = {name: value for name, value in os.environ.items() if not (keeper and name == MARK)}
     try:
-        return await asyncio.create_subprocess_exec(*argv, stdin=stdin, stdout=pipe, stderr=errors)
+        return await asyncio.create_subprocess_exec(
+            *argv, stdin=stdin, stdout=pipe, stderr=errors, env=variables, start_new_session=keeper
+        )
     except FileNotFoundError:
         raise ContainerError(f"there is no program {argv[0]} on this machine") from None
 

@@ -18,6 +18,7 @@ import pytest
 from troupe.workers.agents.environments.harbor import Harbor, offered
 from troupe.workers.agents.sandbox.containers import RUNTIMES, ContainerError, ContainerSettings, RunningContainer
 from troupe.workers.contract.environments import Message, Observation, Row
+from troupe.workers.isolation.descendants import MARK, new_mark
 
 ISOLATED = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child"]
 pytestmark = pytest.mark.skipif(
@@ -230,13 +231,21 @@ def test_an_image_is_named_built_or_given(root: Path) -> None:
     assert "given" in ran[0] and build[2].removeprefix("--tag=") in ran[1]
 
 
-def test_a_container_ends_with_the_process_that_started_it(root: Path) -> None:
+@pytest.mark.parametrize("runtime", ["docker", "apptainer"])
+def test_a_container_ends_with_the_process_that_started_it(root: Path, runtime: str) -> None:
+    """Also if all its descendants are ended, as an episode's are."""
+    program = root / "bin" / "apptainer"
+    program.write_text(f'#!/bin/sh\n[ "$2" = stop ] && echo "Stopping $3" && touch {root}/ended\nexit 0\n')
+    program.chmod(0o755)
     script = (
         "import asyncio, os\nfrom troupe.workers.agents.sandbox.containers import *\n"
-        "async def main():\n    await RunningContainer.start(RUNTIMES['docker'], 'a', ContainerSettings())\n"
-        f"    os.kill(os.getpid(), {int(signal.SIGKILL)})\nasyncio.run(main())"
+        "from troupe.workers.isolation.descendants import MARK, end_marked\n"
+        f"async def main():\n    await RunningContainer.start(RUNTIMES['{runtime}'], 'a', ContainerSettings())\n"
+        f"    end_marked(os.environ[MARK])\n    os.killpg(0, {int(signal.SIGKILL)})\nasyncio.run(main())"
     )
-    assert subprocess.run([sys.executable, "-c", script]).returncode == -signal.SIGKILL
+    marked = {**os.environ, MARK: new_mark()}
+    ended = subprocess.run([sys.executable, "-c", script], env=marked, start_new_session=True)
+    assert ended.returncode == -signal.SIGKILL
     for _ in range(600):
         if (root / "ended").exists():
             return
