@@ -77,6 +77,9 @@ async def play(row: Row, client: AsyncOpenAI, request: str) -> dict[str, float]:
     policy = [trace for trace in episode.traces if trace.agent.config.client.base_url == endpoint.base_url]
     if len(policy) != 1:
         raise RuntimeError(f"the policy played {len(policy)} agents of the episode; their rewards are not told apart")
+    told = policy[0].info.get("nemo_gym", {})
+    if told.get("mask_sample"):
+        raise RuntimeError(f"NeMo Gym's server excludes the sample: {told.get('failure_reason')}")
     parts = {f"reward_{name}": one.value for name, one in policy[0].rewards.items() if one is not None}
     metrics = {name: value for name, value in policy[0].metrics.items() if value is not None}
     return {**metrics, **parts, "reward": policy[0].reward}

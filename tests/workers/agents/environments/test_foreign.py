@@ -317,7 +317,8 @@ def trace(**fields: Any) -> Any:
     """A trace of verifiers: the policy's, with a reward of two parts."""
     client = SimpleNamespace(base_url=fields.pop("url", "http://episode/v1"))
     rewards = {"right": SimpleNamespace(value=1.0), "short": SimpleNamespace(value=0.25), "unset": None}
-    known = {"ok": True, "errors": [], "reward": 1.25, "rewards": rewards, "metrics": {"turns": 2.0, "unset": None}}
+    known = {"info": {}, "ok": True, "errors": []}
+    known |= {"reward": 1.25, "rewards": rewards, "metrics": {"turns": 2.0, "unset": None}}
     return SimpleNamespace(agent=SimpleNamespace(config=SimpleNamespace(client=client)), **(known | fields))
 
 
@@ -375,6 +376,8 @@ def test_an_error_of_a_trace_is_no_reward(episode: Any) -> None:
         episode(trace(), errors=(error,))
     with pytest.raises(RuntimeError, match="not ok"):
         episode(trace(ok=False))
+    with pytest.raises(RuntimeError, match="excludes the sample: no judge"):
+        episode(trace(info={"nemo_gym": {"mask_sample": True, "failure_reason": "no judge"}}))
     assert episode(trace(errors=[error]))["reward"] == 1.25, "an attempt that was repeated"
     for traces in ((), (trace(), trace())):
         with pytest.raises(RuntimeError, match="the policy played"):
