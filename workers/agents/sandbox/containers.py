@@ -112,7 +112,10 @@ class Apptainer:
     def keep(self, name: str, image: str, settings: ContainerSettings) -> list[str]:
         limits = [f"--cpus={settings.cpus:g}", f"--memory={settings.memory_mib}M"]
         network = [] if settings.network else ["--net", "--network=none"]
-        source = image if "://" in image or Path(image).exists() else f"docker://{image}"
+        is_local = "://" in image or Path(image).exists()
+        if not is_local and (image.endswith(".sif") or image.startswith(("/", "."))):
+            raise ContainerError(f"{image}: no such image on this machine")
+        source = image if is_local else f"docker://{image}"
         isolated = ["--containall", "--no-privs", "--writable-tmpfs", *limits, *network]
         started = [*isolated, *settings.options, source, name]
         # Nobody reads what it writes once it stops the instance: a write to the closed pipe would end it before.

@@ -265,6 +265,9 @@ def test_a_container_has_limits_and_no_network_unless_asked_for() -> None:
     assert {"--containall", "--no-privs", "--network=none", "--memory=512M", "docker://image:1"} <= {*apptainer}
     reached = ContainerSettings(network=True)
     assert not any("network" in word for name in RUNTIMES for word in RUNTIMES[name].keep("name", "image", reached))
+    for missing in ("/images/none", "./none", "images/none.sif"):
+        with pytest.raises(ContainerError, match=f"{missing}: no such image on this machine"):
+            RUNTIMES["apptainer"].keep("name", missing, SETTINGS)
     with pytest.raises(ContainerError, match="Apptainer runs commands as the user who started it"):
         RUNTIMES["apptainer"].execute("name", ["true"], {}, "agent")
     with pytest.raises(ContainerError, match="builds no Dockerfile"):
