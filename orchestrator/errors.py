@@ -101,6 +101,11 @@ class StopRequested(TroupeError):
     """The user asked the run to stop."""
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text that says something, or the kind of the error."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """`did you mean 'X'?` for the nearest known word, or empty if none is near."""
     near = nearest_word(word, known)

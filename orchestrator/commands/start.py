@@ -106,8 +106,8 @@ def init(
     values = None if args is None else read_mapping(args, "{taskset: glossary}")
     if wrong := next((one for one in column if not all(one.partition("="))), None):
         exit_with(f"error: --column: expected FIELD=COLUMN, got {wrong!r}", USER_ERROR)
-    columns = dict(one.split("=", 1) for one in column) or None
-    if columns is not None and len(columns) < len(column):
+    columns = dict(one.split("=", 1) for one in column)
+    if len(columns) < len(column):
         exit_with("error: --column: a field is named twice", USER_ERROR)
     flags = InitFlags(
         model, data, algorithm, gpus, gpu_type, name, steps, max_tokens, environment, values, columns or None

@@ -32,7 +32,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import logging as hub_logging
 from huggingface_hub.utils import tqdm
 
-from troupe.orchestrator.errors import TroupeError
+from troupe.orchestrator.errors import TroupeError, first_line
 
 hub_logging.disable_propagation()  # it prints its messages itself
 
@@ -174,11 +174,11 @@ def _reported(repo: Repo, revision: str | None) -> Iterator[None]:
     except HfHubHTTPError as error:
         raise HubError(_refused(repo, error)) from None
     except HFValidationError as error:
-        raise HubError(f"{repo.name} is not a name on the hub: {_first_line(error)}") from None
+        raise HubError(f"{repo.name} is not a name on the hub: {first_line(error)}") from None
     except (RevisionResolutionError, LocalEntryNotFoundError, OfflineModeIsEnabled, httpx2.TransportError) as error:
         raise HubError(_unreachable(repo, error)) from None
     except OSError as error:
-        raise HubError(f"{repo.name}: the download failed: {_first_line(error)}") from None
+        raise HubError(f"{repo.name}: the download failed: {first_line(error)}") from None
 
 
 def _not_found(repo: Repo, status: int) -> str:
@@ -206,13 +206,9 @@ def _unreachable(repo: Repo, error: Exception) -> str:
         why = "HF_HUB_OFFLINE is set: unset it for the download, or copy the files"
     else:
         why = (
-            f"{constants.ENDPOINT} cannot be reached ({_first_line(cause)}): check the network, HF_ENDPOINT and proxies"
+            f"{constants.ENDPOINT} cannot be reached ({first_line(cause)}): check the network, HF_ENDPOINT and proxies"
         )
     return f"{repo.name} {here} ({constants.HF_HUB_CACHE}), and {why}"
-
-
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def _bar(progress: Progress | None) -> type[tqdm]:

@@ -20,7 +20,7 @@ from typing import Any
 
 import yaml
 
-from troupe.orchestrator.errors import TroupeError, UsageError
+from troupe.orchestrator.errors import TroupeError, UsageError, first_line
 from troupe.orchestrator.platforms.job_files import copy_folder
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.chain import ChainDocument
@@ -161,7 +161,7 @@ class JobServer:
         except (OSError, RuntimeError, ValueError, RayError) as error:
             if isinstance(error, TroupeError):
                 raise
-            raise TroupeError(f"--address {self._address}: {_first_line(error)}") from error
+            raise TroupeError(f"--address {self._address}: {first_line(error)}") from error
 
 
 def _check_requirements(file: Path) -> None:
@@ -183,7 +183,7 @@ def _check_requirements(file: Path) -> None:
 def _state(job: Any) -> JobState:
     started, ended = (job.start_time or 0) / 1000, (job.end_time or 0) / 1000
     seconds = (ended or time.time()) - started if started else 0.0
-    message = "" if job.status.value == "RUNNING" else _first_line(RuntimeError(job.message or ""))
+    message = "" if job.status.value == "RUNNING" else (job.message or "").partition("\n")[0].strip()
     return JobState(job.submission_id, (job.metadata or {}).get(_NAME, ""), job.status.value, seconds, message)
 
 
@@ -240,7 +240,3 @@ def _final_status(client: Any, job: str) -> Any:
         if status.is_terminal() or time.monotonic() > deadline:
             return status
         time.sleep(_POLL_S)
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), "")

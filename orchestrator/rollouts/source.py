@@ -302,9 +302,10 @@ class RolloutSource(BatchSource):
 
         async def score(scorer: _BatchScorer) -> Scores:
             own = [one for one in groups if scorer.sources is None or settings[one.row].source in scorer.sources]
-            lengths = [length for group in own for length in row_lengths(group.summary)]
-            plans = plan_rows(lengths, scorer.group)
-            return await scorer.score(plans, *(group.rollouts for group in own), timeout_s=timeout_s) if own else []
+            if not own:
+                return []
+            plans = plan_rows([length for group in own for length in row_lengths(group.summary)], scorer.group)
+            return await scorer.score(plans, *(group.rollouts for group in own), timeout_s=timeout_s)
 
         scored = await gather_all(score(scorer) for scorer in self._batch_scorers)
         unscored = {

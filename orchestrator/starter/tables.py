@@ -25,9 +25,8 @@ _ROWS = 1000
 """Rows that are looked at."""
 _NO_SPLIT = f"the data have no split called {', '.join(HELD_OUT[:-1])} or {HELD_OUT[-1]}"
 _FORMS = (
-    "a .jsonl, .json, .csv, .tsv or .parquet file, a pattern of files, such a file in an object store (s3://...), a "
-    "folder of the `datasets` library, a name on "
-    f"the Hugging Face hub (org/name or org/name:subset), or {GYM}TASK"
+    "a .jsonl, .json, .csv, .tsv or .parquet file, a pattern of files, a URL of either in an object store (s3://...), "
+    f"a folder of the `datasets` library, a name on the Hugging Face hub (org/name or org/name:subset), or {GYM}TASK"
 )
 
 Section = dict[str, Any]

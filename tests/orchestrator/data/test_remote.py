@@ -32,7 +32,6 @@ def server() -> Iterator[tuple[str, Callable[[Faults], None]]]:
 def store(server: tuple[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, Any]]:
     """URL of a new folder without its options, and what writes a file of rows there."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    remote._copies.cache_clear()
     files, bucket = fs.FileSystem.from_uri(
         f"s3://{tmp_path.name.replace('_', '-')}?{server[0]}&allow_bucket_creation=true"
     )
@@ -47,8 +46,7 @@ def store(server: tuple[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def prompts(url: str) -> list[str]:
-    """The prompts that a run reads, in a process of its own."""
-    remote._copies.cache_clear()
+    """The prompts that a run reads."""
     source = TypeAdapter[Any](DataSource).validate_python({"kind": "jsonl", "path": url})
     found = load_pool(source).table.column("messages").to_pylist()
     return [json.loads(one)[0]["content"] if isinstance(one, str) else one[0]["content"] for one in found]
@@ -100,7 +98,6 @@ def test_init_reads_a_url_and_finds_the_held_out_part_beside_it(store: tuple[str
     table, held_out, why = find_tables(url.format("train.jsonl"))
     assert table.section == {"kind": "jsonl", "path": url.format("train.jsonl")} and len(table.rows) == 3
     assert held_out is None and why.startswith("no file beside train.jsonl is")
-    remote._copies.cache_clear()
     write("test.jsonl", "d")
     _, held_out, _ = find_tables(url.format("train.jsonl"))
     assert held_out is not None and held_out.section["path"] == url.format("test.jsonl")

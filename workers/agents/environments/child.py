@@ -48,6 +48,7 @@ def main(control: str, owner_pipe: str) -> None:
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
         threads = [thread.name for thread in threading.enumerate() if thread is not threading.current_thread()]
         parent.sendall(json.dumps({"ready": True, "pid": os.getpid(), "threads": threads}).encode() + b"\n")
+        loading = os.getpid()
         while True:
             data, descriptors, _, _ = socket.recv_fds(parent, 1, 2)
             if not data:
@@ -59,6 +60,7 @@ def main(control: str, owner_pipe: str) -> None:
                 for standard in (1, 2):
                     os.dup2(descriptors[1], standard)
                 os.close(descriptors[1])
+                end_with_parent(loading)
                 _become_episode_process(requests, create, order["memory_limit_mib"])
             requests.close()
             os.close(descriptors[1])
@@ -81,7 +83,6 @@ def _become_episode_process(
     code, exhausted = 1, {"failure": f"out of memory (limit {memory_limit_mib} MiB)", "last": True}
     last = json.dumps(exhausted).encode() + b"\n"
     try:
-        end_with_parent(os.getppid())  # the loading process
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.setsid()  # processes that user code starts end with this group
         os.environ[MARK] += f".{os.getpid()}"  # identifies processes that leave the group
