@@ -16,7 +16,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Literal
 
-from troupe.orchestrator.cluster.proc import stat_fields
 from troupe.workers.telemetry.stacks import LARGEST, SIGNAL, stack_file
 
 Origin = Literal["user", "troupe", "library"]
@@ -30,7 +29,6 @@ _READ = 2**17
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<function>.*)')
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x[0-9a-f]+")
 _LONGEST_SOURCE = 120
-_STOPPED, _RUNS = ["T"], ["R"]
 _LOOKS, _BETWEEN_S = 5, 0.01
 """Number of looks at a process, and seconds between them: most that run at one moment only answer something."""
 _SPY_S = 1.0
@@ -158,22 +156,41 @@ def _frame(file: str, line: int, function: str) -> Frame:
 
 def _handles(pid: int) -> bool:
     """Whether a process has a handler for the signal and does not block it."""
-    status = Path(f"/proc/{pid}/status").read_bytes().decode(errors="replace")
-    masks = dict(line.split(":\t", 1) for line in status.splitlines() if line.startswith(("SigCgt", "SigBlk")))
+    status = _status(f"/proc/{pid}")
     bit = 1 << (SIGNAL - 1)
-    return bool(int(masks["SigCgt"], 16) & bit) and not int(masks["SigBlk"], 16) & bit
+    return bool(int(status["SigCgt"], 16) & bit) and not int(status["SigBlk"], 16) & bit
 
 
 def _keeps_its_frames(pid: int) -> bool:
     """Whether a process soon has a single thread, or none that runs, and no stopped one."""
     for _ in range(_LOOKS):
-        states = [stat_fields(int(thread))[:1] for thread in os.listdir(f"/proc/{pid}/task")]
-        if _STOPPED in states:
+        before, after = _threads(pid), _threads(pid)
+        states = {state for state, _ in after.values()}
+        if "T" in states:
             return False
-        if len(states) == 1 or _RUNS not in states:
+        if len(after) == 1 or ("R" not in states and before == after):
             return True
         time.sleep(_BETWEEN_S)
     return False
+
+
+def _threads(pid: int) -> dict[str, tuple[str, str]]:
+    """State of each thread of a process, and how often it has gone to sleep.
+
+    Threads are read one after the other, and two that hand the interpreter lock to each other can each be seen asleep
+    while the other one runs; if they slept equally often in two readings, there was a moment when both slept.
+    """
+    found = {}
+    for thread in os.listdir(f"/proc/{pid}/task"):
+        status = _status(f"/proc/{pid}/task/{thread}")
+        found[thread] = (status["State"][:1], status["voluntary_ctxt_switches"])
+    return found
+
+
+def _status(folder: str) -> dict[str, str]:
+    """Fields of the status of a process or thread in `/proc`."""
+    text = Path(folder, "status").read_bytes().decode(errors="replace")
+    return dict(line.split(":\t", 1) for line in text.splitlines() if ":\t" in line)
 
 
 def _size(path: Path) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -16,6 +17,7 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.processes import suspend, wait_for_state
+from troupe.orchestrator.cluster import stack_dumps
 from troupe.orchestrator.cluster.inspection import InspectRequest, inspect_node
 from troupe.orchestrator.cluster.stack_dumps import (
     parse_stacks,
@@ -26,6 +28,7 @@ from troupe.orchestrator.cluster.stack_dumps import (
 from troupe.workers.telemetry.stacks import LARGEST, VARIABLE, stack_file
 
 INSTALL = "from troupe.workers.telemetry.stacks import write_stacks_on_signal; write_stacks_on_signal()\n"
+BESIDE = "def beside():\n    time.sleep(60)\nthreading.Thread(target=beside, daemon=True).start()\n"
 WAIT_S = 60.0
 
 
@@ -100,9 +103,7 @@ def test_a_process_without_the_handler_is_not_signalled(tmp_path: Path) -> None:
 
 def test_a_stopped_process_is_not_signalled(tmp_path: Path) -> None:
     """The signal would wait until it continues, when the handler could crash it."""
-    code = f"import threading, time\n{INSTALL}def beside():\n    time.sleep(60)\n"
-    code += "threading.Thread(target=beside, daemon=True).start()\nREADY\ntime.sleep(60)\n"
-    with python(tmp_path, code) as pid:
+    with python(tmp_path, f"import threading, time\n{INSTALL}{BESIDE}READY\ntime.sleep(60)\n") as pid:
         assert stacks_of(tmp_path, pid) == ["beside", "<module>"]
         suspend(psutil.Process(pid))
         assert request_stacks(tmp_path / "stacks", [pid]) == {}
@@ -121,6 +122,20 @@ def test_a_process_whose_threads_may_change_their_frames_is_not_signalled(tmp_pa
         assert asked == [{}] * 20
         found = seen_from_outside(pid)
         assert found in ([], ["beside"] * threads + ["<module>"])
+
+
+def test_threads_that_ran_between_two_looks_are_not_taken_for_sleeping(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each was seen asleep while the other one ran."""
+    real = stack_dumps._status
+    slept = itertools.count()
+    with python(tmp_path, f"import threading, time\n{INSTALL}{BESIDE}READY\ntime.sleep(60)\n") as pid:
+        handing_over = lambda path: real(path) | {"voluntary_ctxt_switches": str(next(slept))}  # noqa: E731
+        monkeypatch.setattr(stack_dumps, "_status", handing_over)
+        assert request_stacks(tmp_path / "stacks", [pid]) == {}
+        monkeypatch.setattr(stack_dumps, "_status", real)
+        assert list(request_stacks(tmp_path / "stacks", [pid])) == [pid]
 
 
 def test_a_file_is_emptied_before_it_grows_too_large(tmp_path: Path) -> None:
