@@ -7,8 +7,10 @@ import json
 import math
 import os
 import secrets
+import shutil
 import signal
 import sys
+import tempfile
 from collections import defaultdict
 from collections.abc import Generator, Mapping
 from functools import cache
@@ -61,9 +63,15 @@ settings.load_profile("untimed")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Create Ray's token. Ray creates one at its first start, and two clusters that start at once would create two."""
+    """Create a folder for what the tests leave, and Ray's token, before the processes that share them start."""
+    if hasattr(config, "workerinput"):
+        return
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # `tmp_path` stays, to look at afterwards
+    folder = tempfile.mkdtemp(prefix="tests-")  # processes that a test kills remove nothing
+    os.environ["TMPDIR"], tempfile.tempdir = folder, None
+    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
     token = Path.home() / ".ray" / "auth_token"
-    if not hasattr(config, "workerinput") and not token.exists():
+    if not token.exists():  # Ray creates one at its first start, and two clusters that start at once would create two
         token.parent.mkdir(exist_ok=True)
         token.touch(mode=0o600)
         token.write_text(secrets.token_hex(32))
