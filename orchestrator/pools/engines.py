@@ -176,9 +176,10 @@ class EnginePool(ReplicaPool[Engine]):
             return  # whoever suspects it probes it, but a transfer does not go on before it knows
         self._set_state(engine, EngineState.SUSPECT)
         logger.warning("%s; probing the engine", error)
+        was_transferring = self.weights.lock.locked()
         failed = await self._probe(engine)
-        transferring = self.weights.lock.locked() and not in_transfer
-        if transferring and failed is not None and not isinstance(failed, WorkerDied):
+        transferring = was_transferring or self.weights.lock.locked()
+        if transferring and not in_transfer and failed is not None and not isinstance(failed, WorkerDied):
             async with self.weights.lock:
                 failed = await self._probe(engine)
         if failed is not None:

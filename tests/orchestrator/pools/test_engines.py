@@ -251,25 +251,38 @@ async def test_an_engine_that_dies_during_a_transfer_is_lost_at_once() -> None:
 class _ClosedEngine(FakeEngine):
     """An engine that an update has closed, until the next one opens it."""
 
-    closed = True
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.closed = True
+        self.asked, self.answers = asyncio.Event(), asyncio.Event()
 
     async def health(self) -> WorkerHealth:
-        if self.closed:
+        closed = self.closed
+        self.asked.set()
+        await self.answers.wait()
+        if closed:
             raise WorkerRaised(self.name, "health", "rollout-0 is closed: a weight update failed")
         return await super().health()
 
 
+@pytest.mark.parametrize("answers_during_the_transfer", [True, False])
 @pytest.mark.parametrize("opened", [True, False])
-async def test_an_engine_that_a_transfer_has_closed_is_lost_only_if_the_transfer_does_not_open_it(opened: bool) -> None:
+async def test_an_engine_that_a_transfer_has_closed_is_lost_only_if_the_transfer_does_not_open_it(
+    opened: bool, answers_during_the_transfer: bool
+) -> None:
     fake = _ClosedEngine("rollout-0")
     engine = Engine(FaultyWorker("rollout-0", fake), "host")
     pool = EnginePool([engine], _engine, pool_spec(restarts=0), PoolWeights())
     await pool.weights.lock.acquire()
     reported = asyncio.create_task(pool.report_failure(engine, WorkerRaised("rollout-0", "generate", "closed")))
-    await asyncio.sleep(0.01)
+    await fake.asked.wait()
+    if answers_during_the_transfer:
+        fake.answers.set()
+        await asyncio.sleep(0.01)
     assert engine in pool.workers
     fake.closed = not opened
     pool.weights.lock.release()
+    fake.answers.set()
     await reported
     assert (engine in pool.workers) is opened
 
