@@ -156,6 +156,10 @@ _START = {
 }
 _TRAIN = {
     "run": Entry("train:run", "Train: start or join Ray, place the workers and run every step."),
+    "sweep": Entry(
+        "sweep:sweep",
+        "Train a spec with other values and several seeds, and say which setting is best, with intervals.",
+    ),
     "eval": Entry("train:evaluate", "Evaluate a model on the spec's held-out data and print the metrics."),
     "bench": Entry(
         "bench:bench",

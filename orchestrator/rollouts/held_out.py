@@ -272,6 +272,11 @@ def estimates(terms: Mapping[str, _Terms], samples: int) -> dict[str, MeanEstima
     return {name: _estimate(term, samples, share=name != REWARD) for name, term in terms.items()}
 
 
+def mean_estimate(values: Sequence[float]) -> MeanEstimate:
+    """The mean of independent values, at least one, with its interval by Student's t; `prompts` is their number."""
+    return _estimate(_Terms(list(values), [1.0] * len(values)), 1, share=False)
+
+
 def _estimate(term: _Terms, samples: int, *, share: bool) -> MeanEstimate:
     """A ratio of sums over n prompts with its interval; `share`: the ratio is one of a whole, within 0 and 1.
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 
+from troupe.orchestrator.runs.children import describe, start_child
 from troupe.orchestrator.signals import HANDLED, SIGNALS_S, STOPPED, ignored
-from troupe.workers.isolation.descendants import end_with_parent
 
 DONE, USAGE = 0, 2
 FINAL = frozenset({DONE, USAGE, STOPPED})
@@ -51,18 +49,9 @@ def supervise(
         arguments = [*command, *["--resume"] * ("--resume" not in command)]
 
 
-def describe(code: int) -> str:
-    """End of a process as text: `ended with exit code 1`, `was killed by SIGKILL`."""
-    if code >= 0:
-        return f"ended with exit code {code}"
-    return f"was killed by {signal.Signals(-code).name}"
-
-
 def _run(command: Sequence[str]) -> tuple[int, bool]:
-    """Runs one process to its end; its exit code (negative: the signal that killed it), and whether we were stopped.
-    The process has a separate group: a signal from the terminal reaches only this process, which passes it on once."""
-    saving = partial(end_with_parent, os.getpid(), signal.SIGTERM)  # the run saves if this supervisor is killed
-    process = subprocess.Popen(command, env=os.environ.copy(), process_group=0, preexec_fn=saving)
+    """Runs one process to its end; its exit code (negative: the signal that killed it), and whether we were stopped."""
+    process = start_child(command)
     with _forwarding(process) as stopped:
         while True:
             with suppress(subprocess.TimeoutExpired):  # a signal that came just before a wait does not interrupt it

@@ -42,29 +42,33 @@ class Point:
 
     @property
     def label(self) -> str:
-        """The settings as text, with the fields' last names."""
-        return ", ".join(f"{field.rpartition('.')[2]} {_text(value)}" for field, value in self.settings.items())
+        return settings_label(self.settings)
 
     @property
     def lines(self) -> tuple[str, ...]:
         """The settings as lines for a spec: `roles.rollout.workers: 2`."""
-        return tuple(f"{field}: {_text(value)}" for field, value in self.settings.items())
+        return tuple(f"{field}: {value_text(value)}" for field, value in self.settings.items())
 
     @property
     def workers(self) -> int:
         return self.spec.roles.rollout.workers
 
 
-def parse_sweep(text: str) -> Sweep:
-    """Parse `roles.rollout.workers=1,2,4`. Raises SpecError."""
+def settings_label(settings: Mapping[str, Any]) -> str:
+    """Fields and their values as text, with the fields' last names."""
+    return ", ".join(f"{field.rpartition('.')[2]} {value_text(value)}" for field, value in settings.items())
+
+
+def parse_sweep(text: str, option: str = SWEEP) -> Sweep:
+    """Parse `roles.rollout.workers=1,2,4`, the value of a command line's option. Raises SpecError."""
     field, equals, values = text.partition("=")
     field = field.strip()
     if not equals or not field or not values.strip():
-        raise SpecError([Problem(Place(SWEEP), "", f"expected FIELD=VALUE,VALUE,..., got {text[:60]!r}")])
+        raise SpecError([Problem(Place(option), "", f"expected FIELD=VALUE,VALUE,..., got {text[:60]!r}")])
     try:
-        found = yaml_reader.parse(f"[{values}]", SWEEP).data
+        found = yaml_reader.parse(f"[{values}]", option).data
     except SpecError as error:
-        raise SpecError([replace(problem, place=Place(SWEEP), path=field) for problem in error.problems]) from None
+        raise SpecError([replace(problem, place=Place(option), path=field) for problem in error.problems]) from None
     return Sweep(field, tuple(found))
 
 
@@ -103,7 +107,7 @@ def engine_key(spec: RolloutSpec) -> str:
     role = spec.roles.rollout.model_dump(mode="json", exclude=set(live_names(spec.roles.rollout)))
     config = rollout_config(spec).model_dump(mode="json", exclude={"sampling"})
     environments = {name: one.model_dump(mode="json") for name, one in spec.roles.environments().items()}
-    return _text([role, config, environments, spec.sampling.truncates])
+    return value_text([role, config, environments, spec.sampling.truncates])
 
 
 def launch_spec(points: Sequence[Point]) -> RolloutSpec:
@@ -122,7 +126,7 @@ def measured_spec(spec: RolloutSpec, batches: int, failures: Mapping[str, Any] |
 
 def _point(load: Callable[[list[str]], RunSpec], settings: dict[str, Any], prompts: int | None) -> Point:
     try:
-        spec = load([f"{field}={_text(value)}" for field, value in settings.items()])
+        spec = load([f"{field}={value_text(value)}" for field, value in settings.items()])
     except SpecError as error:
         raise SpecError([_swept(problem, settings) for problem in error.problems]) from None
     if spec.rollouts is None:
@@ -145,7 +149,7 @@ def _matters(field: str, points: Sequence[Point]) -> bool:
     seen: dict[str, set[str]] = {}
     for point in points:
         others = {name: value for name, value in point.settings.items() if name != field}
-        seen.setdefault(_text(others), set()).add(_rollouts(point.spec))
+        seen.setdefault(value_text(others), set()).add(_rollouts(point.spec))
     return any(len(found) > 1 for found in seen.values())
 
 
@@ -159,9 +163,9 @@ def _rollouts(spec: RolloutSpec) -> str:
         [source.model_dump(mode="json") for source in spec.data.train_sources().values()],
         spec.seed,
     ]
-    return _text(parts)
+    return value_text(parts)
 
 
-def _text(value: Any) -> str:
+def value_text(value: Any) -> str:
     """A value as YAML on one line."""
     return value if isinstance(value, str) and value.isidentifier() else json.dumps(value)

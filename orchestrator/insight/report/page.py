@@ -14,8 +14,8 @@ from jinja2 import Environment, StrictUndefined, select_autoescape
 from troupe.workers.contract.text import valid_text
 
 SCRIPTS = (
-    *("dom.js", "colors.js", "ticks.js", "chart.js", "runs.js", "verdicts.js", "evaluations.js", "curves.js"),
-    *("tokens.js", "list.js", "samples.js", "tables.js", "main.js"),
+    *("dom.js", "colors.js", "ticks.js", "chart.js", "runs.js", "sweep.js", "verdicts.js", "evaluations.js"),
+    *("curves.js", "tokens.js", "list.js", "samples.js", "tables.js", "main.js"),
 )
 """Code of the report, in the order in which it is joined."""
 _ASSETS = files("troupe.orchestrator.insight.report") / "assets"

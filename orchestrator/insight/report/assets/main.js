@@ -34,7 +34,7 @@ const app = {
   },
 };
 
-const PARTS = { runs: runSection, overview: overviewSection, verdicts: verdictSection, evaluation: evaluationSection, curves: curveSection, timeline: timelineSection, samples: sampleSection, ledger: ledgerSection, weights: weightSection, memory: memorySection, events: eventSection, spec: specSection };
+const PARTS = { sweep: sweepSection, runs: runSection, overview: overviewSection, verdicts: verdictSection, evaluation: evaluationSection, curves: curveSection, timeline: timelineSection, samples: sampleSection, ledger: ledgerSection, weights: weightSection, memory: memorySection, events: eventSection, spec: specSection };
 
 function header() {
   const { runs, live, generated } = app.data;
