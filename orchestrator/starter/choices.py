@@ -12,14 +12,19 @@ from troupe.orchestrator.algorithms.table import ALGORITHMS, TAUGHT
 from troupe.orchestrator.errors import UsageError, nearest
 from troupe.orchestrator.spec.checks.shared import IMPORTED
 from troupe.workers.contract.environments import ENVIRONMENTS, HARBOR_TURNS
-from troupe.workers.contract.rewards import ENVIRONMENT_REWARD
+from troupe.workers.contract.rewards import ENVIRONMENT_REWARD, JUDGE_REWARD
 
 GYM = "reasoning_gym:"
 """Begins the name of generated tasks."""
 TURNS = 4
 """Most turns of the policy in an episode."""
+LONG_TURNS = ("agent", "harbor", "verifiers")
+"""Environments whose turns are commands or programs with the thought before them."""
 _SLOW = {"turn_timeout_s": 200.0, "episode_timeout_s": 500.0, "memory_limit_mib": 8192, "episodes": 8}
 """Bounds of environments that start programs for an episode."""
+_TURN_S = 90.0
+"""Longest answer of a model behind an endpoint: longer than the time that the environment gives it."""
+_RUBRIC = "Rate how much of what the user wanted the assistant has done, and whether all that it said is true."
 _EPISODES = 64
 """Episodes under way in one worker."""
 
@@ -39,7 +44,7 @@ class Choices:
     name: str = "my-run"
     steps: int = 100
     max_tokens: int = 0
-    """Longest response, or turn of an episode; 0: 64 on the CPU, on GPUs 1024 or 512."""
+    """Longest response, or turn of an episode; 0: 64 on the CPU or 256, on GPUs 1024 or 512."""
     environment: str = ""
     """A built-in environment or `package.module:Class`; empty if a sample is one response."""
     environment_args: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -138,10 +143,25 @@ def own_tasks(environment: str | None) -> tuple[str, ...]:
 
 def reward_of(choices: Choices, data: Data) -> dict[str, Any]:
     """The reward function of the role `reward`, with its arguments."""
+    args = choices.environment_args
+    if choices.environment == "user_simulator" and "environment" not in args:  # nothing else gives rewards
+        if "endpoint" not in args:
+            raise UsageError(
+                "--args: name the user's model, as in '{endpoint: {url: http://localhost:8000/v1, model: M}}'"
+            )
+        asked = {"rubric": _RUBRIC, "endpoint": args["endpoint"]}
+        return {"name": JUDGE_REWARD, "timeout_s": _TURN_S, "args": asked, **_key(args)}
     if choices.environment not in ("", "single_turn"):
         return {"name": ENVIRONMENT_REWARD}
     reward = data.reward or Earned("")
     return {"name": reward.function, **reward.given}
+
+
+def _key(args: Mapping[str, Any]) -> dict[str, list[str]]:
+    """The variable with the key of an environment's endpoint, as a field, unless there is none."""
+    endpoint = args.get("endpoint")
+    variable = endpoint.get("api_key_variable") if isinstance(endpoint, Mapping) else None
+    return {"env": [str(variable)]} if variable else {}
 
 
 def environment_section(choices: Choices, data: Data) -> dict[str, Any]:
@@ -151,6 +171,7 @@ def environment_section(choices: Choices, data: Data) -> dict[str, Any]:
         "retry": {"args": {**scored, "attempts": 2}},
         "harbor": {"tool_parser": "hermes", **_SLOW, "max_turns": HARBOR_TURNS},
         "verifiers": {"tool_parser": "hermes", **_SLOW},
+        "user_simulator": {"turn_timeout_s": _TURN_S, **_key(choices.environment_args)},
         "tools": {"args": {"tools": ["calculator"], **scored}, "tool_parser": "hermes"},
     }
     workers = max(1, min(8, choices.cpus // 8))

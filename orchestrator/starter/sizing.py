@@ -21,7 +21,7 @@ from troupe.orchestrator.spec.checks.models import ATTENTION, has_experts, has_l
 from troupe.orchestrator.spec.errors import Place, Source, SpecError
 from troupe.orchestrator.spec.load import plan_runs
 from troupe.orchestrator.spec.yaml_reader import Document
-from troupe.orchestrator.starter.choices import TURNS, Choices, Data, environment_section, reward_of
+from troupe.orchestrator.starter.choices import LONG_TURNS, TURNS, Choices, Data, environment_section, reward_of
 from troupe.workers.contract.config import ModelConfig
 
 _SMALL, _TINY = 500_000_000, 200_000_000
@@ -175,8 +175,10 @@ def longest(choices: Choices, data: Data) -> int:
 
 def response_tokens(choices: Choices) -> int:
     """Longest response, or turn of an episode, that is sampled."""
-    if choices.max_tokens or not choices.gpus:
-        return choices.max_tokens or 64
+    if choices.max_tokens:
+        return choices.max_tokens
+    if not choices.gpus:
+        return 256 if choices.environment in LONG_TURNS else 64
     return 512 if choices.environment else 1024
 
 

@@ -550,7 +550,7 @@ class EnvironmentConfig(EpisodeConfig):
 
     name: Annotated[str, EVALUATED] = Field(min_length=1)
     """A built-in environment (agent, guess_number, gymnasium, harbor, openenv, retry, single_turn, textarena,
-    tools, verifiers) or `package.module:Class`."""
+    tools, user_simulator, verifiers) or `package.module:Class`."""
     args: Annotated[dict[str, Any], EVALUATED] = Field(default_factory=dict)
     """Keyword arguments of the class."""
     python: Annotated[str | None, NOT_EVALUATED, Consequences(path="path")] = Field(default=None, min_length=1)

@@ -21,6 +21,9 @@ CALL_MARKERS = (
 TOOLS, CALLS, RESULTS = "tools", "tool calls in the history", "tool messages (the results of calls)"
 """What a chat template can leave out without an error (`troupe.workers.data.template_forms`)."""
 
+ASSISTANT, USER = "assistant", "user"
+"""The players of the environment user_simulator, and the roles of their messages."""
+
 HARBOR_TURNS = 20
 """Turns of the environment harbor before a task's tests run, unless its arguments say another number."""
 
@@ -54,6 +57,7 @@ ENVIRONMENTS: Mapping[str, BuiltIn] = {
     "single_turn": BuiltIn("basic:SingleTurn", reads_answer=True),
     "textarena": BuiltIn("textarena:TextArena", needs_arguments=True, tasks=("seed",), has_players=True),
     "tools": BuiltIn("tools:Tools", reads_answer=True, offers_tools=True),
+    "user_simulator": BuiltIn("user_simulator:UserSimulator", needs_arguments=True, has_players=True),
     "verifiers": BuiltIn("verifiers:Verifiers", needs_arguments=True, tasks=("index", "task"), runs_agent=True),
 }
 """The built-in environments by name."""

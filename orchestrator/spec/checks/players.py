@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from troupe.orchestrator.algorithms import section as algorithms
 from troupe.orchestrator.errors import Finding
 from troupe.orchestrator.spec.derived.sampling import group_settings, held_out_sets, reward_functions
 from troupe.orchestrator.spec.rollout import RolloutSpec
-from troupe.workers.contract.environments import ENVIRONMENTS
+from troupe.workers.contract.config import JUDGE, POLICY
+from troupe.workers.contract.environments import ASSISTANT, ENVIRONMENTS, USER
 from troupe.workers.contract.rewards import JUDGE_REWARD
 
 
 def player_problems(spec: RolloutSpec) -> Iterator[Finding]:
     """Environments with `players` that have none, groups that they do not divide, and what cannot tell them apart."""
     games = {name: role for name, role in spec.roles.environments().items() if role.players}
-    for name, role in games.items():
+    for name, role in spec.roles.environments().items():
         path = f"roles.environment.{name}".rstrip(".")
-        if role.name in ENVIRONMENTS and not ENVIRONMENTS[role.name].has_players:
+        if role.name == "user_simulator" and role.players != (wanted := simulated_players(role.args)):
+            what = ", ".join(f"{player}: {played_by}" for player, played_by in wanted.items())
+            why = f"must be {{{what}}}: the judge plays the user" if wanted else "the user has an endpoint; remove it"
+            yield f"{path}.players", why
+        elif name not in games:
+            continue
+        elif role.name in ENVIRONMENTS and not ENVIRONMENTS[role.name].has_players:
             yield f"{path}.players", f"{role.name} has one player; remove it"
         elif not role.trained:
             yield f"{path}.players", "the policy plays none of them: it has nothing to train on"
@@ -37,6 +45,11 @@ def player_problems(spec: RolloutSpec) -> Iterator[Finding]:
             if function.compares not in ("", "baseline"):
                 why = "compares samples of a prompt, and players of a game have different ones"
                 yield f"{path}.{number}.args.compare", f"{why}; remove it"
+
+
+def simulated_players(args: Mapping[str, Any]) -> dict[str, str]:
+    """The players of the environment user_simulator with these arguments: none if the user has an endpoint."""
+    return {} if args.get("endpoint") else {ASSISTANT: POLICY, USER: JUDGE}
 
 
 def _renewal(spec: RolloutSpec) -> Iterator[Finding]:

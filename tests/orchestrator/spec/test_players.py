@@ -26,6 +26,14 @@ ONE = "roles.environment.players={first: policy}"
             "grpo compares samples of a player: needs at least 2 for each of 2 in roles.environment.players, got 2",
         ),
         (["roles.environment.name=guess_number"], "roles.environment.players: guess_number has one player; remove it"),
+        (
+            ["roles.environment.name=user_simulator", "roles.environment.players={assistant: policy, user: policy}"],
+            "roles.environment.players: must be {assistant: policy, user: judge}: the judge plays the user",
+        ),
+        (
+            ["roles.environment.name=user_simulator", f"roles.environment.args={{endpoint: {ENDPOINT}}}"],
+            "roles.environment.players: the user has an endpoint; remove it",
+        ),
         (["roles.environment.players={a b: policy}"], "roles.environment.players"),
         (["roles.environment.players={first: nobody}"], "roles.environment.players.first"),
         (

@@ -33,6 +33,7 @@ from troupe.orchestrator.starter.sizing import (
     fitting_document,
     learning_rate,
     nodes,
+    response_tokens,
 )
 
 DATA = ROOT / "deploy" / "specs" / "data"
@@ -463,6 +464,9 @@ def test_rows_of_an_environments_own_tasks_name_them(tiny_model: Path, tmp_path:
     choices = chosen(tiny_model, data=str(tmp_path / "rows.jsonl"), environment="verifiers", environment_args=args)
     data = read_data(choices)
     assert data.section["train"]["metadata"] == ["index", "task"]
+    assert (response_tokens(choices), response_tokens(replace(choices, max_tokens=64))) == (256, 64), (
+        "a call with a thought"
+    )
     section = environment_section(choices, data)
     assert (section["name"], section["args"], section["episodes"]) == ("verifiers", args, 8)
     assert (
@@ -471,6 +475,23 @@ def test_rows_of_an_environments_own_tasks_name_them(tiny_model: Path, tmp_path:
         < 600
         == ScheduleConfig.model_fields["generate_timeout_s"].default
     )
+
+
+def test_a_simulated_user_is_judged_by_the_model_that_plays_it(tiny_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "You want shoes."}\n')
+    endpoint = {"url": "http://localhost:1/v1", "model": "m", "api_key_variable": "USER_KEY"}
+    inner = {"name": "tools", "args": {"tools": ["calculator"], "function": "last_number"}}
+    choices = chosen(tiny_model, data=str(tmp_path / "rows.jsonl"), environment="user_simulator")
+    with pytest.raises(UsageError, match="--args: name the user's model"):
+        text_of(choices, tmp_path / "run.yaml")
+    for args, reward in (({}, "judge"), ({"environment": inner}, "environment")):
+        asked = replace(choices, environment_args={"endpoint": endpoint, **args})
+        roles = check(text_of(asked, tmp_path / "run.yaml"), tmp_path / "run.yaml", asked)["roles"]
+        (function,) = roles["reward"]["functions"]
+        assert (function["name"], roles["environment"]["env"], "players" in roles["environment"]) == (
+            *(reward, ["USER_KEY"], False),
+        )
+        assert reward != "judge" or (function["args"]["endpoint"], function["env"]) == (endpoint, ["USER_KEY"])
 
 
 @pytest.mark.parametrize(

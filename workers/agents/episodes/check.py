@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from troupe.workers.agents.episodes.conversation import TurnReader
-from troupe.workers.agents.episodes.episode import EpisodeRunner, SampleTurn
+from troupe.workers.agents.episodes.episode import EpisodeRunner, Opponent, SampleTurn
 from troupe.workers.agents.episodes.turns import Played, SampledTurn, TurnLimits
-from troupe.workers.contract.config import POLICY, EpisodeConfig
+from troupe.workers.contract.config import EpisodeConfig
 from troupe.workers.contract.environments import EpisodeReply, Message, Row
+from troupe.workers.contract.judges import JudgeAnswer
 from troupe.workers.data.turn_ends import turn_ends
 
 if TYPE_CHECKING:
@@ -84,14 +85,14 @@ async def rehearse(
     """Play one episode for every row, with the texts in `said` as turns, the last one again and again, or with random
     tokens if there are none. Starts and closes the server. Raises ValueError if the environment cannot be loaded."""
     reader, sizes = rehearsal.reader, (rehearsal.max_tokens, rehearsal.max_model_len)
-    config = rehearsal.config.model_copy(update={"players": dict.fromkeys(rehearsal.config.players, POLICY)})
     rng, played, link = random.Random(seed), list[Played](), _Direct(server)
     try:
         await server.start()
         with ThreadPoolExecutor(1) as tokenizing:
-            runner = EpisodeRunner(config, *sizes, reader, tokenizing, lambda: link)
             for number, row in enumerate(rows):
                 turns = _scripted(reader.tokenizer, said) if said else _random(reader.tokenizer, rng)
+                opponent = _opponent(turns, reader.tokenizer)
+                runner = EpisodeRunner(rehearsal.config, *sizes, reader, tokenizing, lambda: link, opponent=opponent)
                 played.append(await runner.play(f"check/{number}", row, _sampler(turns)))
     finally:
         await server.close()
@@ -106,6 +107,15 @@ def _sampler(turns: Iterator[list[int]]) -> SampleTurn:
         return SampledTurn(ids, [0.0] * len(ids), [{"version": 0, "start": 0, "end": len(ids)}], reason)
 
     return sample
+
+
+def _opponent(turns: Iterator[list[int]], tokenizer: PreTrainedTokenizerBase) -> Opponent:
+    """A frozen model that says the next turn."""
+
+    async def answer(messages: list[Message], number: int) -> JudgeAnswer:
+        return JudgeAnswer(str(tokenizer.decode(next(turns), skip_special_tokens=True)))
+
+    return answer
 
 
 def _scripted(tokenizer: PreTrainedTokenizerBase, said: Sequence[str]) -> Iterator[list[int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Sequence
 
 from tests.workers.agents.episodes.test_conversation import tokenizer_of
 from troupe.workers.agents.environments.base import Environment
@@ -41,18 +42,27 @@ class OneTurn(Environment):
         return Observation(done=True, reward=1.0)
 
 
-def played_in(environment: type[Environment]) -> list[Played]:
-    config = EnvironmentConfig(name=f"{__name__}:{environment.__name__}", turn_timeout_s=20.0)
+def played_in(name: str, said: Sequence[str] = ("Done.",), **players: str) -> list[Played]:
+    config = EnvironmentConfig.model_validate({"name": name, "turn_timeout_s": 20.0, "players": players})
     rehearsal = Rehearsal(config, TurnReader(tokenizer_of("chatml")), 64, 1024)
-    return asyncio.run(rehearse(rehearsal, EnvironmentWorker(config, "check"), ROWS, ["Done."]))
+    return asyncio.run(rehearse(rehearsal, EnvironmentWorker(config, "check"), ROWS, said))
 
 
 def test_an_environment_that_is_done_at_its_start_fails_as_in_a_run() -> None:
     why = "start: it is done before the policy's first turn, which leaves nothing to train"
-    assert [(one.status, one.restarts) for one in played_in(OverAtStart)] == [(f"environment: turn 0: {why}", 0)] * 3
+    assert [(one.status, one.restarts) for one in played_in(f"{__name__}:OverAtStart")] == [
+        (f"environment: turn 0: {why}", 0)
+    ] * 3
 
 
 def test_episodes_follow_each_other_in_a_process_as_in_a_run() -> None:
-    played = played_in(OneTurn)
+    played = played_in(f"{__name__}:OneTurn")
     assert [one.status for one in played] == ["ok"] * 3
     assert len({one.info["process"] for one in played}) < 3
+
+
+def test_the_turns_of_a_frozen_player_are_said_and_have_no_tokens() -> None:
+    said = ["I want shoes.", "Here.", "###STOP###"]
+    (played, *_) = played_in("user_simulator", said, assistant="policy", user="judge")
+    assert (played.status, played.sides["user"].sampled_tokens) == ("ok", 0)
+    assert [message["content"] for message in played.sides["assistant"].messages] == said[:2]
