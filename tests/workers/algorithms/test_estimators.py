@@ -947,22 +947,6 @@ def test_role_conditioned_advantages_are_a_loop_over_the_samples() -> None:
     assert kept == averages
 
 
-def test_the_players_of_a_prompt_are_groups_of_their_own() -> None:
-    """White always loses and black always wins: nothing tells the samples of either apart."""
-    samples = [simple("a", index, 1.0 if index % 2 else -1.0) for index in range(4)]
-    rollouts, *others = tables_of(samples)
-    keep = tuple(("a", index) for index in range(4))
-
-    def advantages(players: list[str | None]) -> list[list[float]]:
-        column = pa.array(players, pa.string())
-        named = rollouts.set_column(ROLLOUTS.get_field_index("player"), ROLLOUTS.field("player"), column)
-        _, table = prepare(ALGORITHMS["grpo"].advantage, PrepareRequest(keep), [named, *others])
-        return table["advantages"].to_pylist()
-
-    assert advantages(["white", "black"] * 2) == [[0.0]] * 4
-    assert advantages([None] * 4) != [[0.0]] * 4
-
-
 def test_comparisons_within_groups_do_not_depend_on_sources() -> None:
     batch = replace(two_sources([1.0, 2.0, 4.0, 9.0]), groups=torch.tensor([0, 0, 1, 1]))
     for name in ("grpo", "rloo"):

@@ -9,6 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from troupe.orchestrator.algorithms.table import ALGORITHMS
 from troupe.workers.algorithms.train_batch import prepare
 from troupe.workers.contract.config import AdvantageConfig
 from troupe.workers.contract.messages import REWARDS, ROLLOUTS, PrepareRequest, TrainSummary, token_scores
@@ -114,7 +115,12 @@ def test_other_estimators_of_returns_credit_turns_too(estimator: Any) -> None:
 
 
 def episode(
-    index: int, reward: float, *rows: tuple[list[int], str, list[int]], spans: Sequence[Any] = (), uid: str = "p"
+    index: int,
+    reward: float,
+    *rows: tuple[list[int], str, list[int]],
+    spans: Sequence[Any] = (),
+    uid: str = "p",
+    player: str | None = None,
 ) -> Any:
     """A sample of (prompt, row as letters, tokens): `a` are sampled, `e` the environment's; and its rewards."""
     identity = {"prompt_uid": uid, "sample_index": index, "attempt": 0}
@@ -132,6 +138,7 @@ def episode(
             | {"segment": number, "prompt_ids": prompt, "response_ids": tokens, "turns": turns}
             | {"rollout_logprobs": [-1.0] * at, "loss_mask": [letter == "a" for letter in letters]}
             | empty
+            | {"player": player}
         )
     ends = [{"end": end, "reward": value} for end, value in spans]
     return rollouts, identity | {"status": "ok", "reward": reward, "components": [], "reward_spans": ends}
@@ -177,6 +184,35 @@ def test_turns_are_compared_with_turns_that_answer_the_same_observation(normaliz
         pytest.approx([*expected[3], 0.0, later[3]], rel=1e-6),
         [0.0, 0.0, 0.0],
     ]
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+def test_a_planner_and_its_worker_have_the_advantages_of_hierarchical_grpo(normalize: bool) -> None:
+    """M-GRPO by a loop in float64: three episodes, whose worker was called once, twice and not at all. Samples of each
+    player are compared among themselves, and all rows and turns of a sample have its advantage."""
+    earned = {"planner": [1.0, 0.0, 0.5], "worker": [0.25, 1.75, 0.0]}
+    planner, task = ([1], "aeaea", [3, 4, 7, 4, 5]), ([2], "aa", [6, 7])
+    calls = [[task], [task, ([2, 3], "a", [8])], [([2], "", [])]]
+    samples = [
+        episode(2 * k + n, earned[player][k], *rows, player=player)
+        for k in range(3)
+        for n, (player, rows) in enumerate((("planner", [planner]), ("worker", calls[k])))
+    ]
+    rollouts = pa.Table.from_pylist([row for rows, _ in samples for row in rows], schema=ROLLOUTS)
+    rewards = pa.Table.from_pylist([reward for _, reward in samples], schema=REWARDS)
+    config = ALGORITHMS["grpo"].advantage.model_copy(update={"normalize_by_std": normalize})
+    _, table = prepare(config, PrepareRequest(tuple(("p", index) for index in range(6))), [rollouts, rewards])
+
+    def advantage(player: str, k: int) -> float:
+        own = earned[player]
+        mean = sum(own) / 3
+        return (own[k] - mean) / ((sum((x - mean) ** 2 for x in own) / 2) ** 0.5 + 1e-4 if normalize else 1.0)
+
+    expected = []
+    for k in range(3):
+        one = advantage("planner", k)
+        expected += [[one, 0.0, one, 0.0, one], *([advantage("worker", k)] * len(tokens) for _, _, tokens in calls[k])]
+    assert table["advantages"].to_pylist() == [pytest.approx(row, rel=1e-6) for row in expected]
 
 
 def test_rewards_of_steps_are_not_scaled() -> None:
