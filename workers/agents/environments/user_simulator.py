@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from troupe.workers.agents.environments.base import Environment, load
 from troupe.workers.agents.judges.endpoint import HttpJudge, HttpJudgeConfig
 from troupe.workers.contract.config import first_problem
-from troupe.workers.contract.environments import ASSISTANT, USER, Message, Observation, Row
+from troupe.workers.contract.environments import ASSISTANT, ENVIRONMENTS, USER, Message, Observation, Row
 from troupe.workers.contract.imports import require_package
 from troupe.workers.contract.judges import Question, checked_fields, template_fields
 from troupe.workers.rewards.answer_text import visible
@@ -25,6 +25,7 @@ INSTRUCTIONS = (
     "make nothing up. When you have what you want, or the assistant cannot help, write {stop}."
 )
 GREETING = "Hello! How can I help you?"
+_ALONE = "single_turn"
 _SWAPPED = {USER: ASSISTANT, ASSISTANT: USER}
 _IDLE = {"concurrency", "requests_per_minute", "tokens_per_minute"}
 """Fields of an endpoint that are counted where one process asks for many samples."""
@@ -63,7 +64,9 @@ class UserSimulator(Environment):
         checked_fields(instructions, ("scenario", "stop"))
         if turns < 1 or not stop:
             raise ValueError(f"turns must be at least 1, got {turns}" if stop else "stop is empty")
-        inner = {"name": "single_turn", "args": {}, **(environment or {})}
+        inner = {"name": _ALONE, "args": {}, **(environment or {})}
+        if inner["name"] in ENVIRONMENTS and inner["name"] not in (_ALONE, "tools"):
+            raise ValueError(f"environment: {inner['name']} is not asked again once it is done: use tools, or your own")
         self._inner: Any = load(inner["name"], inner["args"])()
         self._scenario, self._instructions, self._stop = scenario, instructions, stop
         self._turns = self._left = turns

@@ -15,12 +15,13 @@ from aiohttp import web
 from tests.workers.agents.environments.test_shipped import say, settled, step
 from tests.workers.agents.episodes.test_episode import Reader, sampled
 from tests.workers.agents.judges.judge_endpoint import Endpoint, endpoint
+from troupe.workers.agents.environments.base import Environment
 from troupe.workers.agents.environments.child import EpisodeHost
 from troupe.workers.agents.environments.user_simulator import GREETING, UserSimulator
 from troupe.workers.agents.episodes.episode import EpisodeRunner
 from troupe.workers.agents.episodes.turns import Played
 from troupe.workers.contract.config import EpisodeConfig
-from troupe.workers.contract.environments import EpisodeReply, Message, Row
+from troupe.workers.contract.environments import EpisodeReply, Message, Observation, Row
 from troupe.workers.contract.judges import JudgeAnswer
 
 SYSTEM = {"role": "system", "content": "You sell shoes."}
@@ -104,6 +105,16 @@ def test_a_user_that_fails_is_a_failed_episode(answer: Answer, status: str) -> N
     assert status in reply["failure"]
 
 
+class Scored(Environment):
+    """Scores the state after each turn."""
+
+    def start(self, row: Row) -> Observation:
+        return Observation(row.messages)
+
+    def step(self, message: Message) -> Observation:
+        return Observation(reward=float("42" in message["content"]), done=True)
+
+
 class Direct:
     """An environment worker with one episode."""
 
@@ -134,8 +145,8 @@ def play(said: Sequence[str], heard: list[list[tuple[str, str]]], failure: str =
 
 def test_the_judge_plays_the_user_and_none_of_its_tokens_are_trained() -> None:
     heard: list[list[tuple[str, str]]] = []
-    retry = {"name": "retry", "args": {"function": "last_number", "attempts": 1}}
-    played = play(["Shoes!", "Red ones.", "###STOP###"], heard, environment=retry)
+    inner = {"name": f"{__name__}:Scored"}
+    played = play(["Shoes!", "Red ones.", "###STOP###"], heard, environment=inner)
     assert (played.status, played.finish_reason) == ("ok", "stop")
     policy, user = played.sample("assistant"), played.sample("user")
     assert texts(policy.messages) == [
@@ -159,6 +170,7 @@ def test_a_judge_that_does_not_answer_fails_the_episode() -> None:
         ({"stop": ""}, "stop is empty"),
         ({"instructions": "{a.b}"}, "has no field {a.b}"),
         ({"environment": {"name": "nothing"}}, "nothing"),
+        ({"environment": {"name": "retry"}}, "retry is not asked again once it is done"),
         ({"endpoint": {"url": "http://localhost/v1"}}, "endpoint.model: Field required"),
         (
             {"endpoint": {"url": "http://h/v1", "model": "m", "tokens_per_minute": 5}},
