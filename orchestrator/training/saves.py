@@ -145,6 +145,13 @@ class RunSaves(RunPart):
             await asyncio.wait({self._trial})
             self._trial.result()
 
+    async def after_update(self, step: UpdatedStep) -> None:
+        """Waits for a checkpoint whose model is to play against the policy, so that the same one does after a resume.
+        Raises TroupeError."""
+        judge = None if self._spec.rollouts is None else self._spec.rollouts.roles.judge
+        if judge is not None and judge.renew_every is not None and (step.number - 1) % judge.renew_every == 0:
+            await self.settle()
+
     async def end_step(self, now: Moment) -> None:
         """Saves the step if it is due, and reports the checkpoint that has been written since. Raises TroupeError if
         too many in a row have failed."""

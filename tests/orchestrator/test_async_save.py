@@ -17,7 +17,9 @@ from tests.orchestrator.test_controller import RolloutRun
 from tests.orchestrator.training.test_offline_source import OfflineRun
 from tests.orchestrator.training.test_recovery import RecoveringRun
 from troupe.orchestrator.errors import TroupeError
+from troupe.orchestrator.spec.sections import JudgeRole
 from troupe.orchestrator.training.checkpoint import CheckpointStore, verify
+from troupe.orchestrator.training.parts import UpdatedStep
 from troupe.orchestrator.training.saves import RunSaves
 from troupe.workers.contract.messages import RankPlan, SaveStatus, UpdateMetrics
 
@@ -57,6 +59,22 @@ def test_the_checkpoints_are_those_of_a_run_that_waits(tmp_path: Path, write_s: 
         one, other = (run.out / "checkpoints" / f"step-{step:06d}" for run in (waits, run))
         assert tree(one) == tree(other)
     assert [Path(event["path"]).name for event in events(run.out)] == [f"step-{step:06d}" for step in (1, 2, 3, 4)]
+
+
+def test_the_next_opponent_is_written_before_its_games_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    after, written = RunSaves.after_update, dict[int, list[int]]()
+
+    async def watched(saves: RunSaves, step: UpdatedStep) -> None:
+        await after(saves, step)
+        written[step.number] = steps(run.out)
+
+    monkeypatch.setattr(RunSaves, "after_update", watched)
+    run = run_of(tmp_path, write_s=0.3, checkpoint={**EACH, "every_steps": 2}, schedule={"steps": 3})
+    judge = JudgeRole.model_validate({"model": {"path": "m"}, "max_model_len": 64, "renew_every": 2})
+    roles = run.spec.roles.model_copy(update={"judge": judge})
+    run.spec = run.spec.model_copy(update={"roles": roles})
+    run.run()
+    assert written == {1: [], 2: [], 3: [2]}
 
 
 def test_offline_training_saves_beside_its_steps_too(tmp_path: Path) -> None:

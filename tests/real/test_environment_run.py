@@ -100,7 +100,8 @@ def test_the_policy_plays_itself_and_a_frozen_model(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_an_opponent_is_renewed_and_a_resumed_run_plays_against_the_same(tmp_path: Path) -> None:
-    """The last step is played against the checkpoint of step 2, in one run and in one that resumes after step 3."""
+    """The last step is played against the checkpoint of step 2, in one run, whose checkpoints are written while it trains,
+    and in one that resumes after step 3."""
     options = (
         "roles.environment={name: 'troupe.deploy.examples.games:KuhnPoker', cpus: 0.25,"
         " players: {first: policy, second: judge}}",
@@ -111,14 +112,14 @@ def test_an_opponent_is_renewed_and_a_resumed_run_plays_against_the_same(tmp_pat
         *("algorithm.group_size=4", "schedule.prompts_per_step=8"),
     )
 
-    def play(name: str, steps: int, *, resume: bool = False) -> Run:
+    def play(name: str, steps: int, *own: str, resume: bool = False) -> Run:
         spec = TINY.with_name("tiny-self-play.yaml")
-        run = Run(tmp_path, spec, *options, f"schedule.steps={steps}", name=name, resume=resume)
+        run = Run(tmp_path, spec, *options, *own, f"schedule.steps={steps}", name=name, resume=resume)
         with running(run):
             assert run.wait() == 0, run.output
         return run
 
-    whole = play("whole", 4)
+    whole = play("whole", 4, "checkpoint.async_save=true")
     play("parts", 3)
     parts = play("parts", 4, resume=True)
     events = [json.loads(line) for line in (whole.out / "events.jsonl").read_text().splitlines()]

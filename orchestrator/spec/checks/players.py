@@ -65,7 +65,6 @@ def _renewal(spec: RolloutSpec) -> Iterator[Finding]:
         yield field, f"{why}; got {judge.renew_every}"
     for path, is_set, why in (
         ("roles.policy.lora", spec.trains_adapters, "checkpoints hold no whole model"),
-        ("checkpoint.async_save", checkpoint.async_save, "the opponent is read from a checkpoint when it is due"),
         ("checkpoint.path", checkpoint.path is not None, "the opponent is not fetched from there"),
     ):
         if is_set:

@@ -89,7 +89,6 @@ RENEWED = (
         ("checkpoint.every_steps=3", "roles.judge.renew_every: must be a multiple of checkpoint.every_steps (3)"),
         ("checkpoint.every_steps=0", "roles.judge.renew_every: must be a multiple of checkpoint.every_steps (0)"),
         ("roles.environment.players={first: policy, second: policy}", "renew_every: no player of a game is the judge"),
-        ("checkpoint.async_save=true", "checkpoint.async_save: does not work with roles.judge.renew_every"),
         ("checkpoint.path=s3://bucket/runs", "checkpoint.path: does not work with roles.judge.renew_every"),
         ("roles.policy.lora={rank: 4, alpha: 8}", "roles.policy.lora: does not work with roles.judge.renew_every"),
         (
