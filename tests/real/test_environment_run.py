@@ -100,8 +100,8 @@ def test_the_policy_plays_itself_and_a_frozen_model(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_an_opponent_is_renewed_and_a_resumed_run_plays_against_the_same(tmp_path: Path) -> None:
-    """The last step is played against the checkpoint of step 2, in one run, whose checkpoints are written while it trains,
-    and in one that resumes after step 3."""
+    """The last step is played against the checkpoint of step 2, in one that saves while it trains and
+    in one that resumes after step 3."""
     options = (
         "roles.environment={name: 'troupe.deploy.examples.games:KuhnPoker', cpus: 0.25,"
         " players: {first: policy, second: judge}}",
