@@ -165,7 +165,7 @@ def _read_endpoint(endpoint: Mapping[str, Any]) -> HttpJudgeConfig:
     except ValidationError as error:
         raise ValueError(f"endpoint.{first_problem(error)}") from error
     if idle := sorted(_IDLE & read.model_fields_set):
-        raise ValueError(f"endpoint.{idle[0]}: has no effect, for every episode asks by itself; remove it")
+        raise ValueError(f"endpoint.{idle[0]}: has no effect, for every episode asks separately; remove it")
     return read
 
 
