@@ -3,9 +3,9 @@
     python -m benchmarks.gateway_turn [--turns 100] [--model .cache/models/tiny-llama]
 
 The agent is a loop around the official client, which sends its whole conversation with every request. Through the
-gateway each turn is sampled at once, by a script; the direct call goes to a server in another process that answers every
-request with the same words. The difference is the gateway, the environment worker, the episode, and rendering and
-tokenizing the conversation.
+gateway each turn is sampled at once, by a script; the direct call goes to a server in another process that answers
+every request with the same words. The difference is the gateway, the environment worker, the episode, and rendering
+and tokenizing the conversation.
 """
 
 from __future__ import annotations
