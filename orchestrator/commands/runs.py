@@ -38,6 +38,9 @@ def read_data(runs: Sequence[PlannedRun]) -> list[list[str]]:
     problems = []
     described = []
     for planned in runs:
+        if planned.samples_of:
+            described.append([f"data: the samples of {', '.join(map(str, planned.samples_of))}"])
+            continue
         if uses_hub(planned.spec):
             from troupe.orchestrator.hub.resolve import describe as describe_hub
 

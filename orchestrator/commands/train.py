@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -136,6 +137,7 @@ def _train_each(
     Returns:
         The outcome of the last one, or None if all were complete; `stopped` also if others were not begun.
     """
+    from troupe.orchestrator.data.ranked import write_ranked
     from troupe.orchestrator.library import train as train_run
     from troupe.orchestrator.runs.checkpoints import SavedRun
 
@@ -146,6 +148,8 @@ def _train_each(
             why = f"step {request.step} of {steps}: {early}" if early else f"schedule.steps: {steps}"
             typer.echo(f"{planned.spec.name}: already complete in {planned.out} ({why})")
             continue
+        for folder in planned.samples_of:
+            write_ranked(folder)
         last = train_run(request, console)
         if last.stopped or last.interrupted:
             return replace(last, stopped=last.stopped or request is not requests[-1][1])
@@ -238,7 +242,7 @@ def resume_steps(arguments: Sequence[str], runs: Sequence[PlannedRun], report: P
 
 
 def _results(runs: Sequence[PlannedRun]) -> Path:
-    return runs[-1].out.parent if runs[-1].stage else runs[-1].out
+    return Path(os.path.commonpath([run.out.parent for run in runs])) if runs[-1].stage else runs[-1].out
 
 
 def _samples(planned: PlannedRun) -> list[tuple[str, str]]:

@@ -1,7 +1,9 @@
-"""Chains of runs: stages in order; each can use the models of earlier stages.
+"""Chains of runs: stages in order; each can use the models and the samples of earlier stages.
 
 A chain is a file with a section `stages`. The other sections are shared: every stage is their content, with the stage's
-own section merged over it. A model's path may be `stage:NAME`, the final model of the earlier stage NAME.
+own section merged over it. A model's path may be `stage:NAME`, the final model of the earlier stage NAME; the path of
+offline data may be so too, the stage's samples with their rewards. With `rounds: N` the stages run N times, and each
+round starts from the last policy of the round before.
 """
 
 from __future__ import annotations
@@ -25,8 +27,13 @@ from troupe.orchestrator.spec.errors import Place, Problem, Source, SpecError, f
 from troupe.workers.contract.adapter_config import as_peft, difference
 
 STAGE = "stage:"
-_STAGES = "stages"
+_STAGES, _ROUNDS = "stages", "rounds"
+_MOST_ROUNDS = 100
+RANKED, BEST = "ranked.jsonl", "best.jsonl"
+"""Files with the samples of a stage in its folder: every group's answers with scores, and its best answer."""
 Parse = Callable[[yaml_reader.Document], RunSpec]
+_DATA = (("data", "train", "path"), ("data", "eval", "path"))
+"""Fields that samples of a stage can be read from."""
 _NAME = re.compile(r"[a-z0-9]([a-z0-9_-]*[a-z0-9])?")
 
 
@@ -40,7 +47,9 @@ class PlannedRun:
     source: Source
     out: Path
     borrowed: frozenset[str] = frozenset()
-    """Dotted paths of the fields that hold the path of an earlier stage's model."""
+    """Dotted paths of the fields that hold the path of an earlier stage's model or samples."""
+    samples_of: tuple[Path, ...] = ()
+    """Folders of the stages whose samples it trains on."""
 
     @property
     def model(self) -> Path:
@@ -77,16 +86,37 @@ def plan_chain(document: yaml_reader.Document, out: Path | None, parse: Parse) -
     line for every problem found in any stage."""
     name, sections = _sections(document)
     folder = out or Path((document.data.get("output") or {}).get("folder") or "runs") / name
+    rounds = document.data.get(_ROUNDS, 1)
+    if type(rounds) is not int or not 1 <= rounds <= _MOST_ROUNDS:
+        why = f"expected a whole number from 1 to {_MOST_ROUNDS}, got {str(rounds)[:60]!r}"
+        raise SpecError([document.source.problem(_ROUNDS, why, "out-of-range")])
     runs: list[PlannedRun] = []
-    problems: list[Problem] = list(_lost_overrides(document, sections))
-    for stage in sections:
-        try:
-            runs.append(_plan_stage(document, name, stage, folder, runs, list(sections), parse))
-        except SpecError as error:
-            problems += [_prefixed(problem, stage) for problem in error.problems]
-    if problems:
-        raise SpecError(problems)
+    problems: dict[Problem, None] = dict.fromkeys(_lost_overrides(document, sections))
+    for number in range(1, rounds + 1):
+        own = f"round-{number:04d}" if rounds > 1 else ""
+        begun = _next_round(document, runs) if number > 1 else document
+        for stage in sections:
+            try:
+                names = f"{name}-{own}".rstrip("-"), stage
+                runs.append(_plan_stage(begun, names, folder / own / stage, runs, list(sections), parse))
+            except SpecError as error:
+                problems |= dict.fromkeys(_prefixed(problem, stage) for problem in error.problems)
+        if problems:
+            raise SpecError([*problems])
     return tuple(runs)
+
+
+def _next_round(document: yaml_reader.Document, before: Sequence[PlannedRun]) -> yaml_reader.Document:
+    """The document of a further round: the shared model is the last policy of the rounds before. Raises SpecError if
+    there is none."""
+    last = next((run.stage for run in reversed(before) if run.spec.trains != "reward_model"), None)
+    if last is None:
+        raise SpecError(
+            [document.source.problem(_ROUNDS, "no stage trains a policy that the next round could start from")]
+        )
+    shared = document.data.get("model")
+    model = (shared if isinstance(shared, dict) else {}) | {"path": f"{STAGE}{last}"}
+    return replace(document, data=document.data | {"model": model})
 
 
 def to_send(document: yaml_reader.Document, runs: Sequence[PlannedRun]) -> RunSpec | ChainDocument:
@@ -153,15 +183,15 @@ def _keeps(stage: Any, shared: Any, path: FieldPath) -> bool:
 
 def _plan_stage(
     document: yaml_reader.Document,
-    chain: str,
-    stage: str,
+    names: tuple[str, str],
     folder: Path,
     before: Sequence[PlannedRun],
     stages: list[str],
     parse: Parse,
 ) -> PlannedRun:
-    """One stage's run. Raises SpecError with paths as inside the stage."""
-    shared = {key: value for key, value in document.data.items() if key != _STAGES}
+    """One stage's run, by the names of the chain and of the stage. Raises SpecError with paths as inside the stage."""
+    chain, stage = names
+    shared = {key: value for key, value in document.data.items() if key not in (_STAGES, _ROUNDS)}
     data = _merge_sections(shared, document.data[_STAGES][stage] or {})
     data["name"] = f"{chain}-{stage}".replace("_", "-")
     algorithm = data.setdefault("algorithm", {})
@@ -170,13 +200,19 @@ def _plan_stage(
     source = _stage_source(document.source, stage)
     borrowed = dict(_borrowed(data))
     problems: list[Problem] = []
+    samples_of: list[Path] = []
     earlier = {run.stage: run for run in before}
     for path, name in borrowed.items():
-        if name in earlier and earlier[name].spec.checkpoint.patience is not None:
+        if path not in _DATA and name in earlier and earlier[name].spec.checkpoint.patience is not None:
             why = f"stage '{name}' may end before its last step (checkpoint.patience), so its model has no known folder"
             problems.append(source.problem(format_path(path), why))
         elif name in earlier and path[-2:] == ("model", "path"):
             _start_from(data, path, earlier[name])
+        elif name in earlier and path in _DATA:
+            samples_of.append(earlier[name].out)
+            section = data["data"][path[1]]
+            section["path"] = str(earlier[name].out / (BEST if section.get("answers") is None else RANKED))
+            problems += [source.problem(format_path(path), why) for why in _without_samples(earlier[name], section)]
         elif name not in earlier and name in stages[: stages.index(stage)]:
             continue  # the problems of that stage itself are reported
         else:
@@ -188,7 +224,7 @@ def _plan_stage(
     if unfit:
         raise SpecError(unfit)
     files = [*borrowed, *((*path[:-1], "adapter") for path in borrowed)]
-    return PlannedRun(stage, spec, source, folder / stage, frozenset(map(format_path, files)))
+    return PlannedRun(stage, spec, source, folder, frozenset(map(format_path, files)), tuple(samples_of))
 
 
 def _merge_sections(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
@@ -243,9 +279,21 @@ def _start_from(data: dict[str, Any], path: FieldPath, stage: PlannedRun) -> Non
         section["chat_template"] = below.chat_template
 
 
+def _without_samples(stage: PlannedRun, section: Mapping[str, Any]) -> Iterator[str]:
+    """Why a section of data cannot read the samples of a stage."""
+    if stage.spec.rollouts is None:
+        yield f"stage {stage.stage} has no rollouts, and so no samples"
+    elif stage.spec.rollouts.roles.environments():
+        yield f"the samples of stage {stage.stage} are episodes; examples are made of single responses"
+    elif not stage.spec.rollouts.output.trajectories:
+        yield f"stage {stage.stage} keeps no samples; set stages.{stage.stage}.output.trajectories: true"
+    if section.get("kind") != "jsonl":
+        yield "samples of a stage are read with kind: jsonl"
+
+
 def _no_such(name: str, path: FieldPath, earlier: list[str]) -> str:
     if name in earlier:
-        return f"{STAGE}{name} is a model; only a `model.path` can name it"
+        return f"{STAGE}{name} is a model or samples; only `model.path` and the paths of offline data can name it"
     hint = nearest(name, earlier) or f"stages before it: {', '.join(earlier) or 'none'}"
     return f"no earlier stage '{name[:60]}' ({hint})"
 
@@ -256,6 +304,8 @@ def _unfit(
     """Models of the wrong kind: a reward model instead of a language model, or the reverse, or other adapters."""
     trains_reward_model = spec.trains == "reward_model"
     for path, name in borrowed.items():
+        if path in _DATA:
+            continue
         is_reward_model = earlier[name].spec.trains == "reward_model" if name in earlier else False
         if path[:2] == ("roles", "reward") and not is_reward_model:
             yield path, f"stage {name} trains a policy; the reward role needs a reward model"

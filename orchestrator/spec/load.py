@@ -85,7 +85,10 @@ def spec_schema() -> dict[str, Any]:
         "title": "Chain",
         "type": "object",
         "required": ["name", "stages"],
-        "properties": {"stages": {"type": "object", "additionalProperties": {"type": "object"}}},
+        "properties": {
+            "stages": {"type": "object", "additionalProperties": {"type": "object"}},
+            "rounds": {"type": "integer", "minimum": 1},
+        },
     }
     return {**either, "anyOf": [*either["anyOf"], chain]}
 

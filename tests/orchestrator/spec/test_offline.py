@@ -294,7 +294,7 @@ def test_a_shared_field_that_a_stage_takes_over_may_be_set(override: str) -> Non
          'again:\n    algorithm: {name: dpo}\n    model: {path: "stage:reward_model"}',
          "18: stages.again.model.path: stage reward_model trains a reward model; here a language model is needed"),
         ("path: b.jsonl", 'path: "stage:sft"',
-         "22: stages.again.data.train.path: stage:sft is a model; only a `model.path` can name it"),
+         "22: stages.again.data.train.path: stage sft has no rollouts, and so no samples"),
         ("micro_batch_tokens: 2048", "micro_batch_token: 2048",
          "4: stages.again.roles.policy.micro_batch_token: unknown field (did you mean 'micro_batch_tokens'?)"),
         ("schedule: {steps: 6", "schedule: {steps: 0",

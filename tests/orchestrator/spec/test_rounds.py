@@ -1,0 +1,107 @@
+"""Chains whose stages run several times, and stages that train on the samples of others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from troupe.orchestrator.commands.train import _results
+from troupe.orchestrator.spec import yaml_reader
+from troupe.orchestrator.spec.chain import PlannedRun
+from troupe.orchestrator.spec.errors import SpecError
+from troupe.orchestrator.spec.load import plan_runs
+
+ROUNDS = """\
+name: rounds
+rounds: 3
+model: {path: base, dtype: float32}
+roles: {policy: {micro_batch_tokens: 2048}}
+stages:
+  sample:
+    roles: {rollout: {}, reward: {functions: [{name: exact_match}]}}
+    algorithm: {name: grpo}
+    schedule: {steps: 1, prompts_per_step: 8}
+    data: {train: {kind: jsonl, path: prompts.jsonl}}
+  reward_model:
+    model: {path: base}
+    schedule: {steps: 2, examples_per_step: 8}
+    data: {train: {kind: jsonl, path: "stage:sample", answers: answers, scores: scores}}
+  dpo:
+    roles: {reference: {colocate_with: policy}}
+    schedule: {steps: 4, examples_per_step: 8}
+    data: {train: {kind: jsonl, path: "stage:sample", answers: answers, scores: scores}}
+  sft:
+    model: {path: "stage:dpo"}
+    schedule: {steps: 5, examples_per_step: 8}
+    data: {train: {kind: jsonl, path: "stage:sample", where: reward > 0}}
+"""
+
+
+def planned(text: str, *overrides: str) -> dict[str, PlannedRun]:
+    runs = plan_runs(yaml_reader.override(yaml_reader.parse(text, "rounds.yaml"), list(overrides)))
+    return {str(run.out.relative_to("runs/rounds")): run for run in runs}
+
+
+def test_every_round_starts_from_the_last_policy_and_trains_on_its_own_samples() -> None:
+    runs = planned(ROUNDS)
+    stages = ("sample", "reward_model", "dpo", "sft")
+    assert [*runs] == [f"round-000{number}/{stage}" for number in (1, 2, 3) for stage in stages]
+    model = {name: run.spec.model.path for name, run in runs.items()}
+    folder = "runs/rounds/round-0001"
+    assert model["round-0001/sample"] == model["round-0001/dpo"] == "base"
+    assert model["round-0001/sft"] == f"{folder}/dpo/checkpoints/step-000004/model"
+    assert model["round-0002/sample"] == model["round-0002/dpo"] == f"{folder}/sft/checkpoints/step-000005/model"
+    assert model["round-0003/dpo"] == "runs/rounds/round-0002/sft/checkpoints/step-000005/model"
+    assert model["round-0003/reward_model"] == "base", "its own model, not the file's"
+    data = {name: run.spec.model_dump()["data"]["train"]["path"] for name, run in runs.items()}
+    for number in (1, 2, 3):
+        samples = f"runs/rounds/round-000{number}/sample"
+        assert data[f"round-000{number}/dpo"] == f"{samples}/ranked.jsonl"
+        assert data[f"round-000{number}/sft"] == f"{samples}/best.jsonl"
+        assert runs[f"round-000{number}/dpo"].samples_of == (Path(samples),)
+        assert runs[f"round-000{number}/sample"].samples_of == ()
+    assert len({run.spec.name for run in runs.values()}) == 12, "their checkpoints in an object store do not mix"
+    assert _results([*runs.values()]) == Path("runs/rounds")
+
+
+def test_one_round_is_the_chain() -> None:
+    text = ROUNDS.replace("rounds: 3\n", "")
+    assert [*planned(text)] == [*planned(text, "rounds=1")] == ["sample", "reward_model", "dpo", "sft"]
+    assert planned(text)["dpo"].spec.name == "rounds-dpo"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("rounds: 3", "rounds: 0", "rounds: expected a whole number from 1 to 100, got '0'"),
+        ("rounds: 3", "rounds: true", "rounds: expected a whole number from 1 to 100, got 'True'"),
+        ('{kind: jsonl, path: "stage:sample", where', '{kind: json, path: "stage:sample", where',
+         "stages.sft.data.train.path: samples of a stage are read with kind: jsonl"),
+        ("algorithm: {name: grpo}", "algorithm: {name: grpo}\n    output: {trajectories: false}",
+         "stages.dpo.data.train.path: stage sample keeps no samples"),
+        ('path: "stage:sample", where', 'path: "stage:dpo", where',
+         "stages.sft.data.train.path: stage dpo has no rollouts"),
+        ('path: "stage:sample", where', 'path: "stage:smaple", where', "did you mean 'sample'?"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_said_once_with_their_field(old: str, new: str, said: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        planned(ROUNDS.replace(old, new))
+    lines = str(caught.value).splitlines()
+    assert any(said in line for line in lines) and len(lines) == len(set(lines)), lines
+
+
+def test_rounds_without_a_policy_are_refused() -> None:
+    text = """\
+name: rounds
+rounds: 2
+model: {path: base}
+roles: {policy: {}}
+stages:
+  reward_model:
+    schedule: {steps: 2, examples_per_step: 8}
+    data: {train: {kind: jsonl, path: pairs.jsonl}}
+"""
+    with pytest.raises(SpecError, match=r"rounds.yaml:2: rounds: no stage trains a policy"):
+        planned(text)
