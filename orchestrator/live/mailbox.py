@@ -116,7 +116,7 @@ def run_in_child(action: Callable[[], object], timeout_s: float) -> None:
             action()
             code = 0
         except OSError as error:
-            code = error.errno or code
+            code = errno.ETIMEDOUT if isinstance(error, TimeoutError) else error.errno or code
         finally:
             os._exit(code)
     deadline = time.monotonic() + timeout_s

@@ -314,6 +314,8 @@ def test_an_operation_in_a_child_fails_as_it_would_here(tmp_path: Path) -> None:
     with pytest.raises(OSError) as caught:
         run_in_child(lambda: 1 // 0, WAIT_S)
     assert caught.value.errno == errno.EIO
+    with pytest.raises(TimeoutError):
+        run_in_child(lambda: given_up(), WAIT_S)
 
 
 def test_an_operation_that_hangs_is_left_at_its_bound(tmp_path: Path) -> None:
@@ -347,6 +349,10 @@ def test_a_disk_that_hangs_does_not_block_the_command_and_takes_no_request_after
             mailbox.ask(b"", WAIT_S, 0.5)
         wait_for_children_but(before)
         assert messages(disk / "box") == []
+
+
+def given_up() -> None:
+    raise TimeoutError
 
 
 def full_disk() -> None:
