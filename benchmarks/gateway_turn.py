@@ -1,6 +1,6 @@
 """What a turn costs an agent through the gateway: seconds beside a direct call, and memory.
 
-    python -m benchmarks.gateway_turn [--turns 100] [--model .cache/models/tiny-llama]
+    python -m benchmarks.gateway_turn [--turns 100] [--repeat 1] [--model .cache/models/tiny-llama]
 
 The agent is a loop around the official client, which sends its whole conversation with every request. Through the
 gateway each turn is sampled at once, by a script; the direct call goes to a server in another process that answers
@@ -110,24 +110,24 @@ def caller(protocol: str, client: OpenAI) -> Callable[[list[Any]], str]:
     return lambda talk: client.chat.completions.create(model="m", messages=talk).choices[0].message.content or ""
 
 
-def milliseconds(call: Callable[[list[Any]], str], turns: int) -> tuple[list[float], float]:
+def milliseconds(call: Callable[[list[Any]], str], turns: int, repeat: int) -> tuple[list[float], float]:
     """Time of each turn of a conversation, and the mean of this process's CPU time."""
-    talk, times, cpu = [{"role": "user", "content": ASKED}], [], time.process_time()
+    talk, times, cpu = [{"role": "user", "content": ASKED * repeat}], [], time.process_time()
     for _ in range(turns):
         started = time.perf_counter()
         said = call(talk)
         times.append(1e3 * (time.perf_counter() - started))
-        talk += [{"role": "assistant", "content": said}, {"role": "user", "content": ASKED}]
+        talk += [{"role": "assistant", "content": said}, {"role": "user", "content": ASKED * repeat}]
     return times, 1e3 * (time.process_time() - cpu) / turns
 
 
-def agent(row: Row, client: OpenAI, protocol: str, turns: int, direct: str) -> dict[str, float]:
+def agent(row: Row, client: OpenAI, protocol: str, turns: int, repeat: int, direct: str) -> dict[str, float]:
     """Runs in an episode: the same conversation directly and through the gateway."""
     beside = OpenAI(base_url=direct, api_key="none")
-    milliseconds(caller(protocol, beside), turns)  # warm
-    before, client_cpu = milliseconds(caller(protocol, beside), turns)
+    milliseconds(caller(protocol, beside), turns, repeat)  # warm
+    before, client_cpu = milliseconds(caller(protocol, beside), turns, repeat)
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    through, cpu = milliseconds(caller(protocol, client), turns)
+    through, cpu = milliseconds(caller(protocol, client), turns, repeat)
     kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory
     found = {"agent_kib": kib / turns, "agent_cpu": cpu - client_cpu}
     for name, part in (("first", slice(1, 11)), ("last", slice(-10, None)), ("all", slice(1, None))):
@@ -139,6 +139,7 @@ def agent(row: Row, client: OpenAI, protocol: str, turns: int, direct: str) -> d
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, default=100)
+    parser.add_argument("--repeat", type=int, default=1, help="how often an answer has its text: 18 tokens each")
     parser.add_argument("--model", default=".cache/models/tiny-llama")
     options = parser.parse_args()
     port: Any = multiprocessing.get_context("fork").Queue()
@@ -146,21 +147,23 @@ def main() -> None:
     server.start()
     url = f"http://127.0.0.1:{port.get(timeout=60)}/v1"
     for protocol in PATHS:
-        print(protocol, json.dumps(measure(protocol, url, options.turns, options.model)))
+        print(protocol, json.dumps(measure(protocol, url, options)))
     server.terminate()
 
 
-def measure(protocol: str, url: str, turns: int, model: str) -> dict[str, float]:
+def measure(protocol: str, url: str, options: argparse.Namespace) -> dict[str, float]:
     """One episode: milliseconds a turn beside a direct call, and KiB a turn of the agent's process and of this one."""
-    args = {"protocol": protocol, "turns": turns, "direct": url}
+    turns = options.turns
+    args = {"protocol": protocol, "turns": turns, "repeat": options.repeat, "direct": url}
     config = EnvironmentConfig(
         name="agent",
         args={"function": "benchmarks.gateway_turn:agent", "args": args},
         max_turns=turns + 1,
+        max_observation_chars=10**6,
         turn_timeout_s=120.0,
         episode_timeout_s=300.0,
     )
-    rehearsal = Rehearsal(config, TurnReader(AutoTokenizer.from_pretrained(model)), 64, 2**20)
+    rehearsal = Rehearsal(config, TurnReader(AutoTokenizer.from_pretrained(options.model)), 64, 2**20)
     rows = [Row(({"role": "user", "content": ASKED},))] * 2
     memory, cpu = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     played = asyncio.run(rehearse(rehearsal, EnvironmentWorker(config, "gateway"), rows, [SAID]))[-1]
