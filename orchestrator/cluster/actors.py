@@ -48,8 +48,7 @@ class WorkerPlacements(Mapping[str, tuple[Placement, WorkerPlacement]]):
         return [f"{role}-{index}" for index in sorted(s.index for _, s in self.values() if s.role == role)]
 
     async def reserve(self, only: frozenset[str] | None = None) -> None:
-        """Reserves the resources of all workers of the spec, or of the sections of `roles` in `only`. Raises DoesNotFit
-        if the cluster has no room."""
+        """Reserves the resources of all workers, or of these sections of `roles`. Raises DoesNotFit without room."""
         placements = [
             placement
             for placement in place(list(self._sizes.values()))
@@ -60,21 +59,18 @@ class WorkerPlacements(Mapping[str, tuple[Placement, WorkerPlacement]]):
             self._take(placement, only)
 
     async def add(self, name: str) -> None:
-        """Reserves the resources of one more worker, of a role whose workers are placed one by one. Raises DoesNotFit
-        if the cluster has no room."""
+        """Reserves the resources of one more worker, of a role placed one by one. Raises DoesNotFit without room."""
         role, index = name.rsplit("-", 1)
         placement = place_one(self._sizes[role], int(index))
         await self._cluster.reserve([placement], self._timeout_s)
         self._take(placement)
 
     def release(self, name: str) -> None:
-        """Releases the resources of a worker that has ended, if it has a place."""
         if name in self._placements:
             placement, _ = self._placements.pop(name)
             self._cluster.release(placement.name)
 
     def _take(self, placement: Placement, only: frozenset[str] | None = None) -> None:
-        """Takes the places of a placement, or of the sections in `only` alone."""
         placed_here = [placed for placed in placement.workers if only is None or section_of(placed.role) in only]
         self._placements |= {f"{placed.role}-{placed.index}": (placement, placed) for placed in placed_here}
 
@@ -89,8 +85,7 @@ class RunActors:
         placements: WorkerPlacements,
         classes: Mapping[str, type[roles.Worker]] | None,
     ) -> None:
-        """Creates nothing. `classes`: worker classes to use instead of the classes of the table of roles, by its
-        rows."""
+        """Creates nothing. `classes`: worker classes to use instead of those of the table of roles, by its rows."""
         self.served: set[str] = set()
         """Names of workers that have started before."""
         self._spec = spec
@@ -102,17 +97,14 @@ class RunActors:
         self._gpu_ids: Mapping[str, str] = {}
 
     def follow(self, spec: RunSpec, renewed: Iterable[str]) -> None:
-        """Creates workers with the settings of this spec from now on; the next ones of these names replace none."""
         self._spec = spec
         self.served.difference_update(renewed)
 
     def policy_started(self, gpu_memory: int, gpu_ids: Mapping[str, str]) -> None:
-        """Notes what the policy's ranks report of their GPUs: the memory of the smallest in bytes (0: they have none),
-        and its number on its node by the name of the rank."""
+        """Notes the memory of the policy's smallest GPU in bytes (0: none), and the GPU's number by its rank's name."""
         self._policy_gpu, self._gpu_ids = gpu_memory, gpu_ids
 
     def spawn(self, name: str) -> ActorWorker[Any]:
-        """Creates the worker of this name in its place."""
         placement, placed = self._placements[name]
         row, settings = row_of(self._spec, placed.role), settings_of(self._spec, placed.role)
         own = self._classes.get(row.kind)
@@ -162,9 +154,8 @@ class RunActors:
 
     @cached_property
     def _shared_engine(self) -> tuple[int, float] | None:
-        """KV cache in bytes of an engine on the policy's GPU and its share of it, as `troupe plan` counts them, for
-        every engine alike. None if each engine takes the free memory, alone on its GPU, or if the memory of a GPU is
-        unknown."""
+        """(KV cache in bytes, share of its GPU) of an engine on the policy's GPU, as `troupe plan` counts them. None
+        if each engine takes the free memory, alone on its GPU, or if the memory of a GPU is unknown."""
         spec = self._spec.rollouts
         if spec is None or spec.device == "cpu" or spec.roles.rollout.colocate_with is None:
             return None
@@ -174,8 +165,7 @@ class RunActors:
 
 
 def actor_class(path: str, protocol: type[Any], *, concurrent: bool) -> type[Any]:
-    """A class of the same name that imports the worker class in the actor's process and forwards calls to it. `path`:
-    the worker class, as `module:Class`."""
+    """A class of the same name that imports `path` (`module:Class`) in the actor's process and forwards calls to it."""
     module, _, name = path.partition(":")
 
     def create(self: Any, *args: Any) -> None:

@@ -35,7 +35,6 @@ class AdaptiveTimeouts:
 
     @property
     def idle(self) -> bool:
-        """Whether the workers have no call."""
         return not self._open
 
     @contextmanager
@@ -49,9 +48,8 @@ class AdaptiveTimeouts:
 
     @contextmanager
     def bounded(self, method: str, timeout_s: float) -> Iterator[float]:
-        """The bound on the call in the block: `timeout_s`, or less if earlier calls were faster. A call that exceeds it
-        may have been slow only: the next one may take `FACTOR` times as long. The WorkerTimeout of the block gets the
-        reason for the bound."""
+        """The bound on the call in the block: `timeout_s`, or less if earlier calls were faster. A call that exceeds
+        it may have been slow only: the next one may take `FACTOR` times as long."""
         own_s, before_s, began = self._bound(method), sum(self._open), self._clock()
         bound_s = min(timeout_s, own_s + before_s)
         try:

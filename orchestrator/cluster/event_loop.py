@@ -33,8 +33,7 @@ _by_loop: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[float, _Waits]] = We
 
 
 async def within(timeout_s: float, answer: Awaitable[T]) -> T:
-    """Awaits `answer` for at most `timeout_s` seconds. Raises TimeoutError if the timeout expired; `answer` is
-    cancelled."""
+    """Awaits `answer`; after `timeout_s` seconds it is cancelled. Raises TimeoutError."""
     loop = asyncio.get_running_loop()
     async with asyncio.timeout(None) as wait:
         waits = _enter(loop, timeout_s, wait)
@@ -45,7 +44,6 @@ async def within(timeout_s: float, answer: Awaitable[T]) -> T:
 
 
 def _enter(loop: asyncio.AbstractEventLoop, timeout_s: float, wait: asyncio.Timeout) -> _Waits:
-    """Registers a wait that begins now; returns all waits with the same timeout."""
     by_timeout = _by_loop.setdefault(loop, {})
     waits = by_timeout.get(timeout_s)
     deadline = loop.time() + timeout_s
@@ -83,15 +81,15 @@ _M_ARENA_MAX = -8
 
 
 def share_heap() -> None:
-    """Makes the threads of this process allocate from one heap (glibc). By default each has a heap that keeps what it
-    frees. A driver, with Ray's threads, grows by 4 MiB in 100 steps then."""
+    """Makes the threads of this process allocate from one glibc heap. With one each, which keeps what it frees, a
+    driver grows by 4 MiB in 100 steps."""
     with suppress(AttributeError):
         ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
 
 
 @asynccontextmanager
 async def rare_collections() -> AsyncIterator[None]:
-    """Makes collections rare inside the block; objects that exist at its start are not scanned at all. At the end they
+    """Makes collections rare inside the block, and scans nothing that exists at its start. At the end these objects
     are scanned again, unless the caller had excluded objects, from which they cannot be told apart."""
     before, excluded = gc.get_threshold(), gc.get_freeze_count()
     gc.collect()
@@ -119,9 +117,8 @@ _SUBMITTED_AT_ONCE = 16
 
 
 async def gather_all(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Runs calls concurrently, submitted in order; returns their results in that order. The first error cancels the
-    others and is raised. Calls to thousands of workers do not block the event loop: after every few submissions other
-    tasks run."""
+    """Results of calls that run concurrently, submitted in order. The first error cancels the others and is raised.
+    After every few of thousands of submissions other tasks run."""
     rest = iter(calls)
     first = list(itertools.islice(rest, 2))
     if len(first) == 1:

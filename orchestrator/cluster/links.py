@@ -22,13 +22,12 @@ from troupe.workers.contract.text import one_line
 
 
 def submit(actor: Any, method: Callable[..., object], *args: object, **kwargs: object) -> Any:
-    """Submits a call of the actor's method of this name; returns its reference."""
     return getattr(actor, method.__name__).remote(*args, **kwargs)
 
 
 class ActorEngines:
-    """The `EngineLink` of a run: pickled to the trainer, whose sender calls it. The transfer group contains the engines
-    one after another, each with as many ranks as it has processes."""
+    """The `EngineLink` of a run, pickled to the trainer. The transfer group has the engines' processes one after
+    another."""
 
     def __init__(self, actors: Sequence[Any], ranks_per_engine: int, timeout_s: float) -> None:
         self._actors = tuple(actors)
@@ -37,7 +36,6 @@ class ActorEngines:
 
     @property
     def processes(self) -> int:
-        """Number of engine processes in the transfer group."""
         return len(self._actors) * self._ranks
 
     def join(self, info: dict[str, Any]) -> None:
@@ -126,8 +124,8 @@ class ActorJudges:
         self._lost = lost
 
     def ask(self, questions: Sequence[Question], timeout_s: float) -> list[JudgeAnswer]:
-        """One answer to each question. The workers share the questions; a lost worker's go to the others. Raises
-        JudgeGone if there is no worker, and one can still start."""
+        """One answer to each question; a lost worker's go to the others. Raises JudgeGone if a worker can still
+        start."""
         deadline = time.monotonic() + timeout_s
         answers: dict[int, JudgeAnswer] = {}
         while len(answers) < len(questions):
@@ -160,7 +158,6 @@ class ActorJudges:
     def _ask_all(
         self, questions: Sequence[Question], places: Sequence[int], deadline: float, timeout_s: float
     ) -> dict[int, JudgeAnswer]:
-        """Answers by place, without a lost worker's, which gets no further questions."""
         workers = list(self._actors)
         shares = {worker: places[number :: len(workers)] for number, worker in enumerate(workers)}
         calls = {

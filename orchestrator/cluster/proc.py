@@ -14,8 +14,8 @@ _ENDED = "Z"
 
 
 class StoppedProcesses:
-    """Finds processes that have been stopped (SIGSTOP, a frozen terminal) in several samples in a row. Samples are
-    counted, not seconds: when the whole machine was suspended, no process counts as stopped."""
+    """Finds processes that are stopped (SIGSTOP, a frozen terminal) in several samples in a row. Samples are
+    counted, not seconds: after a machine was suspended, no process counts as stopped."""
 
     def __init__(self, samples: int) -> None:
         """`samples`: how many in a row a process must be stopped to be found."""
@@ -23,8 +23,7 @@ class StoppedProcesses:
         self._seen: Counter[int] = Counter()
 
     def sample(self, watched: Mapping[int, bool]) -> list[int]:
-        """Takes a sample; returns the watched processes that are found. `watched`: by process id, whether its
-        descendants count too."""
+        """Takes a sample; returns the processes found. `watched`: by process id, whether its descendants count too."""
         stopped = [pid for pid, with_descendants in watched.items() if is_stopped(pid, with_descendants)]
         self._seen = Counter({pid: self._seen[pid] + 1 for pid in stopped})
         return [pid for pid in stopped if self._seen[pid] >= self._samples]

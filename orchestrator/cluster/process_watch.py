@@ -88,7 +88,6 @@ class NodeWatch:
         self._stopped = StoppedProcesses(samples)
 
     async def find_stopped(self, watched: Mapping[int, bool], seconds: float) -> list[int]:
-        """Processes that are stopped, as soon as some are, else after `seconds`; they are killed."""
         for _ in range(max(1, round(seconds / _SAMPLE_S))):
             await asyncio.sleep(_SAMPLE_S)
             if found := await asyncio.to_thread(self._stopped.sample, watched):
@@ -127,14 +126,12 @@ class ProcessWatch:
         self._nodes_before = _NodeTable()
 
     def add(self, worker: WatchedProcess) -> None:
-        """Watches a worker from when its process has started; called before any other call of the worker."""
         answer = worker.actor.__ray_call__.remote(register)  # first in the worker's queue: the next call may take long
         task = asyncio.create_task(self._locate(worker, answer), name=f"locate {worker.name}")
         self._locating.add(task)
         task.add_done_callback(self._locating.discard)
 
     def remove(self, worker: WatchedProcess) -> None:
-        """Forgets a worker that has ended."""
         self._workers = {process: other for process, other in self._workers.items() if other is not worker}
 
     def close(self) -> None:
@@ -147,8 +144,7 @@ class ProcessWatch:
         return Process(self.node, int(found[1])) if found and found[2] == ray.util.get_node_ip_address() else None
 
     def exit_reason(self, process: Process | None) -> str:
-        """What is known of the end of a worker's process: the out-of-memory killer, its signal, the end of its log, and
-        full disks, on which neither a log nor another process can be."""
+        """What is known of the end of a worker's process: the out-of-memory killer, its signal, its log, full disks."""
         words = []
         if (kills := out_of_memory_kills() - self._kills_before) > 0:
             words.append(f"the kernel's out-of-memory killer has ended {kills} process(es) on this node during the run")
@@ -182,9 +178,8 @@ class ProcessWatch:
         return found
 
     def inspect(self, own: Mapping[int, str], paths: tuple[Path, ...], timeout_s: float) -> list[NodeReport]:
-        """Reports on the processes of all nodes; for a thread other than the event loop's. A node whose watch does not
-        answer in time is reported as not reachable. Nodes that died before this watch began are not reported: Ray never
-        forgets them. `own`: further processes of this node by id, such as the driver."""
+        """Reports on the processes of all nodes and `own` processes of this one; for a thread other than the event
+        loop's. A node whose watch does not answer in time is not reachable. Nodes that died before are left out."""
         roots: dict[str, dict[int, str]] = {self.node: dict(own)}
         for name, process in self.locations().items():
             roots.setdefault(process.node, {})[process.pid] = name
@@ -262,7 +257,6 @@ class ProcessWatch:
         return actor
 
     async def _ask(self, node: str, actor: Any, watched: Mapping[int, bool]) -> list[int] | None:
-        """Findings of a node's actor in a round, or None if it does not answer. Waits before the next request."""
         try:
             return await within(_ROUND_S + _ANSWER_S, actor.find_stopped.remote(watched, _ROUND_S))
         except (RayError, TimeoutError) as error:
@@ -283,8 +277,6 @@ def _look_up(actor: Any, found: list[Process]) -> None:
 
 
 class _NodeTable:
-    """Ray's list of nodes, read in a thread: without its GCS, Ray waits for minutes."""
-
     def __init__(self) -> None:
         self._found: list[dict[str, Any]] = []
         self._reading = threading.Thread(target=self._read, daemon=True)

@@ -81,8 +81,7 @@ class ActorWorker(Generic[W_co]):
         watch: ProcessWatch | None = None,
         on_loss: Callable[[str, str], None] = lambda worker, detail: None,
     ) -> None:
-        """A worker that runs. `on_loss`: called once with its name and the reason when its process is found to be
-        gone."""
+        """A worker that runs. `on_loss`: called once with its name and the reason when its process is gone."""
         self._name = name
         self.actor = actor
         self._peaks = peaks
@@ -222,8 +221,6 @@ class ActorSpec:
 
 @dataclass(frozen=True)
 class _Reservation:
-    """A placement group of this run."""
-
     placement: Placement
     group: PlacementGroup
     preferred_node: str
@@ -253,16 +250,11 @@ class Cluster:
     def connect(
         cls, needed: dict[str, float], address: str | None = None, server: WorkerServer | None = None
     ) -> Cluster:
-        """Joins the cluster at `address` (or RAY_ADDRESS), or starts one on this machine if neither is given.
-
-        In a program that is connected to a cluster already, that one is used and stays when the run ends.
-
-        A local cluster offers at least the CPUs that are needed: on a laptop, roles share the same cores. Raises
-        ClusterUnreachable if the cluster cannot be joined or started. `server`: from which the workers of a cluster
-        that is started here are forked, closed with the connection. In another cluster, Ray starts them all: with the
-        environment of their node, and not below this process, which a job of Ray ends with its whole tree. If None, Ray
-        starts them all as well.
-        """
+        """Joins the cluster at `address` (or RAY_ADDRESS), or the one that this program is connected to, which
+        stays; else starts one on this machine with at least the CPUs that are needed, so that roles share cores.
+        Raises ClusterUnreachable. `server`: forks the workers of a cluster that is started here, and is closed
+        with it. In another cluster Ray starts them: with their node's environment, and not below this process,
+        whose tree a job of Ray ends."""
         started = False
         try:
             if (connected := ray_nodes.connected()) is not None:
@@ -316,7 +308,6 @@ class Cluster:
 
     @staticmethod
     def put(table: Any) -> TableRef:
-        """Places a table in the object store and returns its reference."""
         return ray.put(table)
 
     @staticmethod
@@ -326,7 +317,6 @@ class Cluster:
 
     @staticmethod
     def link(engines: Sequence[WorkerHandle[RolloutEngine]], ranks_per_engine: int, timeout_s: float) -> ActorEngines:
-        """The trainer's link to rollout engines, for transfers from GPU to GPU."""
         return ActorEngines([e.actor for e in engines if isinstance(e, ActorWorker)], ranks_per_engine, timeout_s)
 
     @staticmethod
@@ -342,8 +332,8 @@ class Cluster:
     async def prepare_nodes(
         self, function: Callable[P, object], timeout_s: float, *args: P.args, **_: P.kwargs
     ) -> None:
-        """Calls a function in a process on every live node but this one, unless it has prepared the node before. Raises
-        WorkerError if it failed on a node, or did not end in time."""
+        """Calls a function in a process on every live node but this one that it has not prepared. Raises
+        WorkerError."""
         here = ray.get_runtime_context().get_node_id()
         nodes = [node for node in ray_nodes.nodes() if node.id not in self._prepared | {here}]
 
@@ -364,8 +354,7 @@ class Cluster:
         timeout_s: float,
         *args: object,
     ) -> R:
-        """Calls a function in a separate process on the node of a worker; it reserves nothing itself. Raises
-        WorkerError if it failed, or did not end in time. `args`: arguments; references to tables become tables."""
+        """Calls a function in a separate process on a worker's node. Raises WorkerError. References become tables."""
         nodes = placement_group_table(self._reserved[placement.name].group)["bundles_to_node_id"]
         name = function.__name__
         env = TABLE_SETTINGS | env
@@ -373,9 +362,8 @@ class Cluster:
             return await _run_on_node(nodes[placed.bundle], env, function, timeout_s, args, name)
 
     async def reserve(self, placements: Sequence[Placement], timeout_s: float) -> None:
-        """Reserves every placement group, waiting for resources for at most `timeout_s` seconds in total. In a cluster
-        started by the run, the wait is at most `_OWN_ROOM_TIMEOUT_S`. Raises DoesNotFit if a group could not be
-        reserved in time; the message lists requested and free resources."""
+        """Reserves every placement group within `timeout_s` seconds, or `_OWN_ROOM_TIMEOUT_S` in a cluster of the
+        run. Raises DoesNotFit, which lists requested and free resources."""
         limit_s = min(timeout_s, _OWN_ROOM_TIMEOUT_S) if self._owned else timeout_s
         deadline = time.monotonic() + limit_s
         for placement in placements:
@@ -389,7 +377,6 @@ class Cluster:
                 raise DoesNotFit(misfit(placement, placements, ray_nodes.free(), limit_s)) from None
 
     def _reserve(self, placement: Placement) -> PlacementGroup:
-        """Requests a placement group. Ray spreads the bundles of a group; we spread groups of a single bundle."""
         single = placement.strategy == "SPREAD" and len(placement.bundles) == 1
         preferred_node = self._emptiest(placement) if single else ""
         group = placement_group(
@@ -417,7 +404,6 @@ class Cluster:
         return next((node.id for node in free if node.name == chosen), "")
 
     def spawn(self, placement: Placement, placed: WorkerPlacement, name: str, spec: ActorSpec) -> ActorWorker[Any]:
-        """Creates one worker in its placement; only its constructor runs, `start` loads the model."""
         options: dict[str, Any] = {
             "num_cpus": placed.cpus,
             "num_gpus": 0 if placed.borrows else placed.gpus,
@@ -454,7 +440,6 @@ class Cluster:
         return {"env_vars": settings}
 
     def _is_here(self, placement: Placement, placed: WorkerPlacement) -> bool:
-        """Whether a worker is placed on this node."""
         nodes = placement_group_table(self._reserved[placement.name].group)["bundles_to_node_id"]
         return nodes[placed.bundle] == ray.get_runtime_context().get_node_id()
 
@@ -474,7 +459,6 @@ class Cluster:
             self._actors.remove(worker)
 
     def release(self, placement: str) -> None:
-        """Releases the placement group of this name; workers that still run in it are killed."""
         reservation = self._reserved.pop(placement, None)
         if reservation is not None:
             remove_placement_group(reservation.group)

@@ -69,9 +69,8 @@ def full_disks(sessions: Path) -> Iterator[str]:
 
 
 def start(cpus: int) -> Path:
-    """Starts a cluster on this machine; returns its session folder. Ray's token authentication (the default for local
-    clusters) protects its ports. Raises ClusterUnreachable if Ray did not start, or lacks shared memory or room for its
-    sockets."""
+    """Starts a cluster on this machine, with Ray's token authentication; returns its session folder. Raises
+    ClusterUnreachable, also without shared memory or room for sockets."""
     if wrong := sockets_problem(temporary_folder()):
         raise ClusterUnreachable(f"Ray cannot start: {wrong}")
     if not (_SHARED_MEMORY.is_dir() and os.access(_SHARED_MEMORY, os.W_OK)):
@@ -91,7 +90,6 @@ def start(cpus: int) -> Path:
 
 
 def join(address: str) -> Path:
-    """Connects to a running cluster; returns its session folder. Raises ClusterUnreachable."""
     _configure(SETTINGS)
     host, colon, port = address.rpartition(":")
     given = "--address" if address != os.environ.get(ADDRESS_VARIABLE) else ADDRESS_VARIABLE
@@ -172,9 +170,8 @@ class _OwnGroup(services.ConsolePopen):
 
 @contextmanager
 def _own_process_groups() -> Iterator[None]:
-    """Keeps signals to the run's process group (a closed terminal, `scancel`) from Ray's processes. The run saves on
-    such a signal, for which it needs them. They end when the run does: Ray makes the kernel end them. Nor does Ray
-    handle SIGTERM of this process."""
+    """Keeps signals to the run's process group (a closed terminal, `scancel`) from Ray's processes, which the run
+    needs to save; the kernel ends them with the run. Nor does Ray handle SIGTERM of this process."""
     before, services.ConsolePopen = services.ConsolePopen, _OwnGroup
     handler, ray_utils.set_sigterm_handler = ray_utils.set_sigterm_handler, lambda _: None
     try:
@@ -186,12 +183,9 @@ def _own_process_groups() -> Iterator[None]:
 
 @contextmanager
 def _without_unused_processes() -> Iterator[None]:
-    """Ray starts nothing that a local cluster does not use: no dashboard, autoscaler or log monitor, and no services of
-    the dashboard in the node's agent.
-
-    `ray.init` waits until the dashboard has imported its libraries, even without `include_dashboard`. The agent runs as
-    it does where these libraries are not installed; to look for them, Ray would import them in this process.
-    """
+    """Ray starts no dashboard, autoscaler or log monitor, and no services of the dashboard in the node's agent:
+    `ray.init` waits until the dashboard has imported its libraries even without `include_dashboard`, and would
+    import them in this process to look for the agent's."""
     unused = ("start_api_server", "start_monitor", "start_log_monitor")
     before = {name: getattr(RayNode, name) for name in unused}
     for name in unused:
@@ -223,9 +217,8 @@ def _with_own_setup() -> Iterator[None]:
 
 
 def _let_agents_end(session: Path) -> None:
-    """Keeps Ray's agents from outliving a local cluster that is killed. When the raylet is gone, they look into its log
-    for the words of an orderly end. If they do not find them, they report its end to Ray's head before they exit, for a
-    minute if that has been killed too."""
+    """Keeps Ray's agents from outliving a local cluster that is killed: without the words of an orderly end in the
+    raylet's log, they report its end to Ray's head for a minute, also if that is dead."""
     with (session / "logs" / "raylet.out").open("a") as log:
         log.write(f"Written by Troupe, so that Ray's agents do not outlive the raylet: {_ORDERLY_END}\n")
 

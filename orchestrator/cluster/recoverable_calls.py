@@ -44,8 +44,7 @@ class RecoverableCalls:
         self._restorer = restorer
 
     async def retry(self, call: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """The result of `call`, which is repeated after the trainers were restarted because one was lost. Raises
-        WorkerError if the call failed for another reason, or the trainers cannot be restarted."""
+        """The result of `call`, repeated after the trainers were restarted because one was lost. Raises WorkerError."""
         while True:
             if self._restarting is not None:
                 await asyncio.shield(self._restarting)
@@ -81,9 +80,8 @@ class RecoverableCalls:
             await asyncio.shield(self._restarting)
 
     async def _restart(self, restorer: Restorer, lost: WorkerError) -> None:
-        """Ends the calls under way, which are repeated afterwards, and restores the trainers. The updates of a step are
-        many calls. The remaining calls after the loss would otherwise reach trainers that are restarted and not yet
-        restored."""
+        """Ends the calls under way, to be repeated, and restores the trainers: the remaining calls of a step would
+        otherwise reach trainers that are restarted and not yet restored."""
         for task in self._calls:
             if task.cancel():
                 self._interrupted.add(task)

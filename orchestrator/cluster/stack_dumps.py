@@ -70,13 +70,9 @@ class Thread:
 
 
 def request_stacks(folder: Path, pids: Iterable[int]) -> dict[int, int]:
-    """Asks processes for their stacks.
-
-    Only processes with the handler installed are signalled: SIGUSR1 ends every other process. The handler walks the
-    frames of all threads, and can crash a process if another thread changes them during it: one that is stopped, and
-    would run it when it continues, or whose threads compute, is left out (`read_from_outside`). Returns the length of
-    each process's file before the request.
-    """
+    """Asks processes for their stacks; returns the length of each one's file before. Only processes with the handler
+    are signalled: SIGUSR1 ends every other. It walks the frames of all threads and can crash if another thread
+    changes them: a process that is stopped, or whose threads compute, is left out (`read_from_outside`)."""
     asked: dict[int, int] = {}
     for pid in pids:
         path = stack_file(folder, pid)
@@ -175,11 +171,8 @@ def _keeps_its_frames(pid: int) -> bool:
 
 
 def _threads(pid: int) -> dict[str, tuple[str, str]]:
-    """State of each thread of a process, and how often it has gone to sleep.
-
-    Threads are read one after the other, and two that hand the interpreter lock to each other can each be seen asleep
-    while the other one runs; if they slept equally often in two readings, there was a moment when both slept.
-    """
+    """State of each thread of a process, and how often it has gone to sleep. Of two that hand the interpreter lock
+    to each other both can be seen asleep; with equal counts in two readings, both slept at one moment."""
     found = {}
     for thread in os.listdir(f"/proc/{pid}/task"):
         status = _status(f"/proc/{pid}/task/{thread}")

@@ -66,21 +66,13 @@ class WorkerHandle(Protocol[W_co]):
     """One worker of a role."""
 
     @property
-    def name(self) -> str:
-        """Role and index, as in `rollout-0`."""
-        ...
+    def name(self) -> str: ...
 
     def call(
         self, method: Callable[Concatenate[W_co, P], Reply[R]], timeout_s: float, *args: P.args, **kwargs: P.kwargs
     ) -> Coroutine[Any, Any, R]:
-        """Runs a method of the role's protocol and returns its result.
-
-        Raises:
-            WorkerDied: The worker's process is gone.
-            WorkerTimeout: No answer within `timeout_s` seconds.
-            WorkerRaised: The method raised an exception.
-            DataLost: An argument was lost with its node.
-        """
+        """Runs a method of the role's protocol and returns its result. Raises WorkerDied; WorkerTimeout after
+        `timeout_s` seconds; WorkerRaised if the method raised; DataLost if an argument was lost with its node."""
         ...
 
     def call_for_table(
@@ -93,9 +85,7 @@ class WorkerHandle(Protocol[W_co]):
         """Runs a method that returns (summary, table). The table stays where it is; its reference is returned."""
         ...
 
-    def kill(self) -> None:
-        """Ends the worker's process immediately."""
-        ...
+    def kill(self) -> None: ...
 
 
 Link = Callable[[Sequence[WorkerHandle[RolloutEngine]]], EngineLink]
@@ -122,13 +112,9 @@ class WorkerGroup(Generic[W]):
         sequence_parallel_size: int = 1,
         calls: RecoverableCalls | None = None,
     ) -> None:
-        """The ranks of a role.
-
-        Args:
-            hung_s: As in `AdaptiveTimeouts`; bounds the calls that compute, not calls that read or write files.
-            sequence_parallel_size: Adjacent ranks that share each micro-batch.
-            calls: Repeats calls of trainers, which share it, or None if a lost rank is an error.
-        """
+        """The ranks of a role. `hung_s` bounds calls that compute (`AdaptiveTimeouts`), not calls on files;
+        `sequence_parallel_size` adjacent ranks share each micro-batch; `calls` repeats trainers' calls, or None
+        if a lost rank is an error."""
         self.role = role
         self.workers = tuple(workers)
         self.micro_batch_tokens = micro_batch_tokens
@@ -144,7 +130,6 @@ class WorkerGroup(Generic[W]):
 
     @property
     def data_parallel_size(self) -> int:
-        """Number of shares that rows are divided into: one for the ranks that share their micro-batches."""
         return self.ranks // self.sequence_parallel_size
 
     @property
@@ -231,8 +216,7 @@ class WorkerGroup(Generic[W]):
 
 class TrainerGroup(WorkerGroup[TrainerT], ABC):
     """Ranks that train one model together. Methods that leave the trainers as they are repeat a call that failed
-    because a rank was lost, once the ranks are brought back. The others raise: only their caller knows what else to
-    repeat."""
+    because a rank was lost; of others only the caller knows what else to repeat."""
 
     gpu_memory: int = 0
     """Memory of the smallest GPU of the ranks in bytes, once they have started, or 0 without one."""
@@ -247,7 +231,6 @@ class TrainerGroup(WorkerGroup[TrainerT], ABC):
         await self.start(timeout_s)
 
     async def start(self, timeout_s: float) -> None:
-        """Starts the ranks: rank 0 names the address at which all of them meet. Then asks whether they pack."""
         one_host = self.ranks == 1 or len(set(await self._broadcast(Trainer.host, timeout_s))) == 1
         address, port = await self.workers[0].call(Trainer.rendezvous, timeout_s, one_host=one_host)
         places = [Rendezvous(address=address, port=port, rank=r, world_size=self.ranks) for r in range(self.ranks)]
@@ -258,7 +241,6 @@ class TrainerGroup(WorkerGroup[TrainerT], ABC):
         self.packs = all(await self._broadcast(Trainer.packs, timeout_s))
 
     async def find_dead(self) -> WorkerDied | None:
-        """A rank whose process has died, if there is one."""
         asked = (worker.call(Trainer.health, _PROBE_S) for worker in self.workers)
         answers = await asyncio.gather(*asked, return_exceptions=True)
         return next((answer for answer in answers if isinstance(answer, WorkerDied)), None)
@@ -275,8 +257,7 @@ class TrainerGroup(WorkerGroup[TrainerT], ABC):
         await self._broadcast(Trainer.save, timeout_s, directory)
 
     async def begin_save(self, directory: str, model: str = "", average: str = "", *, timeout_s: float) -> None:
-        """Copies what `save` writes, and the exports into folders that are named, which are written in the
-        background."""
+        """Copies what `save` and the named exports write, which is written in the background."""
         await self._broadcast(Trainer.begin_save, timeout_s, directory, model, average)
 
     async def save_status(self, directory: str, *, timeout_s: float) -> SaveStatus:
@@ -349,13 +330,11 @@ class PolicyGroup(TrainerGroup[Policy]):
     async def prepare(
         self, request: PrepareRequest, *tables: TableRef, timeout_s: float
     ) -> tuple[TrainSummary, TableRef]:
-        """Joins rollouts, rewards and token scores into a batch with advantages."""
         return await self._calls.retry(lambda: self._first(Policy.prepare, timeout_s, request, *tables))
 
     async def cut_texts(
         self, texts: TableRef, cuts: Sequence[TextCut], *, timeout_s: float
     ) -> tuple[tuple[TextSummary, ...], TableRef]:
-        """Splits plain texts into pieces (PPO-ptx)."""
         return await self._calls.retry(lambda: self._first(Policy.cut_texts, timeout_s, texts, cuts))
 
     async def update(
@@ -367,12 +346,7 @@ class PolicyGroup(TrainerGroup[Policy]):
         *,
         timeout_s: float,
     ) -> list[UpdateMetrics]:
-        """One optimizer step.
-
-        Args:
-            plans: Rows of the batch (and of `texts`), one plan for each share.
-            texts: TEXTS table whose pieces are learned in the same step (PPO-ptx).
-        """
+        """One optimizer step on the plans' rows of the batch, and on pieces of TEXTS in the same step (PPO-ptx)."""
         self.updates += 1
         return await self._run_plans(Policy.update, timeout_s, plans, batch, kl_old_coef, texts)
 
@@ -418,7 +392,6 @@ class PolicyGroup(TrainerGroup[Policy]):
         await self._broadcast(Policy.connect_engines, timeout_s, link)
 
     async def send_weights(self, version: int, *, timeout_s: float) -> WeightsSent:
-        """Sends the weights to the connected engines as `version`."""
         sent = await self._broadcast(Policy.send_weights, timeout_s, version)
         return next(report for report in sent if report is not None)
 
@@ -462,7 +435,6 @@ class ExampleGroup(TrainerGroup[ExampleTrainer]):
         return await self._calls.retry(lambda: self._first(ExampleTrainer.assemble, timeout_s, picks, examples))
 
     async def attach(self, batch: TableRef, *scores: TableRef, timeout_s: float) -> TableRef:
-        """The batch with the reference's log-probs."""
         _, table = await self._calls.retry(lambda: self._first(ExampleTrainer.attach, timeout_s, batch, *scores))
         return table
 

@@ -40,9 +40,9 @@ _ahead: dict[EngineProcess, WorkerServer] = {}
 
 
 class WorkerServer:
-    """A process that imports what workers import and forks them. It ends with this process. A thread watches it. One
-    that ends, is stopped or does not answer is ended and named once, and workers start without it: another one would
-    import everything again and share no memory with the workers that run."""
+    """A process that imports what workers import and forks them; it ends with this one. If it ends, stops or is
+    silent, it is ended and named once, and workers start without it: another would share no memory with those
+    that run."""
 
     def __init__(self, engine: EngineProcess, stopped_s: float = 5.0) -> None:
         """Start the process; it serves when its imports are done."""
@@ -71,8 +71,8 @@ class WorkerServer:
         self._watch.start()
 
     def exit_code(self, pid: int) -> int | None:
-        """Exit code of a worker that has ended, negative for a signal, or None if it is unknown. Waits a moment for a
-        worker that is ending: its connections close before it has an exit code."""
+        """Exit code of a worker that has ended, negative for a signal, or None; waits a moment for one that is
+        ending."""
         deadline = time.monotonic() + _ENDING_S
         while (code := exit_code(pid)) is None and stat_fields(pid) and time.monotonic() < deadline:
             time.sleep(_ENDING_S / 100)

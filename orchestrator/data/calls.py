@@ -15,9 +15,8 @@ CALLED = '"tool_calls": ['
 
 
 def tool_schemas(value: Any) -> list[dict[str, Any]]:
-    """The tools of a row as JSON schemas of functions, as chat templates read them; empty if there are none. A bare
-    function is wrapped (APIGen-MT), and parameters that are properties alone (xLAM) become an object's. Raises BadRow
-    if the value is something else."""
+    """The tools of a row as JSON schemas of functions; empty if there are none. A bare function is wrapped
+    (APIGen-MT), and parameters that are properties alone (xLAM) become an object's. Raises BadRow."""
     parsed = _parsed(value)
     try:
         return [*(read_tools([_schema(tool) for tool in parsed] if isinstance(parsed, list) else parsed or None) or ())]
@@ -38,8 +37,8 @@ def _schema(tool: Any) -> Any:
 
 
 def tool_calls(value: Any) -> list[dict[str, Any]]:
-    """The calls of a turn: one or a list, each with `name` and `arguments`, or with `function` around them. Arguments
-    stay as they are, an object or the JSON of one. Raises BadRow if the value is something else."""
+    """The calls of a turn: one or a list, each with `name` and `arguments`, or with `function` around. Raises
+    BadRow."""
     parsed = _parsed(value)
     return [_call(number, one) for number, one in enumerate(parsed if isinstance(parsed, list) else [parsed])]
 

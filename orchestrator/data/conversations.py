@@ -42,8 +42,7 @@ def require_whole(text: str, name: str) -> None:
 
 
 def spoken_turns(value: Any) -> Any:
-    """The messages of a text that has all turns of a conversation, or the value if it is no such text. `\\n\\nHuman:
-    2+2?\\n\\nAssistant: 4` has two. An empty turn at the end, which a response fills, is no message."""
+    """The messages of a text `\\n\\nHuman: 2+2?\\n\\nAssistant: 4`, without an empty last turn; else the value."""
     if not isinstance(value, str):
         return value
     for marker in _SPOKEN:
@@ -59,8 +58,8 @@ def spoken_turns(value: Any) -> Any:
 
 
 def chat_messages(prompt: Any, source: PromptText, system: Any = None, *, plain: bool = False) -> list[Message]:
-    """The chat messages of a prompt given as text or as a list of messages. Raises BadRow if the prompt cannot be used.
-    `plain`: without a chat template (`model.chat_template: none`): the prompt must be text."""
+    """The chat messages of a prompt given as text or list; `plain`: without a chat template, text alone. Raises
+    BadRow."""
     prompt = prompt if plain else spoken_turns(prompt)
     if system is not None and not isinstance(system, str):
         raise BadRow("the system message is not text")
@@ -115,8 +114,7 @@ def require_response(turns: list[Message], what: str) -> list[Message]:
 
 
 def split_conversation(value: Any, *, last: bool) -> tuple[list[Message], list[Message]]:
-    """Prompt and response of a whole conversation. `last`: the response is the last message; otherwise it begins with
-    the first of the assistant's. Raises BadRow if it is no conversation."""
+    """Prompt and response of a conversation: its `last` message, or all from the assistant's first. Raises BadRow."""
     value = spoken_turns(value)
     if not isinstance(value, list) or not value:
         raise BadRow("the conversation is not a list of messages")
@@ -139,9 +137,8 @@ def is_whole(value: Any) -> bool:
 
 
 def split_answers(values: Sequence[Any], names: Sequence[str]) -> tuple[list[Message], list[list[Message]]]:
-    """Prompt and responses of whole conversations with a common beginning, which is the prompt. As `extract_prompt` of
-    TRL, except that each response keeps at least one message, and begins with the assistant's. Raises BadRow if they
-    are no conversations, or do not have a prompt in common."""
+    """Prompt (the common beginning) and responses of whole conversations, as `extract_prompt` of TRL, except that
+    each response keeps at least one message and begins with the assistant's. Raises BadRow."""
     for value, name in zip(values, names, strict=True):
         if not isinstance(value, list) or not value:
             raise BadRow(f"the {name} is not a conversation, and there is no prompt")
@@ -157,9 +154,8 @@ def split_answers(values: Sequence[Any], names: Sequence[str]) -> tuple[list[Mes
 
 
 def marked_steps(text: str, labels: str) -> tuple[str, list[str], list[str]]:
-    """Prompt, steps and labels of a text in which `ки` ends each step, and of the same text with + or - there instead.
-    The first step begins with `Step 1:`, and the prompt is before it (Math-Shepherd). Raises BadRow if the texts differ
-    otherwise, or there is no step."""
+    """Prompt, steps and labels of a text in which `ки` ends each step, and of the same text with + or - there
+    instead; the first step begins with `Step 1:` (Math-Shepherd). Raises BadRow."""
     *steps, rest = text.split(STEP_END)
     found = re.fullmatch(r"([+-])".join(map(re.escape, [*steps, rest])), labels, re.DOTALL)
     if not steps or rest.strip() or found is None:
@@ -181,8 +177,8 @@ def require_template(plain: bool) -> None:
 
 
 def read_messages(items: list[Any]) -> list[Message]:
-    """Messages with `role` and `content`, with `from` and `value` (ShareGPT), or pairs of `input` and `output`. Raises
-    BadRow if they are no messages, or have a field that decides what is trained and is not read."""
+    """Messages with `role` and `content`, `from` and `value` (ShareGPT), or pairs of `input` and `output`. Raises
+    BadRow for others, or a field that decides what is trained and is not read."""
     if items and all(isinstance(item, dict) and set(item) == {"input", "output"} for item in items):
         turns = [(role, item[name]) for item in items for role, name in (("user", "input"), ("assistant", "output"))]
         items = [{"role": role, "content": text} for role, text in turns]

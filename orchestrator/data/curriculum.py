@@ -32,16 +32,14 @@ class Results:
 
 
 def draw_probability(pass_rate: float, floor: float) -> float:
-    """max(floor, 4 p (1 - p)): probability that a pass over the data draws a prompt with pass rate p. p (1 - p) is the
-    variance of the outcome of a sample, and the lower bound of the policy's improvement is proportional to it (arXiv
-    2504.03380). A prompt without results has p = 1/2 and is always drawn."""
+    """max(floor, 4 p (1 - p)): p (1 - p) is the variance of a sample's outcome, and the lower bound of the policy's
+    improvement is proportional to it (arXiv 2504.03380). A prompt without results has p = 1/2."""
     return max(floor, 4.0 * pass_rate * (1.0 - pass_rate))
 
 
 class Curriculum:
-    """Decides which prompts a pass over the data draws, from the results of finished steps alone. Results that arrive
-    during a step count from the end of the step (`mark_trained`), whatever their order. A decision depends on the seed,
-    the epoch, the row and these results, so that a resumed run decides alike."""
+    """Decides which prompts a pass over the data draws, from the seed, the epoch, the row and the results of
+    finished steps (`mark_trained`) alone, whatever their order: a resumed run decides alike."""
 
     def __init__(self, config: CurriculumConfig, seed: int, solved_at: RowTable[float]) -> None:
         self._config = config

@@ -75,9 +75,8 @@ def load_examples(spec: OfflineSpec) -> tuple[Pool, Pool | None]:
 
 
 def load_pool(spec: OfflineSpec, source: ExampleSource, label: str, without: Pool | None = None) -> Pool:
-    """Read a source into a pool with schema EXAMPLE_TEXTS; `failures.on_bad_row` sets what an unusable row does.
-    `without`: exclude the prompts of this pool. Raises DataError if the source cannot be read, a row is bad with
-    `stop`, or no row is left."""
+    """Read a source into a pool with schema EXAMPLE_TEXTS, `without` the prompts of another. Raises DataError if it
+    cannot be read, a row is bad with `on_bad_row: stop`, or none is left."""
     is_asked = asked_in(without)
     format_ = data_format(spec.row.formats, source)
     fields = columns(format_, source)
@@ -145,8 +144,7 @@ def example_reader(source: ExampleSource, format_: DataFormat, *, plain: bool) -
 
 
 def as_examples(source: ExampleSource, rows: Iterable[RawValues]) -> Iterator[RawValues]:
-    """The rows of a source, those with one answer each (`one_in_a_row`) joined to lists, and those with a tree of steps
-    (`step_labels: null`) once for each way through it."""
+    """The rows of a source, those of `one_in_a_row` joined to lists, trees of steps once for each way through."""
     if source.step_labels is None:
         yield from chain.from_iterable(_ways(source, row) for row in rows)
         return
@@ -233,7 +231,6 @@ def _ranked(values: Mapping[str, Any], form: _Form) -> _Example:
 
 
 def _in_order(values: Mapping[str, Any], form: _Form) -> tuple[Any, list[list[Message]], list[float], Sequence[int]]:
-    """Prompt and answers, their scores (empty if the order in the data is theirs), and their places, best first."""
     answers = values["answers"]
     if form.source.one_in_a_row and len(answers) == 1:
         raise SkippedRow("prompts with one answer")
@@ -320,7 +317,6 @@ def _in_steps(values: Mapping[str, Any], form: _Form) -> _Example:
 
 
 def _step_label(value: Any) -> float:
-    """How surely a step is right, from 0 to 1. Raises BadRow, WrongForm."""
     if _is_missing(value):
         raise BadRow("the label of a step is empty")
     label = _LABELS.get(_word(value))
@@ -332,7 +328,6 @@ def _step_label(value: Any) -> float:
 
 
 def _rating(value: Any, neutral: float) -> float:
-    """The label of a step that is rated -1, 0 or 1. Raises WrongForm."""
     labels = {"-1": 0.0, "0": neutral, "1": 1.0}
     if _word(value) not in labels:
         raise WrongForm("steps", f"the rating of a step is {value!r:.60}: neither -1, 0 nor 1")
@@ -340,7 +335,6 @@ def _rating(value: Any, neutral: float) -> float:
 
 
 def _response(values: Mapping[str, Any], form: _Form) -> tuple[Any, list[Message]]:
-    """Prompt and response, each in a separate column or both in one."""
     if "messages" not in values:
         return values["prompt"], _turns(values["response"], "response", values["prompt"], form)
     require_template(form.plain)

@@ -36,13 +36,10 @@ class _Drawn:
 
 
 class PromptMixture:
-    """Draws from several sources endlessly; each has its own order of passes, as `PromptSource` has one.
-
-    After n draws a source with weight w has had about n w / sum(w) of them, in any stretch of the order: each draw goes
-    to the source whose next draw is due first; draws of a source are 1 / w apart, beginning with half of that. A
-    source that has had its passes (`repeats`) is not drawn again; the others keep their proportions. After a resumption
-    with other weights or passes, a source is drawn in proportion from there on: it makes up for nothing.
-    """
+    """Draws from several sources endlessly; each has its own order of passes. After n draws a source with weight w
+    has had about n w / sum(w): the source whose next draw is due first is drawn; its draws are 1 / w apart, from
+    half of that on. One that has had its passes (`repeats`) is not drawn again. Weights and passes that change at
+    a resumption count from there on."""
 
     def __init__(
         self,
@@ -63,7 +60,6 @@ class PromptMixture:
         """Virtual time of the last draw."""
 
     def next(self) -> PromptPick:
-        """The next prompt. Raises DataError if every source has had its passes."""
         while True:
             open_sources = [source for source in self._sources if not source.order.exhausted(source.share.repeats)]
             if not open_sources:
@@ -89,8 +85,7 @@ class PromptMixture:
         return {"sources": sources, "time": self._time, **curriculum}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Resume from a position that `state` returned. Weights and passes may differ: they count from here on. Raises
-        DataError if the sources, their rows or the seed differ, or the state is damaged."""
+        """Resume from a position; weights and passes may differ. Raises DataError if sources, rows or seed do."""
         saved, names = state.get("sources"), [source.share.name for source in self._sources]
         if not isinstance(saved, dict) or list(saved) != names:
             had = ", ".join(saved) if isinstance(saved, dict) else "one without a name"

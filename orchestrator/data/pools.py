@@ -83,7 +83,6 @@ class Collected(Generic[RowT]):
     contradicted: int = 0
 
     def pool(self, table: pa.Table, contents: Iterable[bytes]) -> Pool:
-        """The pool of these rows, as a table; `contents` is what the digest covers."""
         digest = hashlib.blake2b(digest_size=16)
         for content in contents:
             digest.update(len(content).to_bytes(8, "little") + content)
@@ -111,8 +110,8 @@ class Repeats(Generic[RowT]):
         answer: Callable[[RowT], str] = lambda row: "",
         earlier: dict[str, str] | None = None,
     ) -> None:
-        """`content`: what a row repeats; `leave_out`: whether a pool is to have it once; `answer`: what is said to it;
-        `earlier`: contents of the sources before, with their answers; this one's are added by `end`."""
+        """`content`: what a row repeats; `leave_out`: whether a pool has it once; `answer`: what is said to it;
+        `earlier`: contents of the sources before, with their answers; `end` adds this one's."""
         self._content = content
         self._answer = answer
         self.leave_out = leave_out
@@ -145,8 +144,8 @@ def collect(
     is_left_out: Callable[[RowT], bool] = lambda row: False,
     repeats: Repeats[RowT] | None = None,
 ) -> Collected[RowT]:
-    """The usable rows of a source. `read`: a row as the pool holds it; raises BadRow. Raises DataError if the source
-    cannot be read, a row has another form than the spec's, a row is bad with `stop`, or no row is left."""
+    """The usable rows of a source, read by `read`, which raises BadRow. Raises DataError if it cannot be read, a row
+    has another form than the spec's or is bad with `stop`, or no row is left."""
     found = Collected[RowT]()
     for raw in source:
         try:
@@ -189,8 +188,7 @@ def collect(
 
 
 def compared(text: str) -> str:
-    """JSON as prompts and examples are compared: composed (NFC), with one space for each run of white space and none at
-    the ends of texts."""
+    """JSON as prompts and examples are compared: composed (NFC), white space as one space, none at the ends."""
     spaced = _ESCAPED.sub(lambda found: " " if found[1] in "nrt" else found[0], text)
     words = " ".join(unicodedata.normalize("NFC", spaced).split())
     return words.replace('" ', '"').replace(' "', '"')
@@ -202,8 +200,7 @@ def _caseless(content: str, answer: str) -> str:
 
 
 def asked_in(pool: Pool | None) -> Callable[[str, str], bool]:
-    """Whether a pool has the prompt of messages in JSON, as prompts are compared: also in another case, if its answer
-    is this one."""
+    """Whether a pool has the prompt of messages in JSON, also in another case if its answer is this one."""
     asked = set[str]()
     if pool is not None:
         contents = [compared(messages) for messages in pool.table.column("messages").to_pylist()]

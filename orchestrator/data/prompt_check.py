@@ -66,9 +66,8 @@ class PromptCheck:
 
 
 def check_prompts(spec: RunSpec, pools: Pools, most: int = PROMPTS) -> PromptCheck:
-    """Render the first prompts of training and evaluation in another process, as the model's workers will. A model that
-    does not exist yet (an earlier stage of a chain writes it) is not checked. `most`: prompts that are rendered of each
-    section, as far as the time suffices."""
+    """Render the first prompts of training and evaluation in another process, as workers will; at most `most` of
+    each section, as far as the time suffices. A model that an earlier stage writes is not checked."""
     if not (Path(spec.model.path) / "config.json").is_file():
         return PromptCheck()
     # `data.eval`, the smaller one, comes first: if the time ends, less is left out.
@@ -113,8 +112,8 @@ def check_prompts(spec: RunSpec, pools: Pools, most: int = PROMPTS) -> PromptChe
 
 
 def _unseen_tools(spec: RunSpec, dropped: Sequence[str]) -> Iterator[str]:
-    """What the policy does not see of tools and calls, for each environment with a parser of calls. Tools can be
-    described in the system message. The history of all environments but an agent has calls as they were sampled."""
+    """What the policy does not see of tools and calls, for each environment with a parser of calls. Tools can be in
+    the system message; the history of all environments but an agent has calls as they were sampled."""
     for name, role in ({} if spec.rollouts is None else spec.rollouts.roles.environments()).items():
         described = {TOOLS} if role.args.get("system") else set[str]()
         own = described | (set[str]() if role.name == "agent" else {CALLS})
@@ -167,8 +166,7 @@ def _offered(spec: RunSpec, environment: str | None) -> _Offer:
 
 
 def _responses(spec: RunSpec, pool: Pool, most: int) -> list[str | None]:
-    """The text of the longest response of each example, without what a template writes between turns; None without
-    examples."""
+    """The text of the longest response of each example, without what a template writes between turns, or None."""
     if spec.offline is None:
         return [None for _ in _first(pool, "messages", most)]
     whole = "steps" in spec.offline.row.formats  # the responses are the steps of one

@@ -45,9 +45,7 @@ class PromptOrder(Protocol):
 
     def next(self) -> PromptPick: ...
 
-    def state(self) -> dict[str, Any]:
-        """Position in the order, JSON-ready."""
-        ...
+    def state(self) -> dict[str, Any]: ...
 
     def restore(self, state: dict[str, Any]) -> None:
         """Resume from a position that `state` returned. Raises DataError."""
@@ -61,9 +59,7 @@ class Ordered(Protocol):
     def rows(self) -> int: ...
 
     @property
-    def digest(self) -> str:
-        """Digest of the rows' content."""
-        ...
+    def digest(self) -> str: ...
 
 
 def load_pools(data: DataConfig, on_bad_row: OnBadRow = "skip", *, plain: bool = False) -> tuple[Pool, dict[str, Pool]]:
@@ -131,9 +127,8 @@ def load_pool(
     plain: bool = False,
     earlier: dict[str, str] | None = None,
 ) -> Pool:
-    """Read a source into a pool with schema PROMPTS, whose column `row` counts from 0. Raises DataError if the source
-    cannot be read, a row is bad with `stop`, or no row is left. `earlier`: prompts of the sources before, with their
-    answers; this one's are added."""
+    """Read a source into a pool with schema PROMPTS, `without` another's; this one's prompts are added to `earlier`.
+    Raises DataError if it cannot be read, a row is bad with `stop`, or none is left."""
     is_asked = asked_in(without)
     found = collect(
         read_rows(source, label),
@@ -222,8 +217,8 @@ def _answer(answer: Any) -> str:
 
 
 class PromptSource:
-    """Draws prompts endlessly: every epoch is a new permutation of the pool that depends only on seed and epoch. With a
-    curriculum, an epoch passes over some of the prompts."""
+    """Draws prompts endlessly: an epoch is a permutation of the pool by seed and epoch, or of what a curriculum
+    draws."""
 
     def __init__(self, pool: Ordered, seed: int, curriculum: Curriculum | None = None) -> None:
         self._pool_digest = pool.digest
@@ -246,7 +241,6 @@ class PromptSource:
 
     @property
     def draws(self) -> int:
-        """Draws so far, earlier epochs included."""
         return self._epoch * self._rows + self._position
 
     def exhausted(self, passes: int) -> bool:
@@ -263,7 +257,6 @@ class PromptSource:
         return row
 
     def state(self) -> dict[str, Any]:
-        """Position in the order, JSON-ready; without a curriculum, its size does not depend on the pool's."""
         curriculum = {} if self._curriculum is None else {"curriculum": self._curriculum.state()}
         return curriculum | {
             "epoch": self._epoch,
@@ -274,8 +267,8 @@ class PromptSource:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Resume from a position that `state` returned. A curriculum that it does not know starts without results.
-        Raises DataError if the pool or the seed differs, so that the order cannot continue, or the state is damaged."""
+        """Resume from a position that `state` returned; a curriculum new to it starts without results. Raises
+        DataError."""
         for name, mine in (("rows", self._rows), ("digest", self._pool_digest), ("seed", self._seed)):
             if state.get(name) != mine:
                 what = "the seed is" if name == "seed" else "the training data are"
@@ -291,16 +284,16 @@ class PromptSource:
 
 
 def evaluation_picks(pool: Ordered, seed: int, prompts: int = 0, name: str = "") -> list[PromptPick]:
-    """The prompts of every evaluation, always the same: `prompts` of the pool (0: all), chosen by the seed. Their
-    `prompt_uid` is `eval-rROW`, or `eval-NAME-rROW` for a set with a name."""
+    """The same prompts of every evaluation: `prompts` of the pool (0: all), chosen by the seed. Their `prompt_uid`
+    is `eval-rROW`, or `eval-NAME-rROW`."""
     order = permutation(pool.rows, seed, 0)
     uid = f"eval-{name}-r" if name else "eval-r"
     return [PromptPick(f"{uid}{row}", int(row)) for row in order[: prompts or pool.rows]]
 
 
 def permutation(rows: int, seed: int, epoch: int) -> np.ndarray:
-    """Row numbers in the order of an epoch, int64[rows]. Sorts raw Philox output: numpy guarantees that stream for all
-    versions, but not `Generator.permutation`, so a checkpoint resumes in the same order under another numpy."""
+    """Row numbers in the order of an epoch, int64[rows]. Sorts raw Philox output, a stream that numpy guarantees for
+    all versions, unlike `Generator.permutation`."""
     keys = np.random.Philox(np.random.SeedSequence([seed, epoch])).random_raw(rows)
     return np.argsort(keys, kind="stable")
 
@@ -313,12 +306,8 @@ def _count(state: dict[str, Any], name: str) -> int:
 
 
 def with_options(prompt: Any, options: Any, answer: Any, *, mixed: bool) -> tuple[str, str]:
-    """The prompt with its options, and the letter of the right one. Raises BadRow if they are no such question.
-
-    Args:
-        answer: The right one: its text, its letter, or its number from 0 on.
-        mixed: It is one of the options itself, which are put in an order that follows from the question alone.
-    """
+    """The prompt with its options, and the letter of the right one, given by text, letter, or number from 0 on.
+    Raises BadRow. `mixed`: it is one of the options itself, which are ordered by the question alone."""
     texts = [str(one).strip() for one in options] if isinstance(options, list) and None not in options else []
     if not isinstance(prompt, str):
         raise BadRow("the prompt with options is not text")

@@ -92,9 +92,8 @@ def read_rows(source: DataSource, label: str) -> Iterator[RawRow]:
 
 
 def read_table(source: TableSource | Columns, fields: Fields, label: str) -> Iterator[RawValues]:
-    """Rows of a source with named columns, in its own order, and the rows that do not meet `where`. `fields`: column of
-    each field of that section (`answer`, `metadata.0`), or None for all columns, as they are. Raises DataError if the
-    source as a whole cannot be used."""
+    """Rows of a source with named columns (None: all), in its own order, and the rows that do not meet `where`.
+    Raises DataError if the source as a whole cannot be used."""
     if not isinstance(source, Columns) or source.where is None:
         return _rows(source, fields, label)
     condition = Condition.parse(source.where)
@@ -103,7 +102,6 @@ def read_table(source: TableSource | Columns, fields: Fields, label: str) -> Ite
 
 
 def _met(condition: Condition, row: RawValues) -> RawValues:
-    """The row, with whether it meets a condition."""
     try:
         left_out = not (row.error or condition.holds(partial(find_column, row.values)))
     except ValueError as error:
@@ -367,8 +365,7 @@ def _reads(fields: Fields, column: str) -> bool:
 
 
 def find_column(row: Tree, name: str) -> Any:
-    """Value of a column of a row. A column of exactly this name comes first. Otherwise a dot leads into a struct, or
-    into each struct of a list; a struct that is null has null values. Raises KeyError if the row has no such column."""
+    """Value of a column: of exactly this name, or where dots lead into a struct, or each of a list. Raises KeyError."""
     if name in row:
         return row[name]
     end = name.rfind(".")
@@ -515,9 +512,8 @@ def _tasks(recipe: RecipeConfig, size: int, seed: int, label: str) -> Any:
 
 
 def task_seed(seed: int, index: int, name: str) -> int:
-    """Seed of one recipe's tasks. reasoning-gym generates task i from seed + i, so neighbouring seeds would give the
-    same tasks shifted by one; this puts every (seed, recipe) far from every other. Below 2**31, with room for the
-    indices."""
+    """Seed of one recipe's tasks, below 2**31 with room for indices. reasoning-gym generates task i from seed + i:
+    neighbouring seeds would give the same tasks shifted by one."""
     high = zlib.crc32(f"{seed}:{index}:{name}".encode())
     return (high * 2_654_435_761 + seed) % (2**31 - 10_000_001)
 

@@ -26,8 +26,7 @@ _COPY_BYTES = 8 << 20
 
 
 def local_files(path: str) -> list[Path]:
-    """The files of a path, a pattern or a URL whose last part may be a pattern, in order of their names. Raises
-    DataError if a URL leads to no file, or its store cannot be read."""
+    """The files of a path, or of a URL, which may be patterns, by name. Raises DataError for a URL without a file."""
     return _copies(path) if is_url(path) else matching_files(path)
 
 

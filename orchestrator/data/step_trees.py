@@ -12,12 +12,9 @@ Step = tuple[str, Any]
 
 
 def branches(tree: Any) -> Iterator[list[Step]]:
-    """The ways through a tree of steps: to each rated completion with which it does not continue, and to its end.
-
-    A step that a person wrote is rated 1. A completion without a rating is left out, and a way that continues with one
-    ends before it. `tree`: a list of steps with `completions` (`text`, `rating`), `chosen_completion` and
-    `human_completion`. Raises BadRow if it is no such list.
-    """
+    """The ways through a tree of steps (lists of `completions`, `chosen_completion`, `human_completion`): to each
+    rated completion with which it does not continue, and to its end. A step that a person wrote is rated 1; one
+    without a rating is left out and ends its way before it. Raises BadRow."""
     way: list[Step] = []
     ends = True
     for step in _list(tree, "steps"):

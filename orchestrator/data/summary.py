@@ -50,7 +50,6 @@ class RunData:
 
 
 def load_data(spec: RunSpec) -> RunData:
-    """Reads the data sets of a spec. Raises DataError."""
     if spec.rollouts is None:
         from troupe.orchestrator.data.examples import load_examples
 
@@ -81,8 +80,8 @@ def by_source(pools: Pools) -> Pools:
 
 
 def data_metrics(pools: Pools, refused: Mapping[str, int] | None = None) -> dict[str, float]:
-    """Used, bad and otherwise left out rows of each pool. `refused`: prompts that do not fit the model, by pool
-    (`check_prompts`), or None if they are among the bad rows."""
+    """Used, bad and left out rows of each pool. `refused`: prompts that do not fit the model, or None if among the
+    bad."""
     metrics = {}
     for name, pool in pools.items():
         metrics[f"data/{name}_rows"] = float(pool.rows)

@@ -70,7 +70,6 @@ def _plain(value: object) -> str:
 
 
 def _counts(workers: object) -> str:
-    """Workers by role: `1 rollout, 2 reward`."""
     return ", ".join(f"{count} {role}" for role, count in workers.items()) if isinstance(workers, Mapping) else ""
 
 

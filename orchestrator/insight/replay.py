@@ -50,13 +50,12 @@ class ReplayPlan:
 
     @property
     def origin(self) -> str:
-        """Where it starts, as text."""
         return "the initial model" if self.checkpoint is None else f"the checkpoint of step {self.checkpoint.step}"
 
 
 def plan_replay(run: Path, step: int) -> ReplayPlan:
-    """The shortest replay of a run that includes a step: from the newest valid checkpoint before it. Raises UsageError
-    if a step that is needed is not kept or was changed, or the spec of the trainers changed between the steps."""
+    """The shortest replay that includes a step, from the newest valid checkpoint. Raises UsageError if there is
+    none."""
     folder = read_step(run / REPLAY, step)
     checkpoint = CheckpointStore(run / "checkpoints", keep=1).latest(before=step)
     first = 1 if checkpoint is None else checkpoint.step + 1
@@ -124,7 +123,6 @@ def _trained_by(spec: RunSpec, role: str) -> tuple[object, ...]:
 
 
 def steps_of(folders: Sequence[RecordedStep]) -> str:
-    """The steps as text: `step 3`, `steps 3 to 5`."""
     first, last = folders[0].kept.step, folders[-1].kept.step
     return f"step {last}" if first == last else f"steps {first} to {last}"
 
@@ -153,8 +151,7 @@ class Repeated:
         return f"step {self.step}: {result} ({parts}; {self.seconds:.2f} s)"
 
     def different_metrics(self) -> list[str]:
-        """Metrics of the first update with any that differ, as text: `policy/loss is 0.1 in the run, 0.2 here`. Speeds
-        are left out."""
+        """Metrics of the first update that differ, but for speeds: `policy/loss is 0.1 in the run, 0.2 here`."""
         count = len(self.recorded_updates)
         for number, (before, now) in enumerate(zip(self.recorded_updates, self.updates, strict=False), start=1):
             compared = [name for name in before if name.rpartition("/")[2] not in _TIMED]
@@ -170,8 +167,6 @@ class Replayer:
     """Trainers that repeat kept steps."""
 
     def __init__(self, updates: Updates, put: Callable[[pa.Table], TableRef], timeout_s: float) -> None:
-        """Repeats nothing yet. `updates`: the updates and the trainers, whose weights are those before the first
-        step."""
         self._updates = updates
         self._put = put
         self._timeout_s = timeout_s
@@ -182,8 +177,8 @@ class Replayer:
         return {group.role: digest for group, digest in zip(groups, found, strict=True)}
 
     async def repeat(self, folder: RecordedStep) -> Repeated:
-        """Repeats the updates of a step. Raises UsageError if a table of the step is not what the run wrote;
-        TrainingDiverged if a loss is not finite; WorkerError if a call failed."""
+        """Repeats the updates of a step. Raises UsageError if a table is not the run's, TrainingDiverged,
+        WorkerError."""
         kept = folder.kept
         tables = await asyncio.to_thread(folder.tables)
         texts = None if tables.texts is None else self._put(tables.texts)
@@ -234,14 +229,11 @@ class ReplayOutcome:
 
     @property
     def equal(self) -> bool:
-        """Whether the replay had the weights of the run at its start and after every step."""
         return not self.start_problem and all(step.equal for step in self.steps)
 
 
 def replay(run: Path, step: int, console: Console, each: Each, address: str | None = None) -> ReplayOutcome:
-    """Repeats the shortest part of a run that includes a step. Raises UsageError if the step cannot be repeated
-    (`plan_replay`); TroupeError if the trainers do not start, or a step cannot be repeated. `step`: the last step that
-    is repeated."""
+    """Repeats the shortest part of a run that ends with `step`. Raises UsageError (`plan_replay`) or TroupeError."""
     return asyncio.run(_replay(run, plan_replay(run, step), console, each, address))
 
 

@@ -44,7 +44,6 @@ def _escaped(char: str) -> str:
 
 
 def show_samples(console: Console, table: pa.Table) -> None:
-    """Prints every sample as its conversation, below a line with what is known about it."""
     for row in table.to_pylist():
         console.print(_heading(row))
         console.print(Rule(characters="─", style="dim"))
@@ -75,7 +74,6 @@ def _cell(value: object) -> str:
 
 
 def _heading(row: Mapping[str, Any]) -> Text:
-    """Identity, rewards and size of a sample."""
     segment = f".{row['segment']}" if row["segment"] else ""
     player = f"  {row['player']}" if row["player"] else ""
     parts = [

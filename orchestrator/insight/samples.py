@@ -51,9 +51,8 @@ class SampleQuery:
 
 
 def select_samples(run: RunFolder, query: SampleQuery, columns: Sequence[str]) -> pa.Table:
-    """These columns of the samples that the query selects, at most `query.limit` of them. Only the columns that are
-    needed are read, and only files that may hold a row of the result. Raises UsageError if the run has no samples, or
-    the query is not valid; DataError if a file cannot be read."""
+    """At most `query.limit` samples that the query selects; reads only needed columns and files. Raises UsageError
+    if there are none or the query is invalid; DataError if a file cannot be read."""
     with _connect() as connection, _explained(run):
         return _ordered(connection, run, query).project(", ".join(map(_quoted, columns))).to_arrow_table()
 
@@ -65,8 +64,7 @@ def count_samples(run: RunFolder, query: SampleQuery) -> int:
 
 
 def open_samples(files: dict[int, Path]) -> ds.Dataset:
-    """The files of these steps as a dataset with the columns of SAMPLES; what a file lacks is null. A file's name
-    contains its step, so that files of other steps are not opened."""
+    """The files of these steps with the columns of SAMPLES; columns that a file lacks are null."""
     parquet, local = ds.ParquetFileFormat(), LocalFileSystem()
     step = SAMPLES.field("step").type
     # Nulls are possible in files of earlier versions, whatever the current schema.
@@ -90,7 +88,6 @@ def split_columns(text: str) -> list[str]:
 
 @contextmanager
 def _connect() -> Iterator[duckdb.DuckDBPyConnection]:
-    """A database in memory that can open no file."""
     off = {"autoinstall_known_extensions": False, "autoload_known_extensions": False}
     with duckdb.connect(":memory:", config={**off, "python_enable_replacements": False}) as connection:
         connection.execute("SET enable_external_access = false")
@@ -126,7 +123,6 @@ def _matching(
 
 
 def _ordered(connection: duckdb.DuckDBPyConnection, run: RunFolder, query: SampleQuery) -> duckdb.DuckDBPyRelation:
-    """The samples that the query selects, with all columns."""
     files, order = _files(run, query.step), _order(query.sort)
     samples = _matching(connection, run, query, files)
     if order and query.limit is not None:

@@ -30,7 +30,6 @@ Interval = tuple[float, float]
 
 
 def trace_events(timeline: pa.Table) -> list[Event]:
-    """The events of a TIMELINE table, metadata first."""
     rows = timeline.sort_by("start").to_pylist()
     if not rows:
         return []
@@ -126,9 +125,8 @@ def _micros(seconds: float) -> float:
 
 
 def step_windows(timeline: pa.Table) -> dict[int, Interval]:
-    """Start and end of every step, from the controller's phases. Step 0, the start of a run, is left out. A checkpoint
-    is recorded with the next step, which begins after it. What lies between two steps, such as the hours until a run
-    was resumed, belongs to none."""
+    """Start and end of every step but 0, from the controller's phases. A checkpoint is recorded with the step after
+    it; what lies between two steps, such as the time until a resumption, belongs to none."""
     found: dict[int, Interval] = {}
     columns = (timeline[name].to_pylist() for name in ("step", "worker", "phase", "start", "end"))
     for step, worker, phase, start, end in zip(*columns, strict=True):

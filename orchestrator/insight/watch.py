@@ -55,8 +55,7 @@ class LiveData:
         return render(summary(self._runs) | {"samples": stores, "mark": ""}, live=True)
 
     def data(self) -> Json:
-        """Everything but the samples. `stamps` identifies the file of each step: the page asks for the samples of the
-        newest step, and drops what it has of a file that has changed."""
+        """Everything but samples. `stamps` identify the steps' files: the page drops what has changed."""
         mark = self.mark()
         runs = [RunFolder(run.path) for run in self._runs]  # the spec is kept in them, and a resumption may change it
         files = [{step: _stamp(file) for step, file in run.sample_files().items()} for run in runs]
@@ -182,13 +181,8 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def refusal(host: str, site: str) -> str:
-    """Why a request is not answered, or "" if it is.
-
-    A page elsewhere may have a name that resolves to this machine (DNS rebinding): its requests carry that name.
-
-    Args:
-        site: Header `Sec-Fetch-Site`; empty if the client sends none.
-    """
+    """Why a request is not answered, or empty. By DNS rebinding another site's name can resolve to this machine.
+    `site`: the header `Sec-Fetch-Site`, or empty."""
     try:
         name = urlsplit(f"//{host}").hostname or ""
     except ValueError:  # an address in brackets that is none

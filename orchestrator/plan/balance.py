@@ -76,12 +76,9 @@ def ratio(value: float) -> str:
 
 
 def divisions(stages: Stages, gpus: tuple[int, int], groups: tuple[int, int], staleness: int) -> tuple[Division, ...]:
-    """The divisions of the GPUs, those with the shortest steps first.
-
-    R of N GPUs sample for A / R seconds and the others train for B / (N - R). Both take the same time at R = N A / (A +
-    B), which makes the longer one shortest; their sum is least at R = N sqrt(A) / (sqrt(A) + sqrt(B)). `groups`: GPUs
-    of an engine, and trainers that share a micro-batch; the numbers are multiples of them.
-    """
+    """The divisions of the GPUs, shortest steps first; `groups`: GPUs of an engine, trainers that share a
+    micro-batch. R of N GPUs sample for A / R seconds and the others train for B / (N - R): the longer is shortest
+    at R = N A / (A + B), their sum at R = N sqrt(A) / (sqrt(A) + sqrt(B))."""
     (sampling, training), (engine, sharing) = gpus, groups
     both = sampling + training
 

@@ -36,7 +36,6 @@ class NodeMemory:
 
     @property
     def total(self) -> int:
-        """Sum of all parts, with every worker at its peak."""
         return sum(part.bytes for part in self.parts)
 
 
@@ -125,7 +124,6 @@ def memory_plan(spec: RunSpec, everyone: Sequence[PlacedWorker], nodes: Sequence
 
 
 def _unknown(spec: RunSpec, sizes: Sizes) -> tuple[UnknownModel, ...]:
-    """The spec's models of unknown size; a model that several sections name has the first of them."""
     found: dict[str, UnknownModel] = {}
     for section, model in spec.models().items():
         if model.path in sizes.unknown:
@@ -251,8 +249,7 @@ class _SharedGpu:
 def _shared_gpus(
     everyone: Sequence[PlacedWorker], workers: Mapping[str, tuple[WorkerMemory, ...]], nodes: Mapping[str, Node]
 ) -> Iterator[_SharedGpu]:
-    """Use of GPUs of known size, by bundle: workers that share a bundle share its GPU. An engine of several shares one
-    with each of the ranks."""
+    """Use of GPUs of known size, by bundle: its workers share its GPU, an engine of several one with each rank."""
     bundles: defaultdict[tuple[str, int], list[PlacedWorker]] = defaultdict(list)
     for placed in everyone:
         if placed.gpus > 0 and placed.node in nodes and nodes[placed.node].gpu_memory:

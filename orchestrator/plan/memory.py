@@ -111,12 +111,10 @@ class PlacedWorker:
 
     @property
     def role(self) -> str:
-        """`policy` of `policy-0`."""
         return role_of(self.worker)
 
     @property
     def is_first(self) -> bool:
-        """Whether it is rank 0."""
         return self.worker.rpartition("-")[2] == "0"
 
 
@@ -131,8 +129,8 @@ class Sizes:
     """Models of unknown size that an earlier stage trains, from another one of unknown size."""
 
     def of(self, model: ModelConfig, *, packed: bool = False) -> ModelSize | None:
-        """Size of the model, or None if unknown. `packed`: whether the role uses quantized weights as they are. All but
-        a judge's engine need plain ones."""
+        """Size of the model, or None if unknown. `packed`: the role (a judge's engine) uses quantized weights as
+        they are."""
         path = model.path
         if path not in self.known and path not in self.unknown:
             try:
@@ -184,7 +182,6 @@ def of_engine(spec: RolloutSpec, placed: PlacedWorker, gpu: int, sizes: Sizes) -
     shared = spec.roles.rollout.colocate_with == "policy"
 
     def taking(share: float | None) -> Memory:
-        """Memory of the engine with this share of its GPU."""
         settings = config.engine.model_copy(update={"gpu_memory_utilization": share})
         memories, cache = engine(
             placed.worker,
@@ -210,8 +207,7 @@ def of_engine(spec: RolloutSpec, placed: PlacedWorker, gpu: int, sizes: Sizes) -
 
 
 def shared_engine(spec: RolloutSpec, gpu: int, sizes: Sizes) -> tuple[int, float] | None:
-    """KV cache in bytes on each GPU of an engine on policy GPUs of this many bytes, and the engine's share of them.
-    None if the size of its model is unknown."""
+    """(KV cache in bytes, share) of an engine on policy GPUs of so many bytes, or None if its model is unknown."""
     memories, cache = of_engine(spec, PlacedWorker("rollout-0", 0.0, spec.roles.rollout.gpus, "", 0, ""), gpu, sizes)
     if cache is None:
         return None
@@ -348,8 +344,7 @@ def _adapters(size: ModelSize, lora: LoraConfig | None, values: bool) -> int:
 
 
 def _handing_over(memories: Sequence[WorkerMemory], scoring: Sequence[WorkerMemory]) -> Iterator[WorkerMemory]:
-    """Memory of a trainer that hands its GPU over: its optimizer is in host memory outside of the updates. `memories`:
-    its memory as if it had the GPU to itself."""
+    """Memory of a trainer that hands its GPU over: outside of the updates its optimizer is in host memory."""
     for memory in memories:
         if memory.where == "host":
             moved = sum(
@@ -376,8 +371,8 @@ def _asleep(memories: Sequence[WorkerMemory], sleep: Sleep) -> Iterator[WorkerMe
 def _engine_shares(
     policy: Sequence[WorkerMemory], bare: Sequence[WorkerMemory], sleep: Sleep, gpu: int, reserved: int
 ) -> tuple[float, ...]:
-    """Shares of its GPU that the policy leaves an engine there: with room to spare, and without. `bare`: memory of the
-    engine without a cache."""
+    """Shares of its GPU that the policy leaves an engine there (`bare`: without a cache): with room to spare,
+    without."""
     held = PERIODS if sleep == "none" else ("sampling",)
     both = [memory for memory in (*policy, *bare) if memory.where == "gpu"]
     taken = max(sum(memory.during(period) for memory in both) for period in held)

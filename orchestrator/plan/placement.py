@@ -94,7 +94,6 @@ class Placement:
 
     @property
     def role(self) -> str:
-        """The role it is reserved for; colocated workers of another role may share it."""
         return self.workers[0].role
 
     @property
@@ -143,8 +142,8 @@ class Fit:
 
 
 def place(roles: Sequence[RoleSize]) -> tuple[Placement, ...]:
-    """Placement groups for all roles, in the order in which they are reserved. Groups with GPUs come first, since one
-    without could take the cores that the last free GPU needs; trainers come before engines."""
+    """Placement groups for all roles, in order of reservation: with GPUs first, since others could take the cores
+    that the last free GPU needs; trainers before engines."""
     hosts = [role for role in roles if role.colocate_with is None]
     guests = [role for role in roles if role.colocate_with is not None and not role.in_process]
     placements: list[Placement] = []
@@ -165,9 +164,8 @@ def place_one(role: RoleSize, index: int) -> Placement:
 def fit(
     placements: Sequence[Placement], nodes: Sequence[Node], reserved: Mapping[tuple[str, str], int] | None = None
 ) -> Fit:
-    """Assign placement groups to nodes by first-fit packing, those with labels first, then by GPUs. A bundle with the
-    strategy `SPREAD` goes, among the nodes with room for it, to the one with the fewest of its role. `reserved`: number
-    of bundles that are already reserved, by role and name of the node."""
+    """Assign placement groups to nodes by first-fit packing, those with labels first, then by GPUs. A bundle with
+    the strategy `SPREAD` goes to the node with the fewest of its role (`reserved`: by role and node)."""
     free = {node.name: [node.cpus, node.gpus] for node in nodes}
     held = Counter(reserved)
     node_of: dict[tuple[str, int], str] = {}
@@ -209,8 +207,7 @@ def too_large(placement: Placement, nodes: Sequence[Node]) -> str:
 
 
 def misfit(placement: Placement, placements: Sequence[Placement], free: Sequence[Node], timeout_s: float) -> str:
-    """Error message for a placement group that does not fit: its request, the requests of all roles, and what is
-    free."""
+    """Error message for a placement group that does not fit: its request, those of all roles, and what is free."""
     roles = Counter((placed.role, placed.cpus, placed.gpus) for placement in placements for placed in placement.workers)
     wanted = ", ".join(f"{n} {role} of {cpus:g} CPU {gpus:g} GPU" for (role, cpus, gpus), n in roles.items())
     there = ", ".join(f"{node.name}: {node.cpus:g} CPU {node.gpus:g} GPU" for node in free)
@@ -240,8 +237,8 @@ def _labels(role: RoleResources) -> tuple[tuple[str, str], ...]:
 
 
 def _placement(name: str, sharing: Sequence[RoleSize], indices: Sequence[int]) -> Placement:
-    """One placement group: a bundle for each of the host role's workers `indices`, shared with the colocated worker of
-    the same number; or for every N of them, shared with a colocated worker of N GPUs."""
+    """One placement group: a bundle for each host worker of `indices`, or every N, shared with a colocated one (of N
+    GPUs)."""
     ranks = max(role.ranks for role in sharing)
     workers = tuple(
         WorkerPlacement(role.role, index, place // (ranks // role.ranks), role.cpus, role.gpus, role.ranks > 1)

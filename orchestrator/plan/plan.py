@@ -47,13 +47,8 @@ class Plan:
 
 
 def plan(spec: RunSpec, nodes: Sequence[Node], known: Sizes | None = None, *, advise: bool = False) -> Plan:
-    """Place every worker of a spec on nodes, and add up its memory.
-
-    Args:
-        known: Sizes of models that were read before, or that an earlier stage will write, or None.
-        advise: Look for changes with which the workers fit, or for a faster division of GPUs; each that is tried is
-            planned as well.
-    """
+    """Place every worker of a spec on nodes, and add up its memory. `known`: sizes of models that were read before,
+    or that an earlier stage will write; `advise`: plan changes with which it fits, or is faster."""
     sizes = known if known is not None else Sizes()
     placed = _Placed.of(spec, nodes, sizes)
     misfit = placed.misfit
@@ -100,7 +95,6 @@ class _Placed:
 
     @property
     def assessed(self) -> tuple[Misfit | None, float]:
-        """The first misfit, and the predicted speed if there is none."""
         return self.misfit, 0.0 if self.predicted is None else self.predicted.tokens_per_gpu
 
     @classmethod
@@ -140,8 +134,7 @@ def _first(
 
 
 def local_node(cpus: int, spec: RunSpec) -> Node:
-    """This machine as a node of Troupe's own local cluster, with at least the CPUs that the spec asks for: there, roles
-    share the cores."""
+    """This machine as the node of Troupe's local cluster, with at least the spec's CPUs: roles share the cores."""
     return Node("this machine", max(float(cpus), room(spec)["CPU"]), 0.0, _own_memory())
 
 
@@ -154,13 +147,8 @@ def _own_memory() -> int:
 
 
 def described_nodes(text: str, cpus: int, node_gib: float = 0.0) -> list[Node]:
-    """Nodes of a cluster that is described as text. Raises UsageError if the text has another form, or names an unknown
-    type of GPU; or the memory is no number.
-
-    Args:
-        text: NODESxGPUS (2x8: two nodes of eight GPUs) or NODESxGPUSxTYPE (2x8xH200).
-        node_gib: Host memory of each node in GiB; 0: not known.
-    """
+    """Nodes of a cluster described as NODESxGPUS or NODESxGPUSxTYPE (2x8xH200), each with `node_gib` GiB of host
+    memory (0: unknown). Raises UsageError for another form or an unknown type."""
     if not 0 <= node_gib <= _MOST_GIB:  # also for nan
         raise UsageError(f"--gib-per-node: must be between 0 and {_MOST_GIB}, got {node_gib:g}")
     match = re.fullmatch(r"([1-9]\d{0,4})x(\d{1,3})(?:x(.+))?", text)
@@ -212,9 +200,8 @@ def _by_name(parts: Sequence[Part]) -> dict[str, int]:
 def plan_stages(
     runs: Sequence[PlannedRun], nodes: Sequence[Node] | None, *, advise: bool = False
 ) -> Iterator[tuple[PlannedRun, Plan]]:
-    """Plan each run, up to and including the first that does not fit. A later stage may start from a model that does
-    not exist yet; it has the size of the model that the earlier stage trains. `nodes`: the nodes of the cluster, or
-    None for this machine."""
+    """Plan each run on nodes (None: this machine), up to the first that does not fit. A later stage may start from a
+    model that does not exist yet; it has the size of the one that the earlier stage trains."""
     sizes = Sizes()
     for run in runs:
         available = [local_node(os.cpu_count() or 1, run.spec)] if nodes is None else nodes

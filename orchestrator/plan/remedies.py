@@ -108,7 +108,6 @@ def changed(spec: RunSpec, changes: Changes) -> RunSpec | None:
 
 
 def _smallest(spec: RunSpec, misfit: Misfit, alternatives: Iterator[Changes], assess: Assess) -> MisfitRemedy | None:
-    """The first of several ever larger changes after which everything fits, else the first that ends the misfit."""
     first: MisfitRemedy | None = None
     data = spec.model_dump(mode="json")
     for alternative in alternatives:
@@ -245,8 +244,7 @@ def _of_engine(spec: RunSpec, role: str, gpu: bool) -> Iterator[Iterator[Changes
 
 
 def _share(engine: Mapping[str, Any]) -> float | None:
-    """Share of its GPU that an engine may use, or None for what the policy leaves it, which no other share improves
-    on."""
+    """Share of its GPU that an engine may use, or None for what the policy leaves it."""
     given = engine["gpu_memory_utilization"]
     return OWN_GPU_SHARE if given is None and engine["colocate_with"] is None else given
 

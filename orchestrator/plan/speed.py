@@ -81,8 +81,7 @@ class Prediction:
 def predict(
     spec: RunSpec, rows: Sequence[PlacedWorker], nodes: Sequence[Node], sizes: Sizes, caches: Mapping[str, Cache]
 ) -> Prediction | None:
-    """The speed of a spec whose workers are placed, or None without a known type of GPU and size of the model.
-    `caches`: KV caches by engine."""
+    """The speed of a spec whose workers are placed, or None without a known type of GPU and size of the model."""
     known = [gpu_peaks(node.gpu_type) for node in nodes if node.gpus]
     peaks = [each for each in known if each is not None]
     size = sizes.of(spec.model)
@@ -124,15 +123,12 @@ def predict(
 
 
 class _Cluster:
-    """The GPUs of a run and what connects them."""
-
     def __init__(self, peaks: GpuPeaks, rows: Sequence[PlacedWorker], nodes: Sequence[Node]) -> None:
         self.peaks = peaks
         self._rows = rows
         self._gpus = {node.name: node.gpus for node in nodes}
 
     def nodes(self, *roles: str) -> set[str]:
-        """The nodes of these roles."""
         return {row.node for row in self._rows if row.role in roles}
 
     def link(self, role: str) -> float:
@@ -180,17 +176,16 @@ def _training(
 
 
 def _passes(trainer: TrainerConfig, size: ModelSize) -> float:
-    """Forward passes that an update's products cost as much as: a backward pass has two, and repeats the layers that
-    are recomputed."""
+    """Forward passes that an update costs as much as: a backward pass is two, and repeats the recomputed layers."""
     return 3 + trainer.recomputed(size.layers) / size.layers
 
 
 def token_seconds(
     size: ModelSize, trainer: TrainerConfig, length: int, peaks: GpuPeaks, *, adapters: bool = False
 ) -> float:
-    """Seconds in which one GPU computes the update of one token, without communication. Traffic is of the operations
-    between products, in bytes of bfloat16: norms, residuals, rotary positions and the gated feed-forward. The output
-    head computes its logits twice and reads them in float32."""
+    """Seconds in which one GPU computes the update of one token, without communication. Traffic, in bytes of
+    bfloat16, is of norms, residuals, rotary positions and the gated feed-forward. The head computes its logits
+    twice, in float32."""
     passes = _passes(trainer, size)
     products, traffic = PRODUCTS * peaks.flops, TRAFFIC * peaks.bandwidth
     head = size.vocabulary * size.hidden
@@ -233,8 +228,8 @@ def _sampling(spec: RolloutSpec, size: ModelSize, caches: Mapping[str, Cache], p
 
 
 def decode_seconds(size: ModelSize, width: int, ranks: int, sequences: float, context: float, peaks: GpuPeaks) -> float:
-    """Seconds in which an engine of `ranks` GPUs samples one token of each sequence: its weights and the cache of every
-    sequence are read, or its products take longer."""
+    """Seconds in which an engine of `ranks` GPUs samples one token of each sequence: weights and caches are read, or
+    the products take longer."""
     cached = (size.layers - size.windowed) * context + size.windowed * min(size.window, context)
     read = width * size.multiplied(sequences) / ranks + sequences * kv_bytes(size, width, ranks) * cached
     products = 2 * size.multiplied() * sequences / ranks

@@ -79,9 +79,8 @@ class WorkerMemory:
         return max(map(self.during, PERIODS))
 
     def during(self, period: Period) -> int:
-        """The most that is held at once in a period, in bytes. A pass and a step hardly overlap, and on a GPU torch's
-        allocator reuses the memory of one for the other. In host memory both count: buckets fill while the backward
-        pass runs, and freed blocks below 1 MiB stay."""
+        """The most that is held at once in a period, in bytes. A pass and a step reuse each other's memory on a GPU;
+        in host memory both count: buckets fill during the backward pass, and freed blocks below 1 MiB stay."""
         held = [part for part in self.parts if period in part.periods]
         phases = {phase: sum(part.bytes for part in held if part.phase == phase) for phase in _PHASES}
         either = max if self.where == "gpu" else sum
@@ -183,9 +182,8 @@ def training(worker: str, rank: Training) -> tuple[WorkerMemory, ...]:
 
 
 def save_copy(trained: ModelSize, width: int, rank: Training, stage: int) -> int:
-    """Bytes of the copy from which a rank writes its part of a checkpoint. It holds what DeepSpeed saves (optimizer,
-    and below ZeRO-3 all weights, which rank 0 alone saves), the moving average, and the whole weights of each
-    export."""
+    """Bytes of the copy from which a rank writes its part of a checkpoint: what DeepSpeed saves (optimizer, and
+    below ZeRO-3 rank 0's weights), the moving average, and the whole weights of each export."""
     whole = trained.parameters
     share = math.ceil(whole / rank.ranks) if stage else whole
     weights = 0 if stage == 3 else width * whole
@@ -196,29 +194,26 @@ def save_copy(trained: ModelSize, width: int, rank: Training, stage: int) -> int
 
 
 def _loading(size: ModelSize, width: int, ranks: int, stage: int) -> int:
-    """Host memory of a rank with a GPU until its weights are on the GPU. Below ZeRO-3 every rank builds the whole
-    model. Under ZeRO-3 it reads its share tensor by tensor; two can be whole at once (embedding and output head,
-    converted to another type); then DeepSpeed copies the share once through host memory."""
+    """Host memory of a rank with a GPU until its weights are there. Below ZeRO-3 a rank builds the whole model; else
+    it reads its share tensor by tensor (two can be whole at once), which DeepSpeed copies once through host
+    memory."""
     if stage < 3:
         return width * size.parameters
     return width * max(math.ceil(size.parameters / ranks), 2 * size.largest)
 
 
 def gathered(size: ModelSize) -> int:
-    """Numbers that a rank holds whole at once under ZeRO-3. DeepSpeed limits what it keeps and prefetches to `LIVE`,
-    but gathers the current module regardless of its size (`partitioned_param_coordinator.py`, `fetch_sub_module`)."""
+    """Numbers that a rank holds whole under ZeRO-3: DeepSpeed limits prefetches to `LIVE`, but gathers the current
+    module whole (`partitioned_param_coordinator.py`, `fetch_sub_module`)."""
     return min(size.parameters, max(LIVE, size.module))
 
 
 def zero_states(
     size: ModelSize, dtype: Dtype, ranks: int, stage: int, gpu: bool, offload: bool
 ) -> Iterator[tuple[Where, Part]]:
-    """Weights, gradients, optimizer states and DeepSpeed's buffers of one rank.
-
-    The optimizer's 12 bytes per number are AdamW's two moments and a float32 copy of the weights (none in stage 0 with
-    float32 weights, which are trained directly). ZeRO-3 means to have none of float32 weights either, but compares a
-    tensor's device with the name of one, and copies them.
-    """
+    """Weights, gradients, optimizer states and DeepSpeed's buffers of one rank. The optimizer's 12 bytes per number
+    are AdamW's two moments and a float32 copy (none in stage 0 with float32 weights). ZeRO-3 means to have none
+    of float32 weights, but compares a device with the name of one, and copies them."""
     device: Where = "gpu" if gpu else "host"
     whole, share, largest, width = size.parameters, math.ceil(size.parameters / ranks), size.largest, WIDTHS[dtype]
     in_bucket = min(whole, REDUCE_BUCKET)
@@ -291,19 +286,16 @@ def _offloaded(size: ModelSize, width: int, ranks: int, stage: int) -> Iterator[
 
 
 def _mask_row(size: ModelSize, longest: int, packing: bool) -> int:
-    """Length of a row of the attention mask; packed rows have none. A model with eager attention is padded; one with
-    windows has a mask of each sequence on the CPU."""
+    """Length of a row of the attention mask (none if packed): padded with eager attention, each sequence's for
+    windows."""
     return 0 if packing and not (size.windowed or size.eager) else longest
 
 
 def layer_bytes(size: ModelSize, width: int, masked: int) -> int:
-    """Bytes that one layer keeps of one token for the backward pass. `masked`: length of a row of the mask.
-
-    Norms: float32 input, normed, output. Attention: query, key and value of all heads (padding keeps PyTorch from
-    sharing a group's), output, its log-sum, a row of the mask; eager, the weights of all pairs of tokens.
-    Feed-forward: gate, its activation, up, product. Each expert has a copy of the token, and its output before it is
-    weighted.
-    """
+    """Bytes that one layer keeps of one token for the backward pass; `masked`: length of a row of the mask. Norms:
+    float32 input, normed, output. Attention: query, key, value of all heads, output, log-sum, mask row; eager,
+    the weights of all pairs. Feed-forward: gate, activation, up, product; each expert's copy of the token and its
+    output."""
     queries = size.heads * size.head_dim
     norms = (2 * size.hidden + size.extra_norms) * (4 + 2 * width)
     attention = width * 4 * queries + 4 * size.heads + width * masked + _pairs(size, masked)
@@ -311,14 +303,14 @@ def layer_bytes(size: ModelSize, width: int, masked: int) -> int:
 
 
 def _pairs(size: ModelSize, masked: int) -> int:
-    """Bytes that a layer with eager attention keeps of one token's pairs: the capped logits, and the probabilities. In
-    bfloat16 these are also there in float32, from which they are rounded: 8 bytes more."""
+    """Bytes that eager attention keeps of one token's pairs: capped logits and probabilities, in bfloat16 also
+    float32 ones."""
     return 8 * size.heads * masked if size.eager else 0
 
 
 def activations(size: ModelSize, width: int, tokens: int, masked: int, recomputed: int) -> int:
-    """Bytes that the layers keep of `tokens` tokens, and that the backward pass through one layer adds. Of `recomputed`
-    layers the inputs are kept, and all of one at a time."""
+    """Bytes that the layers keep of `tokens` tokens, and that one layer's backward pass adds; of `recomputed` ones
+    only inputs."""
     kept = recomputed * width * size.hidden + (size.layers - recomputed + (recomputed > 0)) * layer_bytes(
         size, width, masked
     )
@@ -328,12 +320,10 @@ def activations(size: ModelSize, width: int, tokens: int, masked: int, recompute
 
 
 def head(size: ModelSize, width: int, tokens: int, gpu: bool) -> int:
-    """Bytes of the output head in a pass: hidden states of `tokens` tokens, and the larger of two moments.
-
-    In the backward pass of a chunk exist its logits in float32 (and in the type of the weights), the gradient of the
-    chosen ones, and difference, exponential and product of the log-sum; besides, the gradient of the head's weight
-    from the chunks before. Then autograd adds the gradient of this chunk to that sum, in new memory.
-    """
+    """Bytes of the output head in a pass: hidden states of `tokens` tokens, and the larger of two moments. In the
+    backward pass of a chunk exist its float32 logits (and in the weights' type), the gradient of the chosen ones,
+    difference, exponential and product of the log-sum, and the head's gradient so far; then autograd adds the
+    chunk's in new memory."""
     weight, logits = width * size.vocabulary * size.hidden, _chunk(size, tokens, gpu)
     made = 20 + (width if width < 4 else 0)
     moments = (weight + made * logits, 3 * weight) if _chunks(size, tokens, gpu) > 1 else (made * logits, weight)
@@ -341,9 +331,8 @@ def head(size: ModelSize, width: int, tokens: int, gpu: bool) -> int:
 
 
 def tiled_head(size: ModelSize, width: int, tokens: int, gpu: bool) -> int:
-    """Bytes of the output head in a pass in which it computes log-probs tile by tile. Hidden states of `tokens` tokens
-    and their float32 gradient; the gradient of the head's weight; and a tile's logits, their exponentials (which a
-    GPU's kernel does not keep), and the gradient in the type of the weights."""
+    """Bytes of the output head with log-probs tile by tile: hidden states of `tokens` tokens and their float32
+    gradient; the head's gradient; a tile's logits, exponentials (not in a GPU's kernel), and gradient."""
     made = width + (4 if gpu else 8)
     return (width + 4) * size.hidden * tokens + width * size.vocabulary * size.hidden + made * _tile(size, tokens, gpu)
 
@@ -389,8 +378,8 @@ class Scoring:
 
 
 def scoring(worker: str, model: Scoring) -> tuple[WorkerMemory, ...]:
-    """Memory of a frozen model that scores: its weights and the activations of one layer. Every rank of a divided model
-    has a GPU: it keeps its part there and gathers what it runs."""
+    """Memory of a frozen model that scores: weights, and activations of one layer; a divided one gathers what it
+    runs."""
     size, width, tokens, ranks = model.size, WIDTHS[model.dtype], model.tokens, model.ranks
     if _tiled(size, truncated=model.whole_logits):
         held = (4 if model.gpu else 8) * _tile(size, tokens, model.gpu)
@@ -434,22 +423,16 @@ class Cache:
 
 
 def kv_bytes(size: ModelSize, width: int, ranks: int = 1) -> int:
-    """Bytes that one layer caches of one token on each of an engine's ranks. vLLM divides the KV heads among the ranks,
-    and gives each at least one; a compressed cache has every rank whole."""
+    """Bytes that one layer caches of one token on each rank: vLLM divides KV heads (at least one each), no
+    compressed cache."""
     return width * (size.latent or 2 * max(1, size.kv_heads // ranks) * size.head_dim)
 
 
 def sequence_bytes(size: ModelSize, per_token: int, tokens: int, block: int, batch: int) -> int:
-    """Bytes that vLLM reserves in the cache for one sequence, in whole blocks.
-
-    A layer with a sliding window keeps the window and what two batches in flight may add (vLLM's `SlidingWindowSpec`).
-    Layers of both kinds are put into groups of one size, and the last one is padded
-    (`_get_kv_cache_groups_uniform_page_size`).
-
-    Args:
-        per_token: Bytes that one layer caches of one token.
-        batch: Tokens of the largest batch (`max_num_batched_tokens`).
-    """
+    """Bytes that vLLM reserves in the cache for one sequence, in whole blocks of tokens of `per_token` bytes in a
+    layer. A layer with a sliding window keeps the window and what two batches (of `batch` tokens) in flight may
+    add (`SlidingWindowSpec`). Layers of both kinds form groups of one size, the last padded
+    (`_get_kv_cache_groups_uniform_page_size`)."""
     whole = math.ceil(tokens / block)
     full = size.layers - size.windowed
     if not size.windowed:
@@ -473,18 +456,9 @@ def engine(
     adapters: int = 0,
     graphs: int = 0,
 ) -> tuple[tuple[WorkerMemory, ...], Cache | None]:
-    """Memory of one vLLM engine, and its cache (None if its size is unknown).
-
-    On a GPU vLLM takes the share `gpu_memory_utilization` and uses what the model leaves of it as the cache; without
-    room for any sequence the cache holds 0 sequences.
-
-    Args:
-        gpu: Memory of one GPU in bytes, 0 if unknown, or None if the engine runs on the CPU.
-        process: Host memory of the engine's processes without the model, in bytes.
-        transfer: Memory of the buffers for new weights, in bytes.
-        adapters: Memory that the layers have for adapters, in bytes; each rank of an engine counts with all of it.
-        graphs: Memory of the CUDA graphs, in bytes, if the cache has to leave it free.
-    """
+    """Memory of one vLLM engine, and its cache (None if its size is unknown): on a GPU, what the model leaves of the
+    share `gpu_memory_utilization`. All in bytes: a GPU (0: unknown, None: on the CPU), the processes without the
+    model, buffers for new weights, room for adapters on each rank, CUDA graphs that the cache has to leave free."""
     width, ranks = WIDTHS[dtype], config.tensor_parallel_size
     # vLLM's CPU build packs the output head; of a tied one it keeps the embedding as well.
     packed = width * size.vocabulary * size.hidden if gpu is None and size.head == 0 else 0
@@ -530,8 +504,7 @@ _AT_ONCE = (frozenset({"q_proj", "k_proj", "v_proj"}), frozenset({"gate_proj", "
 
 
 def adapter_numbers(size: ModelSize, lora: LoraConfig, rank: int | None = None) -> int:
-    """Numbers of the adapters of a model. A layer of another name counts as one from the states to the feed-forward.
-    `rank`: another rank than theirs."""
+    """Numbers of a model's adapters (of `rank`); a layer of another name counts as one from states to feed-forward."""
     names = tuple(_LAYERS) if lora.targets == ALL_LINEAR else lora.targets
     sides = (_LAYERS[name](size) if name in _LAYERS else (size.hidden, size.intermediate) for name in names)
     return size.layers * (rank or lora.rank) * sum(map(sum, sides))

@@ -82,8 +82,7 @@ def is_chain(document: yaml_reader.Document) -> bool:
 
 
 def plan_chain(document: yaml_reader.Document, out: Path | None, parse: Parse) -> tuple[PlannedRun, ...]:
-    """Every run of a chain, in order. `out`: folder of the chain, or None for the spec's. Raises SpecError with one
-    line for every problem found in any stage."""
+    """Every run of a chain, in order; `out` replaces its folder. Raises SpecError with a line for every problem."""
     name, sections = _sections(document)
     folder = out or Path((document.data.get("output") or {}).get("folder") or "runs") / name
     rounds = document.data.get(_ROUNDS, 1)
@@ -260,9 +259,8 @@ def _borrowed(node: Any, path: FieldPath = ()) -> Iterator[tuple[FieldPath, str]
 
 
 def _start_from(data: dict[str, Any], path: FieldPath, stage: PlannedRun) -> None:
-    """Fill in a model's path: the stage's final model, or the model below its adapters and the adapters. The reward
-    role reads texts as the stage did. A tokenizer is read from the model below adapters, which has not the template of
-    the stage."""
+    """Fill in a model's path: the stage's final model, or the model below its adapters, with them; the tokenizer is
+    that model's. The reward role reads texts as the stage did."""
     section: Any = data
     for key in path[:-1]:
         section = section[key]

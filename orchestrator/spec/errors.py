@@ -64,7 +64,6 @@ class Problem:
         return ": ".join(_one_line(part) for part in parts if part)
 
     def found(self) -> FoundProblem:
-        """The problem, for programs."""
         meant = _MEANT.search(self.message)
         suggestion = self.suggestion or (meant[1] if meant else None)
         return FoundProblem(self.place.file, self.place.line, self.path, self.code, self.message, suggestion)

@@ -51,8 +51,7 @@ def example_file(name: str) -> Path:
 
 
 def example_text(name: str, models: Path | None = None) -> str:
-    """An example as YAML with absolute paths, line by line as in its file. `models`: folder of the example models, or
-    None for `models_folder()`. Raises UsageError if there is no such example."""
+    """An example as YAML with absolute paths, as in its file. Raises UsageError if there is none of the name."""
     known = examples()
     if name not in known:
         raise UsageError(f"{PREFIX}{name[:60]}: no such example ({nearest(name, known) or 'see `troupe demo --list`'})")

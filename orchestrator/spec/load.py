@@ -43,9 +43,8 @@ def read_document(path: str | Path, overrides: Sequence[str] = ()) -> yaml_reade
 
 
 def plan_runs(document: yaml_reader.Document, out: Path | None = None) -> tuple[PlannedRun, ...]:
-    """Every run of a file, in order: one, or the runs of a chain (`orchestrator/spec/chain.py`). `out`: folder of the
-    run, or of the chain, or None for the spec's. Raises SpecError with one line for every problem found; UsageError if
-    `out` is a URL."""
+    """Every run of a file, in order; `out` replaces the folder of the run or chain. Raises SpecError with a line for
+    every problem, UsageError if `out` is a URL."""
     if out is not None and is_url(out):
         raise UsageError(f"{out} {NEEDS_DISK}")
     if is_chain(document):
@@ -67,14 +66,12 @@ def parse_spec(document: yaml_reader.Document) -> RunSpec:
 
 
 def parse_rollout_spec(document: yaml_reader.Document) -> RolloutSpec:
-    """Validate a document of a run on rollouts. Raises SpecError with one line for every problem found."""
     return _parse(shared_gpus(document), RolloutSpec)
 
 
 def load_rollout_spec(path: str | Path, overrides: Sequence[str] = ()) -> RolloutSpec:
-    """Read the spec of a run on rollouts from a file. Files of any kind, and chains: `plan_runs`. `overrides`:
-    `field.path=value` each (`roles.rollout.workers=2`); the value is YAML. Raises SpecError with one line for every
-    problem found."""
+    """Read the spec of a run on rollouts. `overrides`: `roles.rollout.workers=2`, with values in YAML. Raises
+    SpecError with a line for every problem."""
     return parse_rollout_spec(yaml_reader.override(yaml_reader.read_file(path), list(overrides)))
 
 
@@ -116,12 +113,9 @@ def _algorithm(data: Any) -> str:
 
 
 def shared_gpus(document: Document) -> Document:
-    """The document with `workers` and `gpus` of an engine on the policy's GPU.
-
-    There is one engine for each policy worker. `gpus` left out, or a whole GPU, is the GPU that the two share: if one
-    of them sets the part that it reserves, the other has the rest, else each has half. An engine over N GPUs has those
-    of N policy workers, whole. How much memory each may use is another question (`gpu_memory_utilization`).
-    """
+    """The document with `workers` and `gpus` of an engine on the policy's GPU: one engine per policy worker. A whole
+    GPU is shared: the part that neither reserves goes to the other, or half to each. An engine over N GPUs has
+    those of N policy workers."""
     roles = document.data.get("roles") if isinstance(document.data, dict) else None
     if not isinstance(roles, dict):
         return document

@@ -27,8 +27,7 @@ def is_pattern(path: str) -> bool:
 
 
 def matching_files(path: str) -> list[Path]:
-    """The files of a path that may be a pattern (`data/train-*.parquet`), in order of their names. The path itself if
-    it is no pattern, or if nothing matches."""
+    """The files of a pattern (`data/train-*.parquet`), by name, or the path itself if it is none or nothing matches."""
     found = sorted(glob.glob(path, recursive=True)) if is_pattern(path) else []
     return [Path(name) for name in found] or [Path(path)]
 
@@ -39,8 +38,7 @@ def is_name(text: str) -> bool:
 
 
 def is_hub_name(path: str, root: Path | None = None) -> bool:
-    """Whether a model's path is a name on the hub, `org/name`: a folder of that name comes first. `root`: folder that
-    relative paths also start at, besides the current directory."""
+    """Whether a path is a name on the hub, `org/name`, and no folder below the current one or `root`."""
     return is_name(path) and not any((start / path).is_dir() for start in (Path(), root or Path()))
 
 

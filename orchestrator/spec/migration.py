@@ -32,8 +32,8 @@ class Setting:
     """Further names under which people look for it, with a section where the last name alone says too little."""
 
     def score(self, path: Sequence[str], fields: Collection[str]) -> int:
-        """How many names at the end of a path match the setting's, or 0 for another setting. `fields`: names of the
-        fields that a spec has, without their sections: one of these alone is too little."""
+        """How many names at the end of a path match the setting's; one of the spec's own `fields` alone is too
+        little."""
         names = (name.removeprefix("--").split(".") for name in (*self.verl, *self.openrlhf, *self.trl))
         most = max((_common_end(path, name) for name in names), default=0)
         if most > 1 or (most and path[-1] not in fields):
@@ -43,7 +43,6 @@ class Setting:
 
 @cache
 def settings() -> tuple[Setting, ...]:
-    """The rows of the table, in its order."""
     sections: Mapping[str, list[dict[str, Any]]] = yaml.safe_load(_TABLE.read_text(encoding="utf-8"))
     return tuple(_setting(section, row) for section, rows in sections.items() for row in rows)
 
@@ -54,8 +53,7 @@ def _setting(section: str, row: Mapping[str, Any]) -> Setting:
 
 
 def counterpart(path: Sequence[str], value: Any, known: Collection[str]) -> str:
-    """What a spec has instead of another trainer's setting, for an error message; empty if nothing matches. `value`:
-    its value; of a section, the settings in it are looked up as well."""
+    """What a spec has instead of another trainer's setting (or of those in a section), or empty."""
     fields = {field.rpartition(".")[2] for field in known}
     found = _nearest(path, known, fields)
     if found is not None:
@@ -66,8 +64,7 @@ def counterpart(path: Sequence[str], value: Any, known: Collection[str]) -> str:
 
 
 def _nearest(path: Sequence[str], known: Collection[str], fields: Collection[str]) -> Setting | None:
-    """The setting with the most names at the end of the path, of equal ones the one of the same section, or the
-    first."""
+    """The setting with the most names at the end of the path; of equal ones the one of its section, or the first."""
     section = "".join(f"{name}." for name in path[:-1])
     best, rank = None, (0, False)
     for row in settings():
@@ -90,7 +87,6 @@ def _describe(row: Setting, section: Sequence[str], known: Collection[str]) -> s
 
 
 def _common_end(path: Sequence[str], name: Sequence[str]) -> int:
-    """Number of words at the end of both."""
     pairs = zip(reversed(path), reversed(name), strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 

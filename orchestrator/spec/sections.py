@@ -103,12 +103,10 @@ class RoleResources(Frozen):
 
     @property
     def device(self) -> Device:
-        """Device that the role's workers run on."""
         return "cuda" if self.gpus > 0 else "cpu"
 
     def part(self, config: type[ConfigT], **others: Any) -> ConfigT:
-        """A worker configuration made of the fields that this section shares with it. `others`: fields of the
-        configuration that this section does not have, or has with another value."""
+        """A worker configuration of the fields that this section shares with it, and `others`."""
         return config(**({name: value for name, value in self if name in config.model_fields} | others))
 
     def worker_config(self, config: type[ConfigT], **others: Any) -> ConfigT:
@@ -260,7 +258,6 @@ class Roles(Frozen):
         return {name: role for name, role in roles if isinstance(role, ScaledRole) and role.colocate_with is None}
 
     def trainers(self) -> dict[str, TrainerRole]:
-        """The roles that train, by name."""
         return {name: role for name, role in self.present().items() if isinstance(role, TrainerRole)}
 
 

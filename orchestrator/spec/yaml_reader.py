@@ -42,8 +42,7 @@ class Document:
 
 
 def read_file(path: str | FilePath) -> Document:
-    """Read a YAML file. Raises SpecError if it is not a regular file, larger than 1 MiB, not UTF-8, empty, or not
-    YAML as specs use it."""
+    """Read a YAML file. Raises SpecError if it is no regular UTF-8 file below 1 MiB of YAML as specs use it."""
     name = os.path.expanduser(path)
     return parse(_read_text(name), name)
 
@@ -66,8 +65,7 @@ def parse(text: str, name: str) -> Document:
 
 
 def override(document: Document, assignments: list[str]) -> Document:
-    """The document with fields replaced, each given as `field.path=value` (the value is YAML). Raises SpecError with a
-    line `--set: field.path: what is wrong` for each that cannot be applied."""
+    """The document with fields replaced by `field.path=YAML`. Raises SpecError with a line for each that cannot be."""
     data, places = copy.deepcopy(document.data), dict(document.source.places)
     problems: list[Problem] = []
     for assignment in assignments:
@@ -96,7 +94,6 @@ class _Builder:
         self._events: Iterator[Any] = iter(())
 
     def document(self, text: str) -> tuple[Any, bool]:
-        """(data, whether there was no document)."""
         self._events = yaml.parse(text, Loader=_LOADER)
         self._take(yaml.StreamStartEvent)
         event = next(self._events)
@@ -112,7 +109,6 @@ class _Builder:
         return data, empty
 
     def report(self, event: Any, path: Path, message: str) -> None:
-        """Record a problem."""
         line = 1 if event is None or event.start_mark is None else event.start_mark.line + 1
         place = Place(self._name) if self._name == OVERRIDE else Place(self._name, line)
         self.problems.append(Problem(place, format_path(path), message, "unreadable"))

@@ -48,9 +48,9 @@ class SourceSnapshot:
 
 
 class BatchSource(Protocol):
-    """Supplies one batch per step, records in the ledger what was trained, and returns the state to save. In each step,
-    the loop calls `next_batch`, `mark_trained` after the updates, `metrics` and `save_trajectories`. It calls
-    `snapshot` between two steps. Methods that are not abstract do nothing unless a subclass overrides them."""
+    """Supplies one batch per step. The loop calls `next_batch`, `mark_trained` after the updates, `metrics` and
+    `save_trajectories` in each step, and `snapshot` between two. Methods that are not abstract do nothing by
+    default."""
 
     @abstractmethod
     async def restore(self, found: Checkpoint) -> int:
@@ -105,8 +105,8 @@ class EvaluationBesideTraining(Protocol):
     """An evaluation on held-out data that training does not wait for."""
 
     async def begin(self, step: int) -> Coroutine[Any, Any, dict[str, float]] | None:
-        """Begins an evaluation of the weights that are served after `step` steps, or None if training has to wait. The
-        result has the metrics by name, or raises EvaluationLost."""
+        """Begins an evaluation after `step` steps, or None if training has to wait; its result may raise
+        EvaluationLost."""
         ...
 
 

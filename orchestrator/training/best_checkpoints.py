@@ -33,7 +33,6 @@ class BestCheckpoints(RunPart):
 
     @property
     def compares(self) -> bool:
-        """Whether evaluations are compared."""
         return self._checkpoint.best is not None
 
     @property

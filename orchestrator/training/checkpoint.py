@@ -117,8 +117,7 @@ class CheckpointStore:
         """Step whose model plays against the policy and is not removed either, or 0."""
 
     def prepare(self) -> None:
-        """Creates the folder and removes what interrupted saves left in it. Only the owning run may call this. Raises
-        CheckpointError if the folder cannot be created or changed."""
+        """Creates the folder without what interrupted saves left; for the owning run alone. Raises CheckpointError."""
         with _naming(self.directory):
             self.directory.mkdir(parents=True, exist_ok=True)
             for entry in sorted(self.directory.iterdir()):
@@ -162,16 +161,13 @@ class CheckpointStore:
         return (self.folder(step) / MODEL).is_dir()
 
     def begin_trial(self) -> Path:
-        """Creates an empty hidden folder in which workers try to write. Raises CheckpointError."""
         return self._begin(_TRIAL)
 
     def begin(self, step: int) -> Path:
-        """Creates an empty hidden folder for the workers' files. Raises CheckpointError if it cannot be created."""
         return self._begin(folder_name(step))
 
     def begin_again(self, step: int) -> Path:
-        """Begins with links to the files of the step's checkpoint, without its samples: only these are new. Raises
-        CheckpointError if it cannot be created, or the file system has no links."""
+        """Begins with links to the files of the step's checkpoint, without its samples. Raises CheckpointError."""
         before, path = self.folder(step), self._begin(folder_name(step))
         with _naming(path):
             try:
@@ -193,9 +189,8 @@ class CheckpointStore:
         return path
 
     def commit(self, path: Path, state: dict[str, Any]) -> Checkpoint:
-        """Publishes `path` as the checkpoint of its step, and removes the oldest checkpoints beyond `keep`. Raises
-        CheckpointError if the checkpoint cannot be written (disk full, ...); `path` is then removed; ValueError if
-        `path` does not come from `begin`, or `state` is not JSON."""
+        """Publishes `path` (from `begin`) as its step's checkpoint, and removes the oldest ones beyond `keep`.
+        Raises CheckpointError if it cannot be written; `path` is then removed."""
         name = path.name.removeprefix(_SAVING)
         step = step_of(name)
         if step is None or path.parent != self.directory:
@@ -219,9 +214,8 @@ class CheckpointStore:
         return Checkpoint(step, final, state)
 
     def adopt(self, path: Path) -> Checkpoint:
-        """Publishes `path`, into which a whole checkpoint was copied, as the checkpoint of its step. Raises
-        CheckpointError if it cannot be written; InvalidCheckpoint if the copy is not a valid checkpoint; it is removed.
-        """
+        """Publishes `path`, a copy of a whole checkpoint. Raises CheckpointError; InvalidCheckpoint, and removes the
+        copy."""
         final = self.directory / path.name.removeprefix(_SAVING)
         with _naming(path):
             _describe_files(path, sync=True)
@@ -258,9 +252,8 @@ class CheckpointStore:
         shutil.rmtree(replaced, ignore_errors=True)
 
     def _prune(self, newest: int) -> None:
-        """Removes the oldest checkpoints before `newest` beyond the number to keep, except protected ones. Later ones
-        stay and do not count: they are damaged, or the run resumed from an earlier step. If `newest` holds no model,
-        the last one that does stays too."""
+        """Removes the oldest checkpoints before `newest` beyond the number to keep, except protected ones and, if
+        `newest` has no model, the last one with a model. Later ones stay: damaged, or of an earlier run."""
         earlier = [step for step in self.steps() if step < newest]
         models = [] if self.has_model(newest) else [step for step in earlier if self.has_model(step)]
         for step in earlier[: max(0, len(earlier) - (self.keep - 1))]:
@@ -276,9 +269,8 @@ class CheckpointStore:
 
 
 def verify(path: Path) -> Checkpoint:
-    """Verifies every file of a checkpoint against its manifest. Damaged samples do not make a checkpoint invalid: they
-    are sampled again (`Checkpoint.damaged`). Raises InvalidCheckpoint if a file is missing, changed or not listed, or
-    the manifest or the state cannot be read; OSError if a file cannot be read."""
+    """Verifies every file of a checkpoint against its manifest. Damaged samples are sampled again
+    (`Checkpoint.damaged`). Raises InvalidCheckpoint, or OSError if a file cannot be read."""
     manifest = _read_json(path / MANIFEST)
     listed = manifest.get("files")
     if manifest.get("format") != FORMAT or not isinstance(listed, dict):
@@ -311,8 +303,7 @@ def verify(path: Path) -> Checkpoint:
 
 
 def verify_model(path: Path) -> str:
-    """Verifies the model of a checkpoint against its manifest; returns its digest. Raises InvalidCheckpoint if a file
-    is missing, changed or not listed; OSError if a file cannot be read."""
+    """Verifies a checkpoint's model against its manifest; returns its digest. Raises InvalidCheckpoint, OSError."""
     listed = _read_json(path / MANIFEST).get("files", {})
     saved = {name: entry for name, entry in listed.items() if name.startswith(f"{MODEL}/")}
     found = {f"{MODEL}/{name}": entry for name, entry in _describe_files(path / MODEL, sync=False).items()}
@@ -340,8 +331,7 @@ def trainer_layouts(spec: RunSpec) -> dict[str, TrainerLayout]:
 
 
 def stage_problem(saved: TrainerLayout, now: TrainerLayout) -> str:
-    """Why trainers with one ZeRO stage cannot load another stage's files, or empty if they can. ZeRO stages 1 and 2
-    have the same files. In float32 stage 0's files are converted."""
+    """Why trainers cannot load another ZeRO stage's files, or empty: 1 and 2 are alike, float32 ones are converted."""
     both = {saved.zero_stage, now.zero_stage}
     if len(both) == 1 or both <= {1, 2} or (both <= {0, 1, 2} and now.dtype == "float32"):
         return ""
@@ -388,8 +378,8 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 def _files(path: Path) -> list[Path]:
-    """Every file below a folder except its manifest. Raises InvalidCheckpoint if an entry is neither a regular file nor
-    a folder; a link could point outside."""
+    """Every file below a folder but its manifest. Raises InvalidCheckpoint for links and others, which may point
+    outside."""
     found = []
     for entry in sorted(path.rglob("*")):
         if entry.is_symlink() or not (entry.is_file() or entry.is_dir()):

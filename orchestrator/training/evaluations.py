@@ -27,12 +27,9 @@ _IN_REPORT_ONLY = ("_low", "_high", "solved_at")
 
 
 class RunEvaluations(RunPart):
-    """Makes the evaluations of a run, one at a time.
-
-    With `evaluation.beside`, a task makes one while the loop continues. It waits for its engine and the reward workers,
-    and its result is taken over between two phases of a step (`collect`). The loop waits for it (`settle`) only when
-    the next one is due, before the checkpoint of a later step, and at the end.
-    """
+    """Makes the evaluations of a run, one at a time. With `evaluation.beside`, a task makes one while the loop
+    continues; its result is taken over between two phases (`collect`). The loop waits for it (`settle`) before
+    the next one, before the checkpoint of a later step, and at the end."""
 
     name = "evaluations"
 
@@ -46,8 +43,8 @@ class RunEvaluations(RunPart):
         console: Console,
         sinks: MetricSinks,
     ) -> None:
-        """Evaluates nothing yet. Without held-out data there is no `evaluator`, and without `beside` training waits for
-        every evaluation."""
+        """Evaluates nothing yet; no `evaluator` without held-out data, no `beside` if training waits for
+        evaluations."""
         self._config = spec.evaluation
         self._steps = spec.schedule.steps
         self._evaluator = evaluator
@@ -78,7 +75,6 @@ class RunEvaluations(RunPart):
         return {"due": self.pending is not None or self._overdue}
 
     def is_due(self, step: int) -> bool:
-        """Whether the step is to be evaluated."""
         config = self._config
         if config is None:
             return False
@@ -115,8 +111,7 @@ class RunEvaluations(RunPart):
             return await self.evaluate(step.number) if self._waited_for == step.number else {}
 
     async def end_step(self, now: Moment) -> None:
-        """Before the checkpoint of a later step, waits for the evaluation beside training: it decides which checkpoints
-        are kept, and no resumed run has its weights."""
+        """Settles before the checkpoint of a later step: the evaluation decides which checkpoints are kept."""
         if self.pending not in (None, now.step) and self._saves.is_due(now.step):
             with now.timers.phase("evaluate"):
                 await self.settle()
@@ -132,13 +127,12 @@ class RunEvaluations(RunPart):
         return metrics
 
     async def collect(self) -> None:
-        """Takes over the result of the evaluation beside training, if it has ended. Raises as `settle`."""
         if self._running is not None and self._running.done():
             await self.settle()
 
     async def settle(self) -> None:
-        """Waits for the evaluation beside training. One that is lost is made up for after the next step. Raises
-        WorkerError if it failed."""
+        """Waits for the evaluation beside training; a lost one is made up for after the next step. Raises
+        WorkerError."""
         if self._running is None or self.pending is None:
             return
         running, step = self._running, self.pending
@@ -170,7 +164,6 @@ class RunEvaluations(RunPart):
         await self.settle()
 
     async def cancel(self) -> None:
-        """Gives up the evaluation beside training; it stays due."""
         if self._running is None:
             return
         self._running.cancel()

@@ -25,13 +25,8 @@ _MERGE_S = 3600.0
 
 
 def exported_model(directory: Path, step: int | None = None, model: str = MODEL) -> Path:
-    """The policy of a verified checkpoint: a folder with a Hugging Face model. Raises CheckpointError if no such valid
-    checkpoint exists, or it lacks the model.
-
-    Args:
-        step: Step of the checkpoint; None for the newest valid one.
-        model: MODEL for the trained weights, AVERAGE for their moving average.
-    """
+    """Folder of the policy (MODEL, or its AVERAGE) in a verified checkpoint, the newest by default. Raises
+    CheckpointError if there is none, or it lacks the model."""
     path = directory if step is None else directory / folder_name(step)
     if step is not None and not path.is_dir():
         steps = ", ".join(map(str, CheckpointStore(directory, keep=1).steps()))
@@ -54,9 +49,8 @@ def has_adapters(model: Path) -> bool:
 
 
 def write_merged(source: Path, target: Path, base: Path | None = None) -> Path:
-    """Writes adapters, merged with the model below them, to a new folder, which appears when it is complete. `base`:
-    the model below, whose tokenizer is copied, or None for the adapters' base model and their tokenizer. Raises
-    CheckpointError if `target` exists or cannot be written, or the model below has changed."""
+    """Writes adapters, merged with the model below (`base`, or theirs), to a new folder, which appears when
+    complete. Raises CheckpointError if `target` exists or cannot be written, or the model below has changed."""
     below = {} if base is None else {"base": str(base)}
     with _new_folder(target) as scratch:
         try:
@@ -67,9 +61,8 @@ def write_merged(source: Path, target: Path, base: Path | None = None) -> Path:
 
 
 def write_model(source: Path, target: Path) -> Path:
-    """Copies a model to a new folder, which appears when it is complete. The files get the access that the user's umask
-    gives new files: safetensors writes weights for their owner alone. Raises CheckpointError if `target` exists or
-    cannot be written."""
+    """Copies a model to a new folder, which appears when complete, with the access of the umask: safetensors writes
+    for the owner alone. Raises CheckpointError."""
     failed: list[OSError] = []
 
     def copy(file: str, to: str) -> None:

@@ -65,8 +65,8 @@ class Ledger:
         """The first reason of each kind since the start or the resumption."""
 
     def dispatch(self, prompt_uid: str, row: int, draw: int, samples: int) -> int:
-        """Opens a group; returns its attempt number (0). Raises LedgerError if it was dispatched before, or a prompt
-        with the same or a higher number of its `draw` was."""
+        """Opens a group; returns its attempt number (0). Raises LedgerError if it, or a later prompt of its draw,
+        was."""
         if prompt_uid in self._groups or draw <= self._drawn:
             raise LedgerError(f"{prompt_uid} was dispatched before: draw {draw} after draw {self._drawn}")
         self._drawn = draw
@@ -77,8 +77,8 @@ class Ledger:
         return 0
 
     def retry(self, prompt_uid: str) -> int:
-        """Abandons the current attempt of a group and reopens its dropped samples; returns the new attempt number. A
-        late result of the abandoned attempt fails `is_current` and is discarded."""
+        """Abandons a group's attempt, whose late results `is_current` fences off, and reopens dropped samples;
+        returns the new one."""
         group = self._group(prompt_uid)
         self._dropped -= Counter(group.dropped.values())
         self._in_flight += len(group.dropped)
@@ -95,8 +95,7 @@ class Ledger:
         return group is not None and group.attempt == attempt
 
     def mark_trained(self, prompt_uid: str, *samples: int) -> None:
-        """Records samples of a group as trained. Raises LedgerError if one of them is unknown or has ended already;
-        none of them is recorded then."""
+        """Records samples of a group as trained, all or none. Raises LedgerError if one is unknown or has ended."""
         row = self._group(prompt_uid).row
         self._settle(prompt_uid, samples)
         self._trained += len(samples)
@@ -146,7 +145,6 @@ class Ledger:
         return "; ".join(f"{count} x {self._examples.get(kind, kind)}" for kind, count in self._dropped.most_common())
 
     def check(self) -> None:
-        """Raises LedgerError unless every dispatched sample is accounted for."""
         counts = self.counts()
         in_flight = sum(len(group.open) for group in self._groups.values())
         ends = counts["trained"] + counts["dropped"]
@@ -154,7 +152,6 @@ class Ledger:
             raise LedgerError(f"the ledger does not balance: {counts}, {in_flight} open samples")
 
     def state(self) -> dict[str, Any]:
-        """JSON-ready state; groups in flight are kept by name and dispatched again on resume."""
         sources = {"sources": self.source_counts()} if self._by_source else {}
         return sources | {
             "drawn": self._drawn,
@@ -195,7 +192,6 @@ class Ledger:
         return group
 
     def _settle(self, prompt_uid: str, samples: tuple[int, ...]) -> None:
-        """Ends open samples of a group, and closes the group after its last one."""
         group = self._group(prompt_uid)
         left = group.open.difference(samples)
         if len(group.open) - len(left) != len(samples):
@@ -208,8 +204,8 @@ class Ledger:
 
 
 def kind_of(reason: str) -> str:
-    """The part that reasons of one kind share: an exception's type and place without its message, no quotations.
-    Messages of user code can differ for every sample; checkpoints and summaries must not grow with them."""
+    """The part that reasons of one kind share, without messages and quotations: those of user code can differ for
+    every sample, and checkpoints must not grow with them."""
     found = _ERROR.search(reason)
     kind = f"{reason[: found.start()]}error: {found['type']}{found['place'] or ''}" if found else reason
     return _QUOTED.sub("...", kind)[:_LONGEST_KIND]

@@ -42,9 +42,8 @@ def split_balanced(lengths: Sequence[int], rows: Sequence[int], parts: int) -> l
 def cut_micro_batches(
     lengths: Sequence[int], rows: Sequence[int], budget: int, *, packed: bool = False
 ) -> list[tuple[int, ...]]:
-    """Sorts `rows` by length and splits them into micro-batches of at most `budget` tokens. The tokens of a micro-batch
-    are its rows' tokens if `packed`, otherwise (number of rows) x (longest row). A single row longer than the budget
-    forms a separate micro-batch."""
+    """Sorts `rows` by length and splits them into micro-batches of at most `budget` tokens: the rows' if `packed`,
+    else (number of rows) x (longest row). A longer row forms a separate micro-batch."""
     cuts = _fill(longest_first(lengths, rows), lengths, lengths, [1] * len(lengths), budget, packed)
     return [tuple(cut) for cut in cuts]
 
@@ -57,8 +56,7 @@ def _fill(
     budget: int,
     packed: bool,
 ) -> list[list[int]]:
-    """Splits items in the order given, by descending longest row, into micro-batches of at most `budget` tokens.
-    `packed`: whether a micro-batch has the tokens of its items; otherwise all its rows are as long as the longest."""
+    """Splits items, in descending order of their longest row, into micro-batches of at most `budget` tokens."""
     cuts: list[list[int]] = []
     total = count = width = 0
     for item in order:
@@ -90,19 +88,14 @@ def plan_update(
     share_prompts: bool = False,
     whole_samples: bool = False,
 ) -> list[RankPlan]:
-    """Plans one optimizer update.
-
-    The totals are the loss tokens of the chosen rows, the number of their samples, and their tokens without loss.
-
+    """Plans one optimizer update. The totals are the loss tokens of the chosen rows, the number of their samples, and
+    their tokens without loss.
     Args:
         budget: Tokens per micro-batch; without `packed` padding included.
-        skip_zero_advantage: Whether rows without any nonzero advantage get no forward pass. They still count in the
-            totals, so skipping them saves work without changing the gradient.
-        share_prompts: Whether packed rows of one group may be trained behind one copy of their prompt. This happens if
-            it saves enough tokens on the rank with the most: a group is not divided among ranks.
-        whole_samples: Whether the loss of a token depends on other rows of its sample. If a sample has several, the
-            rows of each share a micro-batch, even beyond the budget, and prompts are not shared.
-    """
+        skip_zero_advantage: Rows without an advantage get no forward pass, but count in the totals: same gradient.
+        share_prompts: Packed rows of a group may share one copy of their prompt, if that saves enough tokens on the
+            rank with the most: a group is not divided among ranks.
+        whole_samples: Rows of a sample share a micro-batch, even beyond the budget, and prompts are not shared."""
     lengths = [row.tokens for row in rows]
     samples = sample_rows(rows, chosen)
     added = sum([rows[r].tokens - rows[r].prompt_tokens - rows[r].loss_tokens for r in chosen])
@@ -133,7 +126,6 @@ def sample_rows(rows: Sequence[TrainRow], chosen: Sequence[int]) -> list[list[in
 
 
 def _heaviest(tokens: Sequence[int], parts: Sequence[Sequence[int]]) -> int:
-    """Tokens of the rank with the most."""
     return max(sum(tokens[item] for item in part) for part in parts)
 
 
@@ -169,8 +161,8 @@ def _cut_units(
 def plan_units(
     rows: Sequence[TrainRow], units: Sequence[Sequence[int]], ranks: int, budget: int, *, packed: bool = False
 ) -> list[RankPlan]:
-    """Plans one optimizer update over `units`: rows that the loss compares and that share a micro-batch. Like
-    `plan_update`, with units instead of rows: the totals are the loss tokens of the units and their number."""
+    """Plans one optimizer update over `units`: rows that the loss compares and that share a micro-batch. The totals
+    are the loss tokens of the units and their number."""
     cuts = _cut_whole(rows, units, ranks, budget, packed)
     return _pad(cuts, sum(rows[r].loss_tokens for unit in units for r in unit), len(units), packed)
 
@@ -206,9 +198,8 @@ def minibatches(row_count: int, parts: int, seed: Sequence[int]) -> list[list[in
 
 
 def pick_states(rows: Sequence[TrainRow], wanted: int, seed: Sequence[int]) -> tuple[list[int], int]:
-    """Draws rows by `seed` until they have `wanted` loss tokens. Rows are drawn group by group, because rows of one
-    group can share their prompt, often most of their cost. Returns the rows (none if `wanted` is 0), and the stride
-    that reduces their loss tokens to about `wanted`."""
+    """Draws groups of rows by `seed`, as they can share prompts, until they have `wanted` loss tokens. Returns the
+    rows, and the stride that reduces their loss tokens to about `wanted`."""
     rng = np.random.default_rng(list(seed))
     groups: dict[int, list[int]] = {}
     for number, row in enumerate(rows):

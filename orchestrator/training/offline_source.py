@@ -154,9 +154,8 @@ class ExampleEvaluator:
         self._batch: Batch | None = None
 
     async def run(self, step: int, progress: Callable[[int, int], None] | None = None) -> dict[str, float]:
-        """Evaluates the current weights. `progress`: called with (0, number of examples) at the start. Returns
-        `eval/loss` and its terms, `eval/accuracy` and the other metrics of the objective. Raises WorkerError if a call
-        failed."""
+        """`eval/loss` with its terms and the objective's other metrics of the current weights. `progress` is called
+        with (0, number of examples) at the start. Raises WorkerError."""
         if progress is not None:
             progress(0, len(self._picks))
         batch = self._batch = self._batch or await self._maker.make(self._picks)

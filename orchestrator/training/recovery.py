@@ -45,8 +45,6 @@ RestartGroups = Callable[[Sequence[TrainerGroup[Any]]], Awaitable[None]]
 
 @dataclass(frozen=True)
 class _Trained:
-    """One step's updates, to be repeated."""
-
     step: int
     batch: Batch
     state: PenaltyState
@@ -68,12 +66,8 @@ class TrainerRecovery:
         done: int = 0,
         hold_memory: HoldMemory | None = None,
     ) -> None:
-        """Restarts nothing yet.
-
-        Args:
-            push: Sends the trained weights, or None if no engine serves them.
-            hold_memory: Entered for updates and restarts, or None if the trainers share no GPU with an engine.
-        """
+        """Restarts nothing yet. `push`: sends the trained weights, or None without engines; `hold_memory`: entered
+        for updates and restarts, or None if the trainers share no GPU with an engine."""
         self.calls = calls
         self._spec = spec
         self._updates = updates
@@ -112,18 +106,16 @@ class TrainerRecovery:
             return await self._updates.run(step, batch, state)
 
     async def commit(self, step: int, write: Callable[[], T]) -> T:
-        """Runs `write` in a thread: the trainers' state after `step` steps is in a valid checkpoint then. The state is
-        the last `begin_save`'s; later steps stay, to be repeated. No restart begins until then: it would look for the
-        previous checkpoint, which may be removed."""
+        """Runs `write` in a thread: a valid checkpoint then has the state of the last `begin_save`; later steps
+        stay, to be repeated. No restart begins until then: it would look for the previous checkpoint."""
         async with self._committing:
             written = await asyncio.to_thread(write)
             self._saved, self._steps = step, self._later
         return written
 
     async def watch(self) -> None:
-        """Probes the trainers at a fixed interval, and restarts them if one has died and no call has noticed. Runs as a
-        task until the run ends: a step may wait for engines alone, and an engine that starts needs what a lost policy
-        had published. Raises WorkerError if they cannot be restarted."""
+        """Probes the trainers at a fixed interval until the run ends, and restarts them if one has died: a step may
+        wait for engines alone, and one that starts needs what a lost policy had published. Raises WorkerError."""
         while True:
             await asyncio.sleep(min(probe_interval_s(self._spec), _PROBE_S))
             await self.calls.retry(self._probe)
@@ -135,8 +127,7 @@ class TrainerRecovery:
                 raise died
 
     async def find_lost(self, error: WorkerError) -> WorkerError | None:
-        """The loss of a trainer that explains a failed call, or None if it has another cause. The other ranks of a
-        collective operation may notice the loss first, as another error."""
+        """The trainer's loss that explains a failed call, or None; in a collective other ranks may notice it first."""
         workers = {worker.name for group in self._updates.trainers for worker in group.workers}
         if error.worker not in workers:
             return None

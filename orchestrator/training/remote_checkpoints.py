@@ -59,8 +59,8 @@ class RemoteCheckpoints:
     """The checkpoints of one run in an object store; only the run that claimed them writes there."""
 
     def __init__(self, url: str, name: str, keep: int) -> None:
-        """Opens the store. `url`: `s3://bucket/folder`, `gs://...`, `abfs://...` or `file:///...`, with pyarrow's
-        options as a query. Raises CheckpointError if the store cannot be reached."""
+        """Opens `s3://bucket/folder`, `gs://`, `abfs://` or `file:///`, pyarrow's options as query. Raises
+        CheckpointError."""
         self.url = url
         self.keep = keep
         try:
@@ -72,8 +72,7 @@ class RemoteCheckpoints:
         self._stopped = threading.Event()
 
     def stop(self) -> None:
-        """Ends an upload that another thread does, soon: after a part of a file, or with the request that it waits for.
-        The process waits for that thread when it ends."""
+        """Ends another thread's upload after a part of a file, or its request; the process waits for that thread."""
         self._stopped.set()
 
     def steps(self) -> list[int]:
@@ -81,9 +80,8 @@ class RemoteCheckpoints:
         return sorted(step for step, complete in self._found().items() if complete)
 
     def claim(self, folder: Path, *, resumed: bool) -> None:
-        """Makes this process the owner of the copies: whoever wrote them before cannot any more. `resumed`: the run
-        resumes from one of the copies, which makes them its own. Raises CheckpointsTaken if the copies are another
-        run's; CheckpointError if the store cannot be reached, or the folder cannot be written."""
+        """Makes this process the owner of the copies: earlier writers cannot write any more. `resumed`: the run
+        resumes from one. Raises CheckpointsTaken if they are another run's; CheckpointError."""
         file = folder / _IDS
         try:
             ids: list[str] = json.loads(file.read_text()) if file.exists() else []
@@ -97,13 +95,10 @@ class RemoteCheckpoints:
         self._write_owner(folder)
 
     def upload(self, checkpoint: Path, protected: Collection[int] = ()) -> None:
-        """Copies a checkpoint, and removes older ones beyond `keep`, except protected steps'.
-
-        A step whose copy is complete is not copied again for samples that were finished since: while it is replaced,
-        there would be no copy. Protected steps that are not there yet are copied too. Raises CheckpointsTaken if
-        another run has claimed the copies since; CheckpointError if the store or the checkpoint cannot be reached, or
-        the upload was stopped.
-        """
+        """Copies a checkpoint and protected ones that are missing, and removes older ones beyond `keep`. A complete
+        copy is not replaced for samples finished since: meanwhile there would be none. Raises CheckpointsTaken if
+        another run has claimed the copies; CheckpointError if the store or checkpoint cannot be reached, or it
+        was stopped."""
         owner = self._owner()
         if owner and owner.get("id") != self._id:
             raise self._taken(owner)
@@ -173,16 +168,15 @@ class RemoteCheckpoints:
         send(checkpoint / MANIFEST)
 
     def fetch(self, store: CheckpointStore, after: int) -> Checkpoint | None:
-        """Copies the newest valid checkpoint of a step beyond `after` into a run's folder, or returns None. Raises
-        CheckpointError if the store cannot be reached, or the folder cannot be written."""
+        """Copies the newest valid checkpoint beyond `after` into a run's folder, or returns None. Raises
+        CheckpointError."""
         for step in reversed([step for step in self.steps() if step > after]):
             if (found := self.fetch_step(store, step)) is not None:
                 return found
         return None
 
     def fetch_spec(self, file: Path) -> None:
-        """Copies the uploaded run's spec to a file, for comparison with a resumed run's spec. Raises CheckpointError if
-        the store cannot be reached."""
+        """Copies the uploaded run's spec to a file, to compare a resumed run's with. Raises CheckpointError."""
         with (
             contextlib.suppress(InvalidCheckpoint),  # an earlier version has uploaded none
             replacing(file, PRIVATE) as unfinished,
@@ -228,8 +222,8 @@ class RemoteCheckpoints:
         return self._repeat(find)
 
     def _prune(self, checkpoint: Path, protected: Collection[int]) -> None:
-        """Removes the oldest checkpoints before this one beyond `keep`, and what interrupted uploads left. If it holds
-        no model, the last one that does stays too, as in the run's folder."""
+        """Removes the oldest checkpoints beyond `keep`, but as in the run's folder, and what interrupted uploads
+        left."""
         found, newest = self._found(), step_of(checkpoint.name) or 0
         earlier = sorted(step for step, complete in found.items() if complete and step < newest)
         surplus = earlier[: max(0, len(earlier) - (self.keep - 1))]
@@ -248,7 +242,6 @@ class RemoteCheckpoints:
         return [step for step, info in zip(steps, infos, strict=True) if info.type == fs.FileType.Directory]
 
     def _delete(self, target: PurePosixPath) -> None:
-        """Removes a checkpoint, its manifest first."""
         if self._files.get_file_info(str(target / MANIFEST)).type == fs.FileType.File:
             self._files.delete_file(str(target / MANIFEST))
         if self._files.get_file_info(str(target)).type == fs.FileType.Directory:

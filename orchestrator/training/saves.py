@@ -47,9 +47,8 @@ class Uploads:
             self._running = asyncio.create_task(asyncio.to_thread(self._remote.upload, checkpoint, self._protected))
 
     async def settle(self, *, last: bool = False) -> None:
-        """Waits for the upload that is running. `last`: no other upload follows, which could make up for a failed one.
-        One that failed before is repeated. Raises CheckpointsTaken if another run writes to the same place; TroupeError
-        if too many uploads in a row have failed, or the last one, or one takes too long."""
+        """Waits for the upload that is running, and repeats a failed one. Raises CheckpointsTaken; TroupeError if
+        too many in a row have failed, or the `last`, or one takes too long."""
         if last and self._running is None and self._newest is not None:
             self.start(self._newest, self._protected)
         running, self._running = self._running, None
@@ -91,8 +90,6 @@ class SaveContext:
 
 @dataclass(frozen=True)
 class _Saving:
-    """A checkpoint that is being written: its content besides the trainers' files."""
-
     step: int
     """Steps done."""
     parts: Mapping[str, Any]
@@ -134,8 +131,7 @@ class RunSaves(RunPart):
         self._expected = step
 
     def begin_trial(self) -> asyncio.Task[None]:
-        """Begins a trial write of a small part of a checkpoint by all trainers (`TrainerSaves.try_all`), during
-        the first samples. The task raises TroupeError."""
+        """Begins a trial write of a small part of a checkpoint, during the first samples; it raises TroupeError."""
         self._trial = asyncio.create_task(self._recovery.calls.retry(self._trainers.try_all))
         return self._trial
 
@@ -153,8 +149,8 @@ class RunSaves(RunPart):
             await self.settle()
 
     async def end_step(self, now: Moment) -> None:
-        """Saves the step if it is due, and reports the checkpoint that has been written since. Raises TroupeError if
-        too many in a row have failed."""
+        """Saves the step if due, and reports the last one written. Raises TroupeError if too many in a row have
+        failed."""
         with now.timers.phase("checkpoint"):
             if self._running is not None and self._running.done():
                 await self.settle()
@@ -172,8 +168,7 @@ class RunSaves(RunPart):
         return regular or self._overdue or candidate or step in self._best.state.saved
 
     async def settle(self) -> None:
-        """Waits for the checkpoint that is written in the background; one that failed counts as any other. Raises
-        TroupeError if too many in a row have failed."""
+        """Waits for the checkpoint in the background. Raises TroupeError if too many in a row have failed."""
         if self._running is None:
             return
         if not self._running.done():
@@ -198,8 +193,7 @@ class RunSaves(RunPart):
                 await asyncio.gather(task, return_exceptions=True)
 
     async def compare(self, step: int, metrics: Metrics) -> None:
-        """Compares an evaluation with those before it: its step is saved if it is one of the best ones. Raises
-        TroupeError if too many checkpoints in a row have failed."""
+        """Compares an evaluation with earlier ones; one of the best is saved. Raises TroupeError as `end_step` does."""
         if self._best.compares:
             await self.settle()  # a checkpoint that failed cannot be the best one
         self._best.seen(step, metrics)
@@ -235,7 +229,6 @@ class RunSaves(RunPart):
         self._best.lost(step)
 
     async def _begin(self, now: Moment) -> None:
-        """Makes the trainers copy their state, and writes the checkpoint in the background."""
         saving = _Saving(now.step, now.states(), await self._source.snapshot(), _now())
         folder = await self._recovery.calls.retry(lambda: self._trainers.begin(now.step))
         self._recovery.begin_save()
@@ -253,12 +246,10 @@ class RunSaves(RunPart):
         await self._tolerate(finish(), saving.step)
 
     async def _save_now(self, now: Moment) -> None:
-        """Saves as `_save` does, with the current state."""
         await self._save(await self._source.snapshot(), now)
 
     async def _save(self, snapshot: SourceSnapshot, now: Moment) -> None:
-        """Writes one atomic checkpoint of everything a resumed run needs. A step that is saved already gets only the
-        samples that have been finished since."""
+        """Writes one atomic checkpoint; a step that is saved already only gets samples finished since."""
         again = self._saved_at == now.step
         if again and snapshot.write is None:
             return

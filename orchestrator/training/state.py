@@ -65,8 +65,7 @@ class BestState(Frozen):
         return self.model_copy(update={"steps": steps})
 
     def no_gain(self, checkpoint: CheckpointConfig) -> str:
-        """Why the run ends early: it has had as many evaluations without a gain as `checkpoint.patience` allows. Empty
-        if it does not end."""
+        """Why the run ends early: `checkpoint.patience` evaluations without a gain. Empty if it does not."""
         if checkpoint.best is None or checkpoint.patience is None:
             return ""
         state = self.of(checkpoint.best)
@@ -97,8 +96,8 @@ class PenaltyState(Frozen):
         return self.model_copy(update={"kl_old_coef": coef, "kl_old_start": penalty.coef})
 
     def after_updates(self, divergence: float, penalty: KlPenalty) -> PenaltyState:
-        """The state with the KL penalty's coefficient adapted after a batch (arXiv 1707.06347, sec. 4). `divergence`:
-        KL(old || new) per token after the updates of the batch, in nats."""
+        """The state with the KL penalty's coefficient adapted to the nats per token that a batch moved the policy by
+        (arXiv 1707.06347, sec. 4)."""
         coef = self.kl_old_coef
         if divergence > _TOO_FAR * penalty.target:
             coef *= _STEP

@@ -149,8 +149,8 @@ def read_steps(root: Path, steps: Iterable[int]) -> list[RecordedStep]:
 
 
 def packed_texts(picks: TextPicks | None) -> tuple[list[int], tuple[int, ...], tuple[int, ...]]:
-    """The texts that a step uses. Returns the rows of the table that are kept, in ascending order (plans sort by row if
-    texts are equally long), the tokens of each, and the picks as rows of the kept table."""
+    """Rows of the text table that a step uses, ascending (plans sort by row among equal lengths), the tokens of
+    each, and the picks as rows of the kept table."""
     if picks is None:
         return [], (), ()
     rows = sorted(set(picks.rows))

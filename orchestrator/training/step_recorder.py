@@ -35,9 +35,8 @@ _UNFINISHED = ".unfinished-"
 
 
 class StepRecorder(RunPart):
-    """Writes one folder for each step, in the background: a rank writes the tables, this process the rest. The tables
-    never come to this process. A step that cannot be kept (disk full, ...) is logged and left out. One that alone is
-    larger than all steps may be ends the keeping, as the next ones are about as large."""
+    """Writes one folder for each step in the background: a rank the tables, this process the rest. A step that
+    cannot be kept is logged and left out. One that alone is larger than all may be ends the keeping."""
 
     def __init__(self, spec: RunSpec, out: Path, trainers: Sequence[TrainerGroup[Any]]) -> None:
         self._spec = spec
@@ -54,8 +53,8 @@ class StepRecorder(RunPart):
         self._failed = False
 
     def begin(self, done: int) -> None:
-        """Removes what was kept after step `done`, which the run repeats, and takes the digest of the weights. In the
-        background, as the trainers may have something else to do: `settle` before the weights change."""
+        """Removes what was kept after step `done`, and digests the weights in the background: `settle` before they
+        change."""
         if self._keeps:
             self._writing = asyncio.create_task(self._begin(done), name=f"begin to keep steps after {done}")
 
@@ -67,7 +66,6 @@ class StepRecorder(RunPart):
             self._warn(done + 1, error)
 
     async def before_update(self) -> None:
-        """Waits until the previous step is kept."""
         await self.settle()
 
     async def after_update(self, step: UpdatedStep) -> None:
@@ -82,7 +80,6 @@ class StepRecorder(RunPart):
             self._writing = None
 
     async def close(self) -> None:
-        """Ends a step that is being kept."""
         if self._writing is not None:
             self._writing.cancel()
             await asyncio.gather(self._writing, return_exceptions=True)
@@ -137,8 +134,8 @@ class StepRecorder(RunPart):
         return {group.role: digest for group, digest in zip(trainers, digests, strict=True)}
 
     def _publish(self, unfinished: Path, step: int, kept: Callable[[], StepRecord]) -> int:
-        """Adds this process's record, gives the folder its name, and removes the oldest steps beyond the bounds.
-        Returns the bytes of the step. One that alone is beyond the bound is removed, and the others stay."""
+        """Names the folder, removes the oldest steps beyond the bounds (or this one if alone beyond); returns its
+        bytes."""
         write_atomic(unfinished / RESOLVED_SPEC, self._text, PRIVATE)
         (unfinished / STEP).write_text(kept().model_dump_json())
         nbytes = size_of(unfinished)
@@ -176,8 +173,7 @@ def _fresh(folder: Path) -> None:
 
 
 def software() -> tuple[str, ...]:
-    """The software and hardware that affect a step's results: versions of the packages, and the processor, each named
-    by the first word."""
+    """Versions of the packages, and the processor, each named by the first word: they affect a step's results."""
     return (*versions().splitlines(), f"processor {_processor()}")
 
 

@@ -51,9 +51,8 @@ class TrainerSaves:
         self._averages = spec.roles.policy.ema_decay > 0
 
     async def try_all(self) -> None:
-        """Makes every trainer write a small part of what the run saves, so that failures are known at the start. Raises
-        WorkerError if a trainer cannot write, or the model cannot be exported; CheckpointError if files of a trainer do
-        not arrive in the folder that this process reads."""
+        """Makes every trainer write a small part of what the run saves, to know of failures at the start. Raises
+        WorkerError if one cannot write or export; CheckpointError if files do not arrive here."""
         folder = self._store.begin_trial()
         try:
             for group in self._trainers:
@@ -88,9 +87,9 @@ class TrainerSaves:
         return folder
 
     async def written(self, folder: Path) -> Written:
-        """Waits until the trainers have written the state that `begin` copied. Waits for each group's ranks in turn,
-        which answer between two calls of the loop; `schedule.train_timeout_s` bounds the whole. Raises CheckpointError
-        if it could not be written, or takes too long; TrainersLost if they do not write it any more."""
+        """Waits until the trainers have written what `begin` copied, each group's ranks in turn;
+        `schedule.train_timeout_s` bounds the whole. Raises CheckpointError if they could not in time;
+        TrainersLost."""
         failed, without_model = "", ""
         try:
             async with asyncio.timeout(self._timeout_s):

@@ -57,7 +57,6 @@ class UpdateProfiles:
     """Names a trace of torch's profiler for the first update of each role in the chosen steps."""
 
     def __init__(self, config: ProfileConfig | None, out: Path) -> None:
-        """`out`: the run folder."""
         self._config = config
         self._folder = out.absolute() / PROFILES
         self._done: set[tuple[int, str]] = set()
@@ -90,9 +89,8 @@ class Updates(ABC):
         """The groups that train, the policy first; a checkpoint saves each of them."""
 
     async def run(self, step: int, batch: Batch, state: PenaltyState) -> tuple[list[Metrics], PenaltyState]:
-        """All updates on this batch. Returns the metrics of each update, named `ROLE/METRIC`, and the state after them.
-        Raises TrainingDiverged if a loss is not finite, or too many consecutive gradients were not; WorkerError if a
-        call failed, and the updates before it are not counted."""
+        """All updates on this batch: the metrics of each, named `ROLE/METRIC`, and the state after them. Raises
+        TrainingDiverged if a loss is not finite, or too many gradients in a row; WorkerError (none is counted)."""
         before = self._nonfinite.copy()
         try:
             return await self._run(step, batch, state)
@@ -101,7 +99,6 @@ class Updates(ABC):
             raise
 
     async def repeat(self, step: int, batch: Batch, state: PenaltyState) -> None:
-        """The updates of a step that was trained before, on trainers that have lost them."""
         before, self._nonfinite = self._nonfinite, Counter()
         try:
             await self._run(step, batch, state)
@@ -155,7 +152,6 @@ class OfflineUpdates(Updates):
         return (self._trainer,)
 
     async def _run(self, step: int, batch: Batch, state: PenaltyState) -> tuple[list[Metrics], PenaltyState]:
-        """See `Updates.run`; the state stays as it is."""
         schedule, trainer, updates = self._spec.schedule, self._trainer, []
         units = batch.units or ()
         for epoch in range(schedule.epochs):
@@ -170,9 +166,9 @@ class OfflineUpdates(Updates):
 
 
 class RolloutUpdates(Updates):
-    """Updates of the policy and of the critic on rollouts: at the same time, or in float16 one after the other. There,
-    if the policy's gradient overflows, the critic's update is skipped too: both have then learned from the same samples
-    (DeepSpeed-Chat's `--align_overflow`, which also skips the policy's for the critic's)."""
+    """Updates of policy and critic on rollouts: at once, or in float16 one after the other, where a policy's
+    overflow skips the critic's too, so that both learn from the same samples (DeepSpeed-Chat's
+    `--align_overflow`)."""
 
     def __init__(
         self,
@@ -198,7 +194,6 @@ class RolloutUpdates(Updates):
         return (self._policy,) if self._critic is None else (self._policy, self._critic)
 
     async def _run(self, step: int, batch: Batch, state: PenaltyState) -> tuple[list[Metrics], PenaltyState]:
-        """See `Updates.run`; the state gets the adapted coefficient of the KL penalty."""
         schedule, kl_stop = self._spec.schedule, self._algorithm.kl_stop
         updates: list[Metrics] = []
         trains_policy = step >= self._critic_warmup

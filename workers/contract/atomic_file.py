@@ -13,8 +13,7 @@ PRIVATE = 0o600
 
 @contextmanager
 def replacing(path: Path, mode: int = 0o666) -> Iterator[Path]:
-    """Yield the path of a new empty file in the folder of `path`, which replaces it if the block succeeds, and is
-    removed if it fails. Raises OSError if the file cannot be written."""
+    """Yield the path of a new file that replaces `path` if the block succeeds, else is removed. Raises OSError."""
     # Random: other threads, and processes with this one's number in other containers, may replace the same file.
     unfinished = path.with_name(f".{path.name}.{os.urandom(4).hex()}")
     try:

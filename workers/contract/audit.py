@@ -63,8 +63,7 @@ class PromptDifference:
 
 @dataclass(frozen=True)
 class TokenScores:
-    """Log-probs of the same sampled tokens, in nats: by the sampler, by the trainer, and by the scorer. Every array has
-    one entry per sampled token, in the order of the tables."""
+    """Log-probs of the same sampled tokens, in nats; each array has an entry per token, in the order of the tables."""
 
     sampler: Floats
     trainer: Floats

@@ -241,17 +241,13 @@ class EngineConfig(Frozen):
 
     @property
     def gpu_batch_tokens(self) -> int:
-        """Tokens of the largest batch on a GPU.
-
-        Never more than all sequences together can have: vLLM divides a trial batch of this size among them, and a
-        sequence longer than `max_model_len` reads memory beyond its block table, which ends the engine at its start.
-        """
+        """Tokens of the largest batch on a GPU. vLLM divides a trial batch of this size among all sequences, and one
+        longer than `max_model_len` reads memory beyond its block table, which ends the engine."""
         return max(self.max_num_seqs, min(GPU_BATCH_TOKENS, self.max_num_seqs * self.max_model_len))
 
     @property
     def cpu_batch_tokens(self) -> int:
-        """Tokens of the largest batch on the CPU, where each prompt is computed at once. vLLM refuses fewer than
-        sequences."""
+        """Tokens of the largest batch on the CPU, which computes each prompt at once; at least one per sequence."""
         return max(self.max_num_seqs, self.max_model_len, _CPU_BATCH_TOKENS)
 
 
@@ -352,7 +348,6 @@ class LoraConfig(Frozen):
 
     @property
     def scaling(self) -> float:
-        """Factor of B A."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     @property
@@ -690,8 +685,8 @@ class PolicyLossConfig(Frozen):
 
     @property
     def needs_whole_samples(self) -> bool:
-        """Whether the loss of a token depends on the other tokens of its sample, so that the rows of a sample must
-        share a micro-batch."""
+        """Whether the loss of a token depends on its sample's other tokens: the rows of a sample share a
+        micro-batch."""
         if not self.has_ratio:
             return False
         one_weight = self.importance.mode != "none" and self.importance.level == "sequence"

@@ -184,7 +184,6 @@ def cut(text: str, longest: int) -> str:
 
 
 def failed(status: str) -> EpisodeReply:
-    """The reply for an episode that has failed."""
     return EpisodeReply(Observation(done=True), status)
 
 
@@ -230,7 +229,6 @@ def read_observation(value: Any) -> Observation:
 
 
 def _conversation(number: int, value: Any) -> Observation:
-    """One of `also`, as read."""
     try:
         read = read_observation(value)
     except (TypeError, ValueError) as error:
@@ -277,8 +275,7 @@ def message_text(content: Any, place: str) -> str:
 
 
 def read_tools(tools: Any) -> tuple[dict[str, Any], ...] | None:
-    """Tools as JSON schemas of functions, the only kind that chat templates and parsers have, or None if none are
-    given. Raises TypeError or ValueError if they are something else; the message names the field."""
+    """Function tools as JSON schemas, or None if none are given. Raises TypeError or ValueError naming the field."""
     if tools is None:
         return None
     if not isinstance(tools, Sequence) or isinstance(tools, str | bytes):

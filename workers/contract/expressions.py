@@ -50,11 +50,7 @@ _CONTAINERS = (str, bytes, list, tuple, set, frozenset, dict)
 
 
 def arithmetic(op: ast.operator, left: Any, right: Any) -> Any:
-    """A binary operator on numbers, times, sequences or sets; nothing that makes large data of small.
-
-    Raises:
-        ValueError: The result would be too large, or there is none for such values.
-    """
+    """A binary operator on numbers, times, sequences or sets. Raises ValueError if the result would be too large."""
     match op, left, right:
         case ast.Pow(), int(), int() if left.bit_length() * abs(right) > _INTEGER_BITS:
             raise ValueError("a power that is too large")

@@ -16,8 +16,8 @@ class NameProblem(ValueError):
 
 
 def locate(name: str, shipped: Mapping[str, str], kind: str, form: str) -> tuple[str, str]:
-    """Module and attribute of a `shipped` name or of `package.module:attribute`; `kind` and `form` are for messages.
-    Imports nothing. Raises NameProblem if it is neither."""
+    """Module and attribute of a `shipped` name or of `package.module:attribute`. Raises NameProblem if it is
+    neither."""
     module, colon, attribute = shipped.get(name, name).partition(":")
     if colon and all(part.isidentifier() for part in [*module.split("."), attribute]):
         return module, attribute
@@ -29,8 +29,7 @@ def locate(name: str, shipped: Mapping[str, str], kind: str, form: str) -> tuple
 
 
 def import_attribute(name: str, module: str, attribute: str) -> Any:
-    """The attribute of a module; `name` is what messages call it. Raises NameProblem if the import fails, or there is
-    no such attribute."""
+    """The attribute of a module, which messages call `name`. Raises NameProblem if it cannot be imported."""
     try:
         found = getattr(importlib.import_module(module), attribute, None)
     except Exception as error:  # the module may be the user's
@@ -66,8 +65,7 @@ class PackageMissing(ValueError):
 
 
 def missing_package(module: str) -> str:
-    """What a feature needs that imports a module of `EXTRAS`: the end of a sentence, or empty if it is installed.
-    Imports nothing."""
+    """The end of a sentence on the package that a module of `EXTRAS` lacks, or empty if installed. Imports nothing."""
     try:
         there = find_spec(module) is not None
     except ImportError:
@@ -93,8 +91,7 @@ def missing_package_for(error: ImportError) -> str:
 
 @contextmanager
 def without_collections() -> Iterator[None]:
-    """In the block Python collects no garbage. While an import creates thousands of modules, collections take a third
-    of the time and find almost nothing."""
+    """Collect no garbage in the block: while a large package is imported, collections take a third of the time."""
     collects = gc.isenabled()
     gc.disable()
     try:

@@ -22,8 +22,7 @@ def template_fields(template: str) -> list[str]:
 
 
 def checked_fields(template: str, own: Sequence[str]) -> list[str]:
-    """The names in braces: `own` ones, or names of columns. Raises ValueError if a name is neither, or the template
-    cannot be filled in."""
+    """The names in braces. Raises ValueError for a name that is neither of `own` nor a column, or a bad template."""
     names = template_fields(template)
     if wrong := [name for name in names if not name or {".", "["} & set(name)]:
         can = f"{', '.join(own)} and columns of metadata"

@@ -51,8 +51,7 @@ def _ids(bits: Bits) -> npt.NDArray[np.int64]:
 
 
 def kept_of(words: Words, vocabulary: int) -> Kept:
-    """bool [vocabulary]: True on the tokens that were left. Raises ValueError if the words are of another
-    vocabulary."""
+    """bool [vocabulary]: the tokens that were left. Raises ValueError if the words are of another vocabulary."""
     if not len(words):
         return np.ones(vocabulary, np.bool_)
     if words[0] != BITMAP:

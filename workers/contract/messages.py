@@ -179,7 +179,6 @@ def kind_of(table: pa.Table) -> str:
 
 
 def identities(table: pa.Table) -> list[Identity]:
-    """Identity of every row."""
     return list(zip(*(table.column(name).to_pylist() for name in IDENTITY_NAMES), strict=True))
 
 
@@ -475,11 +474,8 @@ class TrainSummary:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """Work of one rank in one optimizer update: its micro-batches, as row numbers.
-
-    Every rank has the same number of micro-batches. An empty one is a forward and backward pass of weight zero, so that
-    all ranks run the same collectives.
-    """
+    """Work of one rank in one optimizer update: its micro-batches, as row numbers. Every rank has as many; an empty
+    one is a pass of weight zero, so that all ranks run the same collectives."""
 
     micro_batches: tuple[tuple[int, ...], ...]
     total_loss_tokens: int

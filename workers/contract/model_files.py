@@ -23,9 +23,8 @@ def weight_files(folder: str | Path) -> list[Path]:
 
 
 def check_model_files(folder: str | Path) -> None:
-    """Verify that every reader loads the same files of a folder. transformers adds an adapter that lies beside the
-    weights. vLLM loads every `*.safetensors` of the folder, and with an index those that it names. Raises OSError or
-    ValueError if the readers would load different weights; the message says what to remove."""
+    """Raise OSError or ValueError if readers would load different weights of a folder: transformers adds an adapter
+    beside the weights, vLLM loads every `*.safetensors`, or those of the index."""
     root = Path(folder)
     if (root / ADAPTER_CONFIG).is_file():
         raise ValueError(

@@ -81,7 +81,6 @@ class EvaluationPart:
 
 
 def add_tallies(parts: Iterable[Tally]) -> dict[str, tuple[float, float]]:
-    """Sum of several tallies."""
     total: dict[str, tuple[float, float]] = {}
     for part in parts:
         for name, (value, weight) in part.items():
@@ -96,11 +95,8 @@ def calibration_bin(number: int, what: str) -> str:
 
 
 def tally_means(tally: Tally) -> dict[str, float]:
-    """Means of a tally; entries with weight 0 are omitted.
-
-    Calibration bins become `calibration_error`, the expected calibration error: the mean over all pairs of
-    |accuracy - confidence| of the pair's bin (Naeini et al. 2015; Guo et al. 2017, arXiv 1706.04599, eq. 3).
-    """
+    """Means of a tally, without entries of weight 0. Calibration bins become `calibration_error`: the mean over
+    pairs of |accuracy - confidence| of the pair's bin (Guo et al. 2017, arXiv 1706.04599, eq. 3)."""
     means = {name: total / weight for name, (total, weight) in tally.items() if weight and not name.startswith(_BIN)}
     gap = weights = 0.0
     for number in range(CALIBRATION_BINS):

@@ -21,7 +21,6 @@ class Rdma:
     """The library that cannot be loaded; empty if NCCL can use the devices, or if there are none."""
 
     def __str__(self) -> str:
-        """Description for a line of a log."""
         if not self.devices:
             return "TCP: no RDMA device"
         return f"TCP: {self.missing} is missing" if self.missing else f"RDMA: {', '.join(self.devices)}"

@@ -70,8 +70,7 @@ class Replica(Worker, Protocol):
 
 
 class EngineLink(Protocol):
-    """Drives all engines at once from inside the trainer, for transfers from device to device. Every call raises if an
-    engine fails or does not answer in time."""
+    """Drives all engines at once from inside the trainer. Calls raise if an engine fails or does not answer in time."""
 
     @property
     def processes(self) -> int:
@@ -86,9 +85,7 @@ class EngineLink(Protocol):
         """Pauses every engine for an update."""
         ...
 
-    def receive(self, info: dict[str, Any]) -> None:
-        """Receives weights on every engine."""
-        ...
+    def receive(self, info: dict[str, Any]) -> None: ...
 
     def finish(self, version: int, digest: str) -> Sequence[WeightAck]:
         """Serves the weights received on every engine as `version`, if they have this digest."""
@@ -139,9 +136,7 @@ class EnvironmentServer(Watched, Protocol):
         """The environment's answer to a turn of the policy."""
         ...
 
-    def end(self, episode: str) -> Reply[None]:
-        """Closes an episode."""
-        ...
+    def end(self, episode: str) -> Reply[None]: ...
 
     def end_all(self, caller: str) -> Reply[int]:
         """Closes all episodes of a caller that is gone, also the ones waiting for a process; returns how many."""
@@ -162,9 +157,8 @@ class RolloutEngine(Replica, Protocol):
     def generate(
         self, request: GroupRequest, prompts: TableRef, finished: TableRef | None = None
     ) -> Reply[tuple[GroupSummary, TableRef]]:
-        """Samples one group, or the rest of it; returns its summary and a ROLLOUTS table. `finished` has the rows of
-        `request.finished`, the samples that exist, and of the turns of unfinished episodes, which are not sampled
-        again; None if there are none."""
+        """Samples one group, or the rest of it: `finished` has the rows of `request.finished` and of the turns of
+        unfinished episodes. Returns its summary and a ROLLOUTS table."""
         ...
 
     def finished_samples(self) -> Reply[tuple[tuple[FinishedSamples, ...], TableRef]]:
@@ -203,9 +197,7 @@ class RolloutEngine(Replica, Protocol):
         """Pauses generation for a transfer."""
         ...
 
-    def transfer_receive(self, update_info: dict[str, Any]) -> Reply[None]:
-        """Receives weights."""
-        ...
+    def transfer_receive(self, update_info: dict[str, Any]) -> Reply[None]: ...
 
     def transfer_finish(self, version: int, digest: str) -> Reply[WeightAck]:
         """Serves the weights received as `version`, if they have this digest."""
@@ -263,8 +255,7 @@ class Trainer(Worker, Protocol):
         ...
 
     def rendezvous(self, *, one_host: bool) -> Reply[tuple[str, int]]:
-        """Address and port at which the ranks of the group meet; called on rank 0. Not collective. `one_host`: All
-        ranks are on its machine."""
+        """Address and port at which the ranks meet, on one host or several. Called on rank 0; not collective."""
         ...
 
     def start(self, rendezvous: Rendezvous) -> Reply[WorkerHealth]:
@@ -272,8 +263,7 @@ class Trainer(Worker, Protocol):
         ...
 
     def packs(self) -> Reply[bool]:
-        """Whether all models of the rank take the rows of a micro-batch concatenated, without padding. Not
-        collective."""
+        """Whether all models of the rank take concatenated rows without padding. Not collective."""
         ...
 
     def offload_states(self) -> Reply[int]:
@@ -285,8 +275,7 @@ class Trainer(Worker, Protocol):
         ...
 
     def begin_save(self, directory: str, model: str = "", average: str = "") -> Reply[None]:
-        """Copies what `save` writes, and the exports into folders that are named; begins to write it in the
-        background."""
+        """Copies what `save` and the named exports write, and begins to write it in the background."""
         ...
 
     def save_status(self, directory: str) -> Reply[SaveStatus]:
@@ -366,9 +355,7 @@ class Policy(Trainer, Protocol):
         """Moves the weights to stored + `factor` * (now - stored); returns the divergence there."""
         ...
 
-    def discard_stored(self) -> Reply[None]:
-        """Discards the stored distributions and weights."""
-        ...
+    def discard_stored(self) -> Reply[None]: ...
 
     def publish_weights(self, version: int, base: str = "") -> Reply[WeightUpdate | None]:
         """Writes the file of weights as `version`; only rank 0 returns the update. `base`: see `read_delta`."""
@@ -379,8 +366,7 @@ class Policy(Trainer, Protocol):
         ...
 
     def read_delta(self, update: WeightUpdate) -> Reply[tuple[int, TableRef]]:
-        """(bytes, delta) of the last published version since the base that was named with it. Not collective. 0 bytes:
-        the whole payload is cheaper."""
+        """(bytes, delta) of the last version since its base; 0 bytes if the payload is cheaper. Not collective."""
         ...
 
     def connect_engines(self, link: EngineLink) -> Reply[None]:

@@ -100,7 +100,6 @@ class Gap:
 
     @property
     def passed(self) -> bool:
-        """Whether rounding explains the gap."""
         return not self.causes
 
 
@@ -248,7 +247,6 @@ def _likeliest(shares: list[Cause], gap: float, rounding: float) -> list[Cause]:
 
 
 def _shares(numbers: Floats, found: TokenScores) -> list[Cause]:
-    """All hypotheses, the one that explains most of the gap first."""
     candidates = list(_candidates(numbers, found))
     if not candidates:
         return []
@@ -258,13 +256,7 @@ def _shares(numbers: Floats, found: TokenScores) -> list[Cause]:
 
 
 def _explained(numbers: Floats, hypotheses: Floats, scorer: Floats) -> Floats:
-    """Share of the gap that each hypothesis explains, without the few tokens that rounding makes impossible under it.
-
-    Args:
-        numbers: [tokens].
-        hypotheses: [hypotheses, tokens].
-        scorer: [tokens].
-    """
+    """Share of the gap that each of [hypotheses, tokens] explains, without the few tokens that it makes impossible."""
     residuals, gaps = (np.minimum(np.abs(numbers - other), _MOST) for other in (hypotheses, scorer))
     kept = np.argsort(residuals, -1, kind="stable")[:, : math.ceil((1.0 - _STRAY) * len(numbers))]
     left, gap = np.take_along_axis(residuals, kept, -1).mean(-1), gaps[kept].mean(-1)
@@ -284,8 +276,6 @@ def _nearest(shares: list[Cause]) -> str:
 
 @dataclass(frozen=True)
 class _Draw:
-    """A way to draw the tokens."""
-
     cause: Cause
     logprobs: Floats
     above: Floats
@@ -326,8 +316,8 @@ def _draws(found: TokenScores) -> Iterator[_Draw]:
 
 
 def _fits(draw: _Draw, found: TokenScores) -> bool:
-    """Whether the tokens are drawn in this way: all, those from narrow distributions, and those from wide ones. A
-    token's place in the distribution, counted from the most probable token, is then uniform."""
+    """Whether the tokens' places, counted from the most probable token, are uniform in narrow and wide
+    distributions."""
     drawn = np.random.default_rng(0).uniform(size=len(draw.above))
     places = np.clip(draw.above + drawn * np.exp(draw.logprobs), 0.0, 1.0)
     spread = _spread(found)

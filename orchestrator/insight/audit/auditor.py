@@ -106,7 +106,6 @@ class AuditReport:
 
     @property
     def tokens(self) -> int:
-        """Sampled tokens that were compared."""
         return sum(gap.tokens for gap in self.gaps if gap.side == "sampler")
 
     def lines(self) -> list[str]:
@@ -220,8 +219,7 @@ class Auditor:
         self._seconds: dict[str, float] = {}
 
     async def run(self, weights: AuditedWeights) -> AuditReport:
-        """Compares engines, trainer and scorer with `weights`; in depth if a gap is not explained. Raises TroupeError
-        if no prompt gives a response that can be compared; WorkerError if a worker failed."""
+        """Compares engines, trainer and scorer, in depth if a gap is not explained. Raises TroupeError."""
         self._seconds = {}
         found = await self._measure(weights, thorough=False)
         report = self._report(weights, found, None)
@@ -240,7 +238,6 @@ class Auditor:
         await self._sample()
 
     async def forget(self) -> None:
-        """Empties the engines' prefix caches."""
         timeout_s = self._spec.schedule.generate_timeout_s
         await asyncio.gather(
             *(engine.handle.call(RolloutEngine.reset_prefix_cache, timeout_s) for engine in self._pool.workers)

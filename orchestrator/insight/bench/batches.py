@@ -111,17 +111,11 @@ class GroupLengths:
 
     @property
     def tokens(self) -> int:
-        """Tokens of all sequences, each with its prompt."""
         return len(self.responses) * self.prompt + sum(self.responses)
 
 
 def train_batch(groups: Sequence[GroupLengths], vocabulary: int, seed: int) -> tuple[TrainSummary, pa.Table]:
-    """Random tokens of these lengths as a batch whose every token has an advantage. Returns the scalars of the rows,
-    and the TRAIN table.
-
-    Args:
-        vocabulary: Token ids are below it.
-    """
+    """(scalars of the rows, TRAIN table) of random tokens of these lengths, with ids below `vocabulary`."""
     rng = np.random.default_rng(seed)
     samples, rows = list[dict[str, Any]](), list[TrainRow]()
     for number, group in enumerate(groups):

@@ -61,8 +61,7 @@ class Bound:
 
 
 def bound_of(result: Result, results: Sequence[Result], cores: int | None) -> Bound | None:
-    """The bottleneck of a result, or None if it was not measured. `results`: all of the sweep: a change that another
-    point has tried without gain is not advised."""
+    """The bottleneck of a result, or None if not measured; advises no change that a point tried without gain."""
     if result.measures is None:
         return None
     kind = kind_of(result.point, result.measures)
@@ -205,8 +204,7 @@ def _decode(point: Point, measures: Measures) -> Bound:
 
 
 def _compute(result: Result, results: Sequence[Result], cores: int | None, why: str) -> Bound:
-    """The engines compute all the time: more of them help if the machine has room, unless a point shows that they do
-    not."""
+    """The engines compute all the time: more of them help, unless the machine is full or a point shows otherwise."""
     point = result.point
     more = f"{WORKERS}: {2 * point.workers}"
     if tried := _without_gain(result, results, WORKERS):
@@ -220,8 +218,7 @@ def _compute(result: Result, results: Sequence[Result], cores: int | None, why: 
 
 
 def _without_gain(result: Result, results: Sequence[Result], field: str) -> str:
-    """Names this point's value of a field and the smaller value over which it gained nothing, from a point that differs
-    in this field alone. Empty if there is no such point."""
+    """This point's value of a field and a smaller one that is as fast, all else equal; empty if there is none."""
     mine = result.point.settings
     if result.measures is None or field not in mine:
         return ""

@@ -48,9 +48,7 @@ OnResults = Callable[[Sequence[Result]], None]
 
 
 def bench(request: BenchRequest, console: Console, on_results: OnResults) -> None:
-    """Measures all points; one that cannot be measured has a problem instead of measures. `on_results`: receives the
-    results. The last call has the results of all points. Raises TroupeError if there is no cluster or no data, or the
-    user stopped the command."""
+    """Measures all points; `on_results` gets the results so far. Raises TroupeError without a cluster or data."""
     asyncio.run(_bench(request, console, on_results))
 
 
@@ -130,8 +128,6 @@ def explained(error: TroupeError) -> str:
 
 
 class _PointBench:
-    """Measures one point on engines that run."""
-
     def __init__(self, request: BenchRequest, point: Point, prompts: Pool, session: Session, *, warm_up: bool) -> None:
         self._request = request
         self._prompts = prompts
@@ -146,7 +142,6 @@ class _PointBench:
         """Batches before the first measured one."""
 
     async def run(self) -> Result:
-        """The result of all batches. Raises TroupeError."""
         batches = self._unmeasured + self._request.batches
         spec = measured_spec(self._spec, batches)
         picks = BatchPrompts(prompt_order(spec, self._prompts), batches, spec.schedule.prompts_per_step)
@@ -173,7 +168,6 @@ class _PointBench:
         )
 
     async def _batch(self, sampling: SamplingBatches) -> MeasuredBatch:
-        """The next batch, with empty caches and meters at its beginning."""
         timeout_s = self._spec.schedule.generate_timeout_s
         await gather_all(engine.handle.call(RolloutEngine.reset_prefix_cache, timeout_s) for engine in self._engines)
         await self._readings()
@@ -183,13 +177,11 @@ class _PointBench:
         return MeasuredBatch(batch.seconds, batch.response_tokens, readings, groups)
 
     async def _peak(self) -> Peak:
-        """Memory of the largest engine."""
         calls = (engine.handle.call(RolloutEngine.health, _METER_TIMEOUT_S) for engine in self._engines)
         await gather_all(calls)  # the answers report it
         return self._session.cluster.peaks.of(role_of(self._engines[0].name))
 
     async def _readings(self) -> Sequence[EngineReading]:
-        """What every engine did since its last reading."""
         return await gather_all(meter.call(MeasuredEngine.read_meter, _METER_TIMEOUT_S) for meter in self._meters)
 
 

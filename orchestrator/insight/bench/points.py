@@ -73,9 +73,8 @@ def parse_sweep(text: str, option: str = SWEEP) -> Sweep:
 
 
 def grid(load: Callable[[list[str]], RunSpec], sweeps: Sequence[Sweep], prompts: int | None = None) -> list[Point]:
-    """Every combination of the swept values; a single point without sweeps. Raises SpecError if a combination is not
-    valid, or a field has nothing to do with rollouts; UsageError if the spec has no rollouts, or the sweep is too
-    large. `prompts`: prompts of every point, or None for `schedule.prompts_per_step`."""
+    """Every combination of the swept values. Raises SpecError if one is invalid or a field does not concern
+    rollouts; UsageError without rollouts, or if the sweep is too large."""
     fields = [sweep.field for sweep in sweeps]
     if repeated := {field for field in fields if fields.count(field) > 1}:
         raise UsageError(f"{SWEEP} {repeated.pop()} is given twice")
@@ -102,8 +101,7 @@ def launches(points: Sequence[Point]) -> list[list[Point]]:
 
 
 def engine_key(spec: RolloutSpec) -> str:
-    """Equal for specs whose engines are started alike. The number of engines is not in it, and of sampling only whether
-    it is truncated, which engines record."""
+    """Equal for specs whose engines are started alike; of sampling it holds only whether it is truncated."""
     role = spec.roles.rollout.model_dump(mode="json", exclude=set(live_names(spec.roles.rollout)))
     config = rollout_config(spec).model_dump(mode="json", exclude={"sampling"})
     environments = {name: one.model_dump(mode="json") for name, one in spec.roles.environments().items()}
@@ -116,8 +114,7 @@ def launch_spec(points: Sequence[Point]) -> RolloutSpec:
 
 
 def measured_spec(spec: RolloutSpec, batches: int, failures: Mapping[str, Any] | None = None) -> RolloutSpec:
-    """The spec for the scheduler: one step for each batch, no staleness, and groups that no reward replaces.
-    `failures`: other values of the section's fields. If None, a lost engine ends the measurement."""
+    """The spec for the scheduler: a step per batch, no staleness, no replaced groups; by default no lost engine."""
     algorithm = AlgorithmConfig(name="reinforce", group_size=spec.group_size, dynamic_sampling=0)
     schedule = spec.schedule.model_copy(update={"max_staleness": 0, "steps": batches})
     tolerated = spec.failures.model_copy(update=failures or {"engine_restarts": 0, "max_attempts": 1})

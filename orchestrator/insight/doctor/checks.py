@@ -32,7 +32,6 @@ _MOVES = {
 
 
 def check_engine(machine: Machine) -> Iterator[Finding]:
-    """vLLM: installed once, for the same device as torch."""
     software, gpus = machine.software, machine.graphics.gpus
     engines = [name for name in ENGINES if name in software.packages]
     kind = "gpu" if gpus or machine.graphics.devices else "cpu"
@@ -80,7 +79,6 @@ def check_compiler(machine: Machine) -> Iterator[Finding]:
 
 
 def check_driver(machine: Machine) -> Iterator[Finding]:
-    """The driver, and whether it is new enough for torch."""
     graphics, software = machine.graphics, machine.software
     if not graphics.gpus:
         yield _no_gpus(machine)
@@ -117,7 +115,6 @@ def _no_gpus(machine: Machine) -> Finding:
 
 
 def check_gpus(machine: Machine) -> Iterator[Finding]:
-    """The GPUs themselves: number, age, free memory."""
     gpus = machine.graphics.gpus
     if not gpus:
         return
@@ -143,7 +140,6 @@ def _gpu_problems(machine: Machine) -> Iterator[Finding]:
 
 
 def check_cpus(machine: Machine) -> Iterator[Finding]:
-    """Cores, and how many of them may be used."""
     resources = machine.resources
     usable = resources.usable_cpus
     limited = f"{usable:g} of {resources.cpus} cores may be used" if usable < resources.cpus else ""
@@ -158,7 +154,6 @@ def check_cpus(machine: Machine) -> Iterator[Finding]:
 
 
 def check_memory(machine: Machine) -> Iterator[Finding]:
-    """Host memory against the control group's limit."""
     resources = machine.resources
     limit = resources.memory_limit
     size = resources.memory if limit == UNLIMITED else min(limit, resources.memory)
@@ -189,7 +184,6 @@ def check_shm(machine: Machine) -> Iterator[Finding]:
 
 
 def check_disk(machine: Machine) -> Iterator[Finding]:
-    """The folders that runs write to."""
     findings = [finding for folder in machine.resources.folders for finding in _folder(folder)]
     yield from findings
     if not findings:
@@ -255,12 +249,10 @@ def examine(machine: Machine) -> tuple[Finding, ...]:
 
 
 def healthy(findings: Sequence[Finding]) -> bool:
-    """Whether nothing would make a run fail."""
     return all(finding.level != "problem" for finding in findings)
 
 
 def as_text(findings: Sequence[Finding]) -> str:
-    """One line for each finding, its remedy below it, and a line with the result."""
     lines: list[str] = []
     for finding in findings:
         lines.append(f"{finding.level:<8} {finding.check:<10} {finding.found}")

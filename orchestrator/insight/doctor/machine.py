@@ -107,7 +107,6 @@ def gib(count: int) -> str:
 
 
 def version(numbers: tuple[int, ...]) -> str:
-    """`12.8` of (12, 8)."""
     return ".".join(str(number) for number in numbers)
 
 

@@ -47,7 +47,6 @@ _USED = {"tokens": "tokens", "seconds": "seconds/step"}
 
 
 def overview(run: RunFolder, runs: int = 1) -> Json:
-    """The page's data of one of several runs."""
     most = MOST_POINTS if runs == 1 else max(LEAST_POINTS, MOST_SHARED // runs)
     lines, events = run.metrics(), run.events()
     history = History.of(lines, run.spec, events)
@@ -225,8 +224,7 @@ def _ends(history: History, metric: str | None) -> Json | None:
 
 
 def used(lines: Sequence[Mapping[str, Any]]) -> dict[str, Json]:
-    """Tokens trained and seconds spent up to each step, without the time between a stop and a resumption. Empty for
-    what a run does not record."""
+    """Tokens trained and seconds spent up to each step, without the time between a stop and a resumption."""
     rows = {line["step"]: line for line in lines if isinstance(line.get("step"), int)}
     found: dict[str, Json] = {}
     for axis, metric in _USED.items():
@@ -244,8 +242,7 @@ def used(lines: Sequence[Mapping[str, Any]]) -> dict[str, Json]:
 
 
 def evaluations(run: RunFolder) -> Json:
-    """The first and the last evaluation of a run by set; empty if it has none, or if they do not have this form. The
-    first one is the first that was made like the last one: a resumed run may have changed how."""
+    """First and last evaluation by set, the first made like the last one; empty without any, or in another form."""
     content = read_evaluations(run.path / EVALUATIONS)
     try:
         found = comparable(content["evaluations"])
@@ -316,13 +313,7 @@ def spread(steps: Sequence[int], count: int) -> list[int]:
 
 
 def fitting(steps: Sequence[int], size: Callable[[int], int], budget: int) -> list[int]:
-    """The most steps, evenly spread, whose sizes add up to the budget; the last one in any case.
-
-    Args:
-        steps: Ascending.
-        size: Size of a step's data in bytes.
-        budget: In bytes.
-    """
+    """The most of the ascending steps, evenly spread, whose sizes in bytes add up to the budget; always the last."""
     low, high = 1, len(steps)
     while low < high:
         middle = (low + high + 1) // 2

@@ -24,8 +24,7 @@ _ESCAPES = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028",
 
 
 def render(data: dict[str, Any], live: bool = False) -> str:
-    """The report as text. `live`: whether it asks the server it came from for more; otherwise no connection is allowed
-    at all."""
+    """The report as text. `live`: it asks the server it came from for more; otherwise it may connect to nothing."""
     names = " | ".join(run["label"] for run in data["runs"]) or "Troupe"
     script, style = _script(), _asset("report.css")
     policy = {

@@ -43,8 +43,7 @@ class TokenTexts:
     """The vocabulary of a run, as far as its samples use it."""
 
     def __init__(self, model: Mapping[str, Any], retry_s: float = math.inf) -> None:
-        """After a failed question none is asked for a while. `retry_s`: how long, in seconds; never again by
-        default."""
+        """`retry_s`: seconds in which nothing is asked after a failed question; never again by default."""
         self.model = dict(model)
         self._retry_s = retry_s
         self._ask_at = 0.0 if model else math.inf

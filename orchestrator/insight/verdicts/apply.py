@@ -52,9 +52,8 @@ _CLOSE_S = 60.0
 
 
 def apply_rules(history: History) -> list[Verdict]:
-    """The verdicts of every rule: problems first, then by the step at which they began. A remedy is left out if the
-    run's spec has its lines already or cannot take them (an option that its algorithm lacks), or if the cluster has no
-    room for its workers."""
+    """The verdicts of every rule: problems first, then by their first step. Remedies are left out if the spec has
+    their lines or cannot take them, or the cluster has no room."""
     usable = bool(history.spec) and _loads(history.spec) is not None
     capacity = history.capacity
     found = [
@@ -74,8 +73,7 @@ def _verdicts(rule: Rule, history: History) -> Iterator[Verdict]:
 
 
 def fits(remedy: Remedy, spec: Mapping[str, Any], capacity: Mapping[str, float] | None = None) -> bool:
-    """Whether the lines of a remedy change the spec and leave it valid, and what they add fits into the cluster.
-    `capacity`: `CPU` and `GPU` of the cluster; None or without one of them: not known."""
+    """Whether a remedy's lines change the spec, leave it valid, and fit into the cluster (`CPU`, `GPU`; if known)."""
     if not remedy.spec:
         return True
     edited = with_lines(spec, remedy.spec)
@@ -87,7 +85,6 @@ def fits(remedy: Remedy, spec: Mapping[str, Any], capacity: Mapping[str, float] 
 
 
 def _request(spec: RunSpec | None) -> dict[str, float]:
-    """CPUs and GPUs that a run reserves."""
     return {} if spec is None else demand(place(role_sizes(spec)))
 
 
@@ -104,7 +101,6 @@ def _merged(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _loads(spec: Mapping[str, Any]) -> RunSpec | None:
-    """The spec, or None if it is not valid."""
     try:
         return parse_spec(Document(dict(spec), Source("spec.yaml")))
     except (SpecError, TroupeError):
@@ -112,9 +108,8 @@ def _loads(spec: Mapping[str, Any]) -> RunSpec | None:
 
 
 def comparable_history(run: RunFolder, history: History) -> History:
-    """The record of a run without results made under other settings than the newest ones. Settings of evaluations are
-    read from `evaluation.json`, or from `run_started` events if a run writes none (offline training); settings of
-    rewards from these events. Results without either (older versions) are kept."""
+    """The record without results made under other settings than the newest: of evaluations by `evaluation.json`,
+    else by `run_started` events, of rewards by these. Results without either are kept."""
     evaluated = _by_file(run)
     if evaluated is None:
         evaluated = _by_starts(history, EVALUATION, _EVALUATED)
@@ -150,7 +145,6 @@ def _at(step: int, starts: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
 
 
 def verdicts_of(run: RunFolder) -> list[Verdict]:
-    """The verdicts on what a run has recorded so far, problems first."""
     return apply_rules(comparable_history(run, History.of(run.metrics(), run.spec, run.events())))
 
 
@@ -161,7 +155,6 @@ def alarm_lines(verdicts: Sequence[Verdict], healthy: str = HEALTHY) -> list[str
 
 
 def faster(verdicts: Sequence[Verdict]) -> list[str]:
-    """What would make the run faster, a line for each change."""
     return [remedy.line for verdict in verdicts if verdict.name in _OF_SPEED for remedy in verdict.remedies]
 
 
@@ -185,7 +178,6 @@ class RunningVerdicts:
         self._thread.start()
 
     def final(self) -> list[Verdict]:
-        """All verdicts at the end of the run."""
         if self._thread is not None:
             self._thread.join(_CLOSE_S)
         return self._found()

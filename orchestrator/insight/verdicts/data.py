@@ -53,7 +53,6 @@ def failing_rewards(run: History) -> Iterator[Verdict]:
 
 
 def _more_time(run: History) -> tuple[Remedy, ...]:
-    """A longer timeout for the run's reward functions; empty if the spec has none."""
     functions = [{"name": one["name"], **one} for one in run.get("roles.reward.functions", []) if "name" in one]
     for one in functions:
         one["timeout_s"] = 3 * float(one.get("timeout_s") or 10.0)
@@ -62,7 +61,6 @@ def _more_time(run: History) -> tuple[Remedy, ...]:
 
 
 def repeated_data(run: History) -> Iterator[Verdict]:
-    """The same prompts again and again."""
     steps, total = run.last_step, int(run.get("schedule.prompts_per_step", 0))
     mixed = [(str(own["name"]), float(own.get("weight") or 1.0)) for own in run.sources]
     shares = {name: total * weight / sum(weight for _, weight in mixed) for name, weight in mixed} or {"": total}
@@ -93,7 +91,6 @@ def repeated_data(run: History) -> Iterator[Verdict]:
 
 
 def unusable_data(run: History) -> Iterator[Verdict]:
-    """Rows that cannot be used."""
     counted = [series.name for series in run.named("data/") if series.name.endswith("_bad_rows")]
     for pool in (name.removeprefix("data/").removesuffix("_bad_rows") for name in counted):
         if pool == "ptx":
@@ -116,7 +113,6 @@ def unusable_data(run: History) -> Iterator[Verdict]:
 
 
 def dropped_samples(run: History) -> Iterator[Verdict]:
-    """Samples that were generated and not trained, for other reasons than a failed reward."""
     dropped, failed = run["ledger/dropped"], run["failed_samples"]
     dispatched = run["ledger/dispatched"]
     if not dropped or not dispatched or not dispatched.values[-1]:

@@ -29,7 +29,6 @@ def failed(run: History) -> Iterator[Verdict]:
 
 
 def no_steps(run: History) -> Iterator[Verdict]:
-    """No step is recorded, so that nothing else can be said."""
     how = run.end.get("how")
     if run.last_step or how == "failed":
         return

@@ -26,7 +26,6 @@ def lower_learning_rate(run: History) -> Remedy:
 
 
 def add_kl(run: History) -> Remedy:
-    """Proposes a KL penalty, or a stronger one."""
     coef = float(run.get("algorithm.kl.coef", 0.0))
     lines = field("algorithm.kl", f"{{coef: {coef * 5 if coef else 0.01:g}}}")
     if run.get("roles.reference") is None:
@@ -35,7 +34,6 @@ def add_kl(run: History) -> Remedy:
 
 
 def entropy_collapse(run: History) -> Iterator[Verdict]:
-    """The policy has become nearly deterministic."""
     entropy = run["policy/entropy"]
     limit = max(_LOW_ENTROPY, min(_LOST_ENTROPY * entropy.first, 0.5)) if entropy else 0.0
     found = entropy.stretch(lambda value: value < limit, at_least=2)
@@ -61,7 +59,6 @@ def entropy_collapse(run: History) -> Iterator[Verdict]:
 
 
 def reward_hacking(run: History) -> Iterator[Verdict]:
-    """The reward rises while what it stands for gets worse."""
     reward = run["reward/mean"]
     signs, evidence, since = _signs_of_hacking(run)
     if not signs or not reward.trend().rises:
@@ -115,7 +112,6 @@ def _scale(values: tuple[float, ...]) -> float:
 
 
 def no_signal(run: History) -> Iterator[Verdict]:
-    """Groups whose samples have equal rewards give no gradient."""
     mixed, spread, reward = run["groups/mixed"], run["reward/std"], run["reward/mean"]
     alone = run.alone
     series, limit = (spread, EQUAL) if alone or not mixed else (mixed, FEW_MIXED)
@@ -154,7 +150,6 @@ def no_signal(run: History) -> Iterator[Verdict]:
 
 
 def reward_falls(run: History) -> Iterator[Verdict]:
-    """The reward at the end is worse than at the start."""
     reward = run["reward/mean"]
     trend = reward.trend()
     spread = run["reward/std"].first
@@ -177,7 +172,6 @@ def reward_falls(run: History) -> Iterator[Verdict]:
 
 
 def penalty_dominates(run: History) -> Iterator[Verdict]:
-    """The KL penalty keeps the policy from moving."""
     coef = float(run.get("algorithm.kl.coef", 0.0))
     reward = run["reward/mean"]
     penalty = run["policy/kl_loss"]
@@ -204,7 +198,6 @@ def penalty_dominates(run: History) -> Iterator[Verdict]:
 
 
 def overfitting(run: History) -> Iterator[Verdict]:
-    """The loss on held-out examples rises while the training loss falls."""
     held_out = run["eval/loss"]
     if len(held_out) < SHORTEST:
         return
@@ -238,7 +231,6 @@ def _overlong(run: History) -> str:
 
 
 def length_explosion(run: History) -> Iterator[Verdict]:
-    """Responses become much longer, and longer does not mean better."""
     length, cut = run["response_tokens/mean"], run["truncated"]
     limit = _GROWTH * length.first
     found = length.stretch(lambda value: value > limit, at_least=2)
@@ -263,7 +255,6 @@ def length_explosion(run: History) -> Iterator[Verdict]:
 
 
 def length_collapse(run: History) -> Iterator[Verdict]:
-    """Responses shrink to almost nothing."""
     length = run["response_tokens/mean"]
     limit = _SHRINKAGE * length.first
     found = length.stretch(lambda value: value < limit, at_least=2)
@@ -287,7 +278,6 @@ def length_collapse(run: History) -> Iterator[Verdict]:
 
 
 def truncation(run: History) -> Iterator[Verdict]:
-    """Responses are cut before they end, and may earn nothing for it."""
     cut = run["truncated"]
     limit = _CUT
     found = cut.stretch(lambda value: value > limit, at_least=2)

@@ -57,7 +57,6 @@ def _scoring(run: History) -> tuple[float, float]:
 
 
 def slow_rewards(run: History) -> Iterator[Verdict]:
-    """Scoring, not sampling, is what a step waits for."""
     workers, (busy, generate) = _workers(run, "reward"), _scoring(run)
     late = run["seconds/reward"].after(_WARM_UP)
     if (
@@ -83,7 +82,6 @@ def slow_rewards(run: History) -> Iterator[Verdict]:
 
 
 def starved_trainer(run: History) -> Iterator[Verdict]:
-    """The trainer waits for samples."""
     waits = run["utilisation/generate"]
     found = waits.after(_WARM_UP).stretch(lambda value: value > _WAITS)
     if found is None:
@@ -121,7 +119,6 @@ def starved_trainer(run: History) -> Iterator[Verdict]:
 
 
 def starved_engines(run: History) -> Iterator[Verdict]:
-    """The engines wait for the trainer."""
     stale = int(run.get("schedule.max_staleness", 0))
     waits, busy = run["utilisation/generate"], _busy(run, 0.5)
     found = waits.after(_WARM_UP).stretch(lambda value: value < _NEVER_WAITS)
@@ -152,9 +149,8 @@ def starved_engines(run: History) -> Iterator[Verdict]:
 
 
 def growing_memory(run: History) -> Iterator[Verdict]:
-    """A worker's memory grows with every step. Memory that flattens is no leak: allocators, and kernels that are
-    prepared for each new shape of a batch, take some ten steps to warm up. A leak grows as much in the second half of
-    these steps as in the first."""
+    """A worker's memory grows as much in the second half of the steps as in the first: memory that flattens is the
+    warm-up of allocators and kernels, no leak."""
     for peak in run.named("memory/"):
         late = peak.after(max(_WARM_UP + 1, peak.steps[0] + (peak.steps[-1] - peak.steps[0]) // 3))
         if len(late) <= _GROWTH_STEPS:

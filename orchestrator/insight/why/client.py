@@ -38,8 +38,7 @@ _WRITE_S = 0.5
 
 
 def why(run_folder: Path, timeout_s: float) -> DiagnosisReport:
-    """Why the run in this folder is slow, stuck or dead. Raises UsageError if no run has been observed in the folder;
-    TroupeError if the driver is on another machine and does not answer."""
+    """Why a run is slow, stuck or dead. Raises UsageError for no run, TroupeError for a silent driver elsewhere."""
     began, folder = time.monotonic(), run_folder / FOLDER
     snapshot = SNAPSHOT.read(folder)
     if snapshot is None:

@@ -125,7 +125,6 @@ class Diagnosis:
     evidence: tuple[str, ...] = ()
 
     def text(self) -> str:
-        """The summary, then a line for each piece of evidence."""
         return "\n".join([self.summary, *(f"  {line}" for line in self.evidence)])
 
 
@@ -181,7 +180,6 @@ class _File(Generic[T]):
         self._adapter = TypeAdapter(kind)
 
     def write(self, folder: Path, value: T) -> None:
-        """Write it atomically. Raises OSError."""
         write_atomic(folder / self.name, self.encode(value))
 
     def read(self, folder: Path) -> T | None:

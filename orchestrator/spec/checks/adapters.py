@@ -90,8 +90,7 @@ def _given_adapters(spec: RunSpec) -> Iterator[Finding]:
 def wrong_adapters(
     models: Mapping[str, ModelConfig], trains: Trains, trained: Iterable[tuple[str, str, LoraConfig]]
 ) -> Iterator[Finding]:
-    """What is wrong with adapters, by the path of the field. `trained`: (path of a section `lora`, section of the model
-    that it starts from, the section itself)."""
+    """What is wrong with adapters, by field. `trained`: (path of `lora`, section of its model, `lora` itself)."""
     read = {section: _read(Path(model.adapter)) for section, model in models.items() if model.adapter is not None}
     for section, found in read.items():
         if isinstance(found, str):
@@ -107,9 +106,8 @@ def wrong_adapters(
 
 
 def unverified_adapters(models: Mapping[str, ModelConfig]) -> Iterator[str]:
-    """One line for each adapter that names a different model from the one it is added to. An adapter that Troupe wrote
-    has the digest of the model below, which is compared when it is loaded. One of peft has only a name: a folder of
-    another machine, or a name on the hub."""
+    """One line for each adapter that names another model than its own. Troupe's adapters have its digest, compared
+    when they are loaded; peft's only a name, of a folder elsewhere or on the hub."""
     for section, model in models.items():
         folder = Path(model.adapter or "")
         config = {} if model.adapter is None else _read(folder)
@@ -122,13 +120,9 @@ def unverified_adapters(models: Mapping[str, ModelConfig]) -> Iterator[str]:
 
 
 def adapter_template(adapter: Path, model: Path) -> str | None:
-    """The value of `chat_template` with which a model renders as its adapter was trained, or None if its own does.
-
-    Beside an adapter Troupe writes the tokenizer that it was trained with, but a tokenizer is read from the folder of
-    the model below. The template of a run (`model.chat_template`) is a file, and one of the model below a copy.
-    `model`: folder of the model below. If it is not on this machine, a template of the model cannot be told from a
-    run's.
-    """
+    """The `chat_template` with which a model renders as its adapter was trained, or None if its own does: tokenizers
+    are read from the model below, `model`. If that is not on this machine, a template of the model cannot be told
+    from a run's."""
     if not (adapter / _TOKENIZER).is_file():
         return None
     trained, below = _template(adapter), _template(model)

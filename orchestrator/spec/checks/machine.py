@@ -65,8 +65,7 @@ def model_problems(spec: RunSpec, models: Mapping[str, ModelConfig]) -> list[Fin
 
 
 def packages_of(spec: RunSpec) -> Iterator[tuple[str, str]]:
-    """(field, module) of every feature of the spec whose package is one of an extra. Those of reward functions and
-    environments are found when these are loaded."""
+    """(field, module) of each feature that needs an extra, but for user code: that is found when it is loaded."""
     for name, source in spec.data.sources().items():
         if (module := _READ_BY.get(source.kind)) is not None:
             yield f"data.{name}.kind", module
@@ -107,7 +106,6 @@ def _adapted_experts(spec: RunSpec, models: Mapping[str, ModelConfig]) -> Iterat
 
 
 def _shared_models(spec: RunSpec) -> Iterator[tuple[str, str, int]]:
-    """(section, field, `sequence_parallel_size`) of every model that workers run on parts of the same rows."""
     for name, role in spec.roles.trainers().items():
         own, field = f"roles.{name}.model", f"roles.{name}.sequence_parallel_size"
         yield own if own in spec.models() else "model", field, role.sequence_parallel_size

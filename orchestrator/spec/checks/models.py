@@ -92,8 +92,8 @@ def _is_something_else(file: Path) -> bool:
 
 
 def too_long(models: Mapping[str, ModelConfig], lengths: Mapping[str, int]) -> Iterator[Finding]:
-    """Limits on the length of a sequence, by field, that are above what a model can be trained with. `models`: the
-    models that read the sequences, by the path of their section; the trained one first."""
+    """Limits on sequences, by field, above what a model can take. `models` read them, by path; the trained one
+    first."""
     for section, model in models.items():
         whose = "the model" if section == "model" else section
         config = _text_config(Path(model.path))
@@ -112,13 +112,9 @@ def too_long(models: Mapping[str, ModelConfig], lengths: Mapping[str, int]) -> I
 
 
 def _steady_positions(config: dict[str, Any]) -> tuple[int, str] | None:
-    """Number of first positions whose rotary frequencies do not depend on the batch, and their kind, or None without a
-    bound.
-
-    transformers computes "dynamic" frequencies from the longest sequence of a batch, and vLLM has none for such
-    positions. Of "longrope" transformers takes the short or long factors by the longest sequence of a batch, and vLLM
-    by `max_model_len`.
-    """
+    """(number of first positions whose rotary frequencies do not depend on the batch, their kind), or None without a
+    bound. transformers computes "dynamic" and "longrope" frequencies from the longest sequence of a batch; vLLM
+    has no dynamic ones, and takes longrope's by `max_model_len`."""
     found = config.get("rope_parameters") or config.get("rope_scaling") or {}
     # Gemma 3 and others have parameters for each kind of layer.
     for rope in [found, *found.values()] if isinstance(found, dict) else []:
@@ -137,8 +133,7 @@ def _steady_positions(config: dict[str, Any]) -> tuple[int, str] | None:
 
 
 def wrong_kinds(models: Mapping[str, ModelConfig], trains: Trains) -> Iterator[Finding]:
-    """Classifiers instead of language models, and the reverse. `trains`: what kind of model the run writes; training of
-    a reward model starts from either kind."""
+    """Classifiers in place of language models, and the reverse; training of a reward model starts from either."""
     for section, model in models.items():
         config = config_or_empty(Path(model.path))
         kind = _architecture(config)
@@ -212,8 +207,7 @@ def broken_weights(models: Mapping[str, ModelConfig]) -> Iterator[Finding]:
 
 
 def headless(models: Mapping[str, ModelConfig], trains: Trains) -> Iterator[Finding]:
-    """Language models whose files hold no output head, by the path of their field. Critics and reward models need none,
-    nor does the model that a reward model is trained from."""
+    """Language models whose files hold no output head, by field. Critics and reward models need none."""
     for section, model in models.items():
         if section in (REWARD_MODEL, _EITHER_KIND) or (section == "model" and trains == "reward_model"):
             continue
@@ -262,8 +256,7 @@ def other_tokenizers(models: Mapping[str, ModelConfig]) -> Iterator[Finding]:
 
 
 def _tokenized_differently(own: Path, other: Path) -> tuple[str, list[int], list[int]] | None:
-    """(text, tokens, other tokens) of the first piece of a tokenizer's vocabulary that another one reads differently.
-    None without one, or if a file cannot be read, which is reported where it is used."""
+    """(text, tokens, other tokens) of the first vocabulary piece that is read differently, or None."""
     from tokenizers import Tokenizer
 
     try:
@@ -280,8 +273,7 @@ def _tokenized_differently(own: Path, other: Path) -> tuple[str, list[int], list
 
 
 def undivided_models(models: Mapping[str, ModelConfig], ranks: Mapping[str, tuple[str, int]]) -> Iterator[Finding]:
-    """Tensor parallel sizes that do not divide the model of their engine. `ranks`: (field, tensor parallel size) of
-    every engine, by the section of its model."""
+    """Tensor parallel sizes (field, size), by section of the engine's model, that do not divide it."""
     for section, (field, size) in ranks.items():
         if section not in models or size == 1:
             continue
@@ -318,8 +310,7 @@ def _shape(model: ModelConfig) -> ModelShape | None:
 
 
 def undivided_heads(models: Mapping[str, ModelConfig], shared: Iterable[tuple[str, str, int]]) -> Iterator[Finding]:
-    """Models whose attention cannot be divided among the workers that share their rows, by their config.json. `shared`:
-    (section, field, sequence parallel size) of every trained model and its reference."""
+    """Models whose attention cannot be divided: `shared` has (section, field, sequence parallel size) of each."""
     for section, field, size in shared:
         if section not in models or size == 1:
             continue
@@ -352,7 +343,6 @@ def _not_a_reward_model(kind: str, config: Mapping[str, Any]) -> str:
 
 
 def _architecture(config: Mapping[str, Any]) -> str:
-    """Name of the model's class; empty if the config has none."""
     names = config.get("architectures")
     return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
 

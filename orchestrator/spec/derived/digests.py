@@ -21,7 +21,6 @@ _BLOCKS, _BLOCK = 16, 1 << 16
 
 
 def evaluation_digest(spec: RunSpec) -> str:
-    """Digest of how evaluations are made: the values of those with the same one can be compared."""
     fields = field_tree(type(spec))
     # Digests of earlier versions have these sections, with or without fields that count.
     content = {name: dict(spec)[name] and {} for name in ("data", "evaluation", "roles")}
@@ -38,8 +37,7 @@ def evaluation_digest(spec: RunSpec) -> str:
 
 
 def reward_digest(spec: RunSpec) -> str:
-    """Digest of the settings that determine rewards in training, without the functions' time limits and place. Equal
-    ones are comparable. Empty for a run on offline data."""
+    """Digest of the settings that determine rewards in training, but time limits and place; empty for offline data."""
     if spec.rollouts is None:
         return ""
     rollouts: RolloutSpec = spec.rollouts

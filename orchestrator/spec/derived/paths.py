@@ -29,8 +29,7 @@ _ON_DISK = "file://"
 
 
 def absolute_paths(document: dict[str, Any], root: Path | None = None) -> dict[str, Any]:
-    """A dumped spec with absolute paths; a model's name on the hub stays as it is. `root`: folder that relative paths
-    start at, or None for the current directory."""
+    """A dumped spec with paths absolute from `root`, or the current folder; names on the hub stay."""
     start = Path.cwd() if root is None else root
     return _with_paths(document, _fields(), lambda path: str(start / path), start)
 
@@ -95,13 +94,11 @@ def hub_data(spec: RunSpec) -> dict[str, HubFiles]:
 
 
 def uses_hub(spec: RunSpec) -> bool:
-    """Whether the spec names a model or data on the hub."""
     return bool(hub_models(spec) or hub_data(spec))
 
 
 def with_sections(spec: SpecT, sections: Mapping[str, Frozen]) -> SpecT:
-    """The spec with some sections replaced. `sections`: new content by dotted path (`roles.critic.model`); each must
-    exist in the spec."""
+    """The spec with the sections at these dotted paths (`roles.critic.model`), which must exist, replaced."""
     for path, section in sections.items():
         spec = _replaced(spec, path.split("."), section)
     return spec
@@ -120,8 +117,7 @@ def _replaced(node: Any, path: Sequence[str], section: Frozen) -> Any:
 
 
 def with_pins(spec: SpecT, pinned: RunSpec) -> SpecT:
-    """The spec with the commits that another spec of the same run is pinned to. A section keeps its own revision if
-    that is a commit, or if the other spec names another repository."""
+    """The spec with another's pinned commits, except where it has its own commit or another repository."""
     sections: dict[str, Frozen] = {}
     models, data = pinned.models(), hub_data(pinned)
     for section, model in hub_models(spec).items():
@@ -136,8 +132,7 @@ def with_pins(spec: SpecT, pinned: RunSpec) -> SpecT:
 
 
 def _same_files(source: HubFiles, pinned: HubFiles) -> bool:
-    """Whether a section can mean the files that another is pinned to. These are names in order; the section may have
-    patterns in any order, each matching at least one of them."""
+    """Whether a section can mean the files (names in order) another is pinned to; its patterns each match one."""
     same = (source.dataset_name, source.subset, source.split) == (pinned.dataset_name, pinned.subset, pinned.split)
     if not same or is_commit(source.revision):
         return False
@@ -146,8 +141,8 @@ def _same_files(source: HubFiles, pinned: HubFiles) -> bool:
 
 
 def model_overrides(spec: RunSpec, path: Path) -> list[str]:
-    """Overrides (`--set`) that replace the trained model, or add an adapter to it if the folder holds one. A reference
-    on offline data without a separate model keeps the model that training starts from."""
+    """Overrides that replace the trained model, or add an adapter to it; a reference on offline data keeps its
+    model."""
     if (path / ADAPTER_CONFIG).is_file():
         overrides = [f"model.adapter={json.dumps(str(path))}", *template_overrides(spec, path)]
     else:

@@ -188,8 +188,7 @@ def solved_at(spec: RolloutSpec) -> float | None:
 
 
 def right_from(functions: Sequence[RewardFunctionConfig], component: str | None = None) -> float | None:
-    """Least sum of reward functions of a right response, or None if they do not define it. `component`: label of one of
-    them, whose value (it has no weight) is looked at instead of the sum."""
+    """Least sum of reward functions of a right response, or of one `component` without weight; None if undefined."""
     if component is not None:
         says = any(one.name in RIGHT_OR_WRONG for one in functions if one.component == component)
         return 1.0 if says else None
@@ -225,8 +224,7 @@ def _teachers_of(spec: RolloutSpec, source: str) -> dict[str, float]:
 
 
 def _solved_in_training(spec: RolloutSpec, rewards: Sequence[RewardFunctionConfig] | None) -> float | None:
-    """Least value of the reward, or of the curriculum's component, of a solved sample, or None if undefined. `rewards`:
-    the functions of its source, or None for the role's."""
+    """Least reward, or curriculum component, of a solved sample by the functions of its source, or None."""
     curriculum = spec.data.curriculum
     if curriculum is not None and curriculum.solved_at is not None:
         return curriculum.solved_at

@@ -29,9 +29,8 @@ class PromptRoom(NamedTuple):
 
 
 def prompt_room(spec: RunSpec, section: str) -> PromptRoom:
-    """Tokens that a prompt of this section in `data` may have, after reserving a response, or a turn of its episodes. A
-    turn may have what the conversation leaves of the model's length, and needs one token. `section`: the section; of a
-    mixture `train.0`, or `train.0 (math)` with the source."""
+    """Tokens that a prompt of this section (`train.0` of a mixture) may have, after reserving a response. A turn of
+    an episode needs one token: it may have what the conversation leaves."""
     if (offline := spec.offline) is not None:
         words = f"data.max_length {offline.data.max_length} allows for prompt and response"
         return PromptRoom(offline.data.max_length, "data.max_length", words)
@@ -85,9 +84,8 @@ def _example_bytes(spec: OfflineSpec) -> int:
 
 
 def _rollout_bytes(spec: RolloutSpec) -> int:
-    """Bytes with prompts and responses at their longest. ROLLOUTS hold ids, text (about 4 bytes per token), log-probs,
-    masks and, if sampling is truncated, the tokens that were left, once for every step in progress; the scores (old,
-    reference and a teacher's tokens, values) and TRAIN exist once (`workers/contract/messages.py`)."""
+    """Bytes of prompts and responses at their longest: ROLLOUTS (ids, text of about 4 bytes per token, log-probs,
+    masks, kept tokens) for every step in progress; scores and TRAIN once."""
     response = spec.sampling.max_tokens
     prompt = max(1, spec.roles.rollout.max_model_len - response)
     left = min(4 * spec.sampling.top_k or _KEPT_BYTES, _KEPT_BYTES) if spec.sampling.truncates else 0
@@ -99,9 +97,8 @@ def _rollout_bytes(spec: RolloutSpec) -> int:
 
 
 def engine_load(spec: RolloutSpec) -> int:
-    """Most unfinished samples of one engine, running and queued. Two groups can queue in a full engine and take the
-    places that finished samples free before their group ends. An episode that waits for its environment takes no place
-    in the engine, so that an engine gets as many groups as there are episodes."""
+    """Most unfinished samples of one engine: two groups can queue in a full engine and take places that free up.
+    Episodes that wait for their environment take none: an engine gets as many groups as episodes."""
     episodes = sum(one.workers * one.episodes for one in spec.roles.environments().values())
     episodes = -(-episodes // spec.roles.rollout.workers)
     largest = max(spec.group_sizes)
@@ -109,8 +106,7 @@ def engine_load(spec: RolloutSpec) -> int:
 
 
 def group_scoring_s(spec: RolloutSpec) -> float:
-    """Longest time in which a reward worker scores a group: every sample may take its function's timeout, after
-    which the function gets a new process."""
+    """Longest time to score a group: every sample may take its function's timeout, then it gets a new process."""
     functions = [function for one in reward_functions(spec).values() for function in one]
     slowest = max((function.timeout_s for function in functions), default=0.0)
     largest = max([*spec.group_sizes, *(one.sampling.samples for one in held_out_sets(spec))])
@@ -118,6 +114,5 @@ def group_scoring_s(spec: RolloutSpec) -> float:
 
 
 def probe_interval_s(spec: RunSpec) -> float:
-    """Seconds between two rounds of health probes of the workers besides the trainers; a run on offline data has no
-    such workers."""
+    """Seconds between two rounds of health probes of the workers besides the trainers."""
     return spec.schedule.step_timeout_s if spec.rollouts is None else spec.rollouts.failures.health_interval_s

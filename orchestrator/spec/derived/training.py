@@ -34,8 +34,7 @@ def kl_penalty(spec: RunSpec) -> KlPenalty | None:
 
 
 def skips_zero_advantage(spec: RolloutSpec) -> bool:
-    """Whether updates leave out rows without an advantage, because the loss has no other term for them. A custom loss
-    may have one."""
+    """Whether updates leave out rows without an advantage: the loss, unless a custom one, has no other term."""
     loss = section.policy_loss(spec.algorithm)
     only_advantages = loss.objective != "custom" and loss.kl_coef == 0 and loss.entropy_coef == 0
     only_advantages = only_advantages and loss.distill.coef == 0 and loss.observation_coef == 0
@@ -44,8 +43,6 @@ def skips_zero_advantage(spec: RolloutSpec) -> bool:
 
 
 def needs_old_logprobs(spec: RolloutSpec) -> bool:
-    """Whether the log-probs before the update are computed separately. With one update per step and no KL in the
-    reward, the update itself computes them."""
     advantage = section.advantage(spec.algorithm)
     compares = spec.schedule.updates_per_step > 1 and section.policy_loss(spec.algorithm).has_ratio
     read = advantage.kl_coef > 0 or advantage.covariance != "keep" or advantage.reads_square_sums
@@ -58,9 +55,8 @@ def old_logprobs_at_batch(spec: RolloutSpec) -> bool:
 
 
 def values_at_batch(spec: RolloutSpec) -> bool:
-    """Whether the critic's values are computed for the whole batch instead of for each group during generation. The
-    critic trains while groups of later steps are generated: only once it is their turn is it the critic before the
-    step's updates."""
+    """Whether the critic's values are computed for the whole batch instead of during generation: the critic before a
+    step's updates exists only once it is the step's turn."""
     return spec.roles.critic is not None and spec.schedule.max_staleness > 0
 
 

@@ -19,9 +19,8 @@ _LENGTHS = frozenset({"overlong", "length"})
 
 
 def warnings_of(spec: RunSpec) -> list[str]:
-    """One line for each: adapters of models that nothing verifies or that were trained with other chat templates,
-    held-out data that no evaluation uses, restarts that cannot be, learning rates that do not reach their peak, groups
-    that differ in length alone, prices of lengths that no response has, and roles with more workers than work."""
+    """One line for each setting that is allowed and likely not meant: adapters, templates, data, rates, prices,
+    roles."""
     return [
         *unverified_adapters(spec.models()),
         *forgotten_templates(spec.models()),
