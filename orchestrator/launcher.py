@@ -59,8 +59,8 @@ class WorkerLauncher:
         self._progress: _StartProgress | None = None
 
     async def open(self, only: frozenset[str] | None = None, progress: Progress = lambda *_: None) -> Workers:
-        """Reserves resources and starts the workers of all roles (or of the roles in `only`) concurrently. Raises
-        DoesNotFit if the cluster has no room; WorkerError if a worker does not start."""
+        """Reserves resources and starts all workers (or the roles in `only`) at once. Raises DoesNotFit,
+        WorkerError."""
         await self._placements.reserve(only)
         await self._download()
         self._progress = _StartProgress(self._cluster.activities, progress, self._placements, self._actors.served)
@@ -156,8 +156,7 @@ class WorkerLauncher:
         return worker
 
     async def restart(self, groups: Sequence[TrainerGroup[Any]]) -> None:
-        """Ends the processes of these groups, and starts the same ranks with their initial model. Raises WorkerError if
-        one does not start."""
+        """Ends these groups' processes, and starts the same ranks with their initial model. Raises WorkerError."""
         for worker in (worker for group in groups for worker in group.workers):
             self._actors.kill(worker.name)
         timeout_s = self._spec.schedule.start_timeout_s
@@ -171,8 +170,7 @@ class WorkerLauncher:
         return self._placements[name]
 
     async def make_room(self, name: str) -> None:
-        """Reserves resources for one more worker of a role whose workers are placed one by one. The placement of a
-        worker that is gone is reused. Raises DoesNotFit if the cluster has no room."""
+        """Reserves resources for one more worker, or reuses those of one that is gone. Raises DoesNotFit."""
         if name not in self._placements:
             await self._placements.add(name)
             await self._download()

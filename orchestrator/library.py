@@ -455,10 +455,8 @@ def _wait(done: threading.Event) -> None:
 
 
 def _outside_of_loops(start: Callable[[], T], request: RunRequest) -> T:
-    """Calls a function that runs an event loop: in another thread if this one has a running loop.
-
-    An interrupt stops the run in order, and is raised when it has ended.
-    """
+    """Calls a function that runs an event loop, in another thread if this one has a loop. An interrupt stops the run
+    in order, and is raised when it has ended."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

@@ -38,8 +38,8 @@ def taken() -> bool:
 
 @contextmanager
 def held_back() -> Iterator[None]:
-    """A signal during the block raises KeyboardInterrupt at its end, and later ones at once. Raised in the middle of an
-    import, it can be swallowed, and the import's lock is then kept for good."""
+    """A signal during the block raises KeyboardInterrupt at its end: in an import it can be swallowed, and keeps its
+    lock."""
     if not taken():
         yield
         return

@@ -27,13 +27,11 @@ class MatchingPennies(Environment):
     equilibrium both name each side with probability 1/2, and the value is 0."""
 
     def start(self, row: Row) -> Observation:
-        """Both are asked at once."""
         return Observation(
             _asked("You are even"), player="even", also=[Observation(_asked("You are odd"), player="odd")]
         )
 
     def step(self, message: Message) -> Observation:
-        """The end."""
         sides = [turn["content"].strip() for turn in (*message["also"], message)]
         wrong = [side not in ("h", "t") for side in sides]
         even = 1.0 if sides[0] == sides[1] else -1.0
@@ -54,7 +52,6 @@ class KuhnPoker(Environment):
         self._cards, self._history = "", ""
 
     def start(self, row: Row) -> Observation:
-        """Two cards, and the first player's turn."""
         self._cards, self._history = "".join(random.Random(row.seed).sample(KUHN_CARDS, 2)), ""
         return self._turn()
 

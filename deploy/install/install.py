@@ -189,12 +189,8 @@ class TorchSource:
 
 
 def torch_sources(version: str) -> list[TorchSource]:
-    """Sources of torch, best first; each is tried if the earlier ones failed.
-
-    A CPU build comes from PyTorch's own index, or, for machines that reach only a mirror, from the machine's own
-    package index. PyPI has no CPU build for Linux: its build with CUDA is the last resort. It runs on CPUs too, but
-    cannot be imported without CUDA's libraries.
-    """
+    """Sources of torch, best first. A CPU build comes from PyTorch's own index, or from the machine's package index
+    (a mirror). PyPI has no CPU build for Linux: its CUDA build, which needs CUDA's libraries, is the last resort."""
     public = version.removesuffix("+cpu")
     if public == version:
         return [TorchSource(f"installing torch {version} with CUDA's libraries (2.7 GB)", (f"torch=={version}",))]

@@ -78,13 +78,8 @@ def resolve(
     left_out: Sequence[str] = (),
     options: Sequence[str] = (),
 ) -> dict[str, str]:
-    """What uv resolves for a machine: version by distribution. Raises CalledProcessError if nothing fits, and uv has
-    said why.
-
-    Args:
-        limits: Exact versions of some distributions.
-        left_out: Distributions that nothing needs.
-    """
+    """What uv resolves for a machine: version by distribution; `limits`: exact versions; `left_out`: what nothing
+    needs. Raises CalledProcessError if nothing fits, and uv has said why."""
     with tempfile.TemporaryDirectory() as folder:
         # uv keeps the versions in the file that it writes.
         output, roots = Path(folder, "lock.txt"), Path(folder, "roots.in")

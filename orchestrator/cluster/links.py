@@ -26,8 +26,7 @@ def submit(actor: Any, method: Callable[..., object], *args: object, **kwargs: o
 
 
 class ActorEngines:
-    """The `EngineLink` of a run, pickled to the trainer. The transfer group has the engines' processes one after
-    another."""
+    """The `EngineLink` of a run, pickled to the trainer; the transfer group has all engines' processes in order."""
 
     def __init__(self, actors: Sequence[Any], ranks_per_engine: int, timeout_s: float) -> None:
         self._actors = tuple(actors)
@@ -124,8 +123,7 @@ class ActorJudges:
         self._lost = lost
 
     def ask(self, questions: Sequence[Question], timeout_s: float) -> list[JudgeAnswer]:
-        """One answer to each question; a lost worker's go to the others. Raises JudgeGone if a worker can still
-        start."""
+        """One answer to each question; a lost worker's go to others. Raises JudgeGone if a worker can still start."""
         deadline = time.monotonic() + timeout_s
         answers: dict[int, JudgeAnswer] = {}
         while len(answers) < len(questions):

@@ -282,7 +282,6 @@ class Cluster:
 
     @property
     def node(self) -> str:
-        """Ray's id of the driver's node."""
         return "" if self._watch is None else self._watch.node
 
     def gpu_memory(self) -> int:
@@ -332,8 +331,7 @@ class Cluster:
     async def prepare_nodes(
         self, function: Callable[P, object], timeout_s: float, *args: P.args, **_: P.kwargs
     ) -> None:
-        """Calls a function in a process on every live node but this one that it has not prepared. Raises
-        WorkerError."""
+        """Calls a function in a process on every live node but this one, once per node. Raises WorkerError."""
         here = ray.get_runtime_context().get_node_id()
         nodes = [node for node in ray_nodes.nodes() if node.id not in self._prepared | {here}]
 
@@ -444,7 +442,6 @@ class Cluster:
         return nodes[placed.bundle] == ray.get_runtime_context().get_node_id()
 
     async def end(self, worker: ActorWorker[Any], timeout_s: float) -> None:
-        """Asks a worker to close, then ends its process."""
         try:
             await worker.call(Worker.close, timeout_s)
         except WorkerError as error:

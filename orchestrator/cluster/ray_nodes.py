@@ -124,12 +124,10 @@ def nodes_at(address: str) -> list[Node]:
 
 
 def nodes() -> list[Node]:
-    """Live nodes with their total resources."""
     return _nodes(ray.nodes())
 
 
 def free() -> list[Node]:
-    """Live nodes with the resources that are not reserved."""
     left = available_resources_per_node()
     return _nodes([{**node, "Resources": left.get(node["NodeID"], {})} for node in ray.nodes()])
 

@@ -71,8 +71,7 @@ class WorkerServer:
         self._watch.start()
 
     def exit_code(self, pid: int) -> int | None:
-        """Exit code of a worker that has ended, negative for a signal, or None; waits a moment for one that is
-        ending."""
+        """Exit code of a worker that has ended, negative for a signal, or None; waits a moment for it."""
         deadline = time.monotonic() + _ENDING_S
         while (code := exit_code(pid)) is None and stat_fields(pid) and time.monotonic() < deadline:
             time.sleep(_ENDING_S / 100)

@@ -37,8 +37,7 @@ def _schema(tool: Any) -> Any:
 
 
 def tool_calls(value: Any) -> list[dict[str, Any]]:
-    """The calls of a turn: one or a list, each with `name` and `arguments`, or with `function` around. Raises
-    BadRow."""
+    """A turn's calls: one or a list, with `name` and `arguments`, or `function` around. Raises BadRow."""
     parsed = _parsed(value)
     return [_call(number, one) for number, one in enumerate(parsed if isinstance(parsed, list) else [parsed])]
 

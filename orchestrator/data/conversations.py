@@ -58,8 +58,7 @@ def spoken_turns(value: Any) -> Any:
 
 
 def chat_messages(prompt: Any, source: PromptText, system: Any = None, *, plain: bool = False) -> list[Message]:
-    """The chat messages of a prompt given as text or list; `plain`: without a chat template, text alone. Raises
-    BadRow."""
+    """The chat messages of a prompt, text or list (`plain`: text alone). Raises BadRow."""
     prompt = prompt if plain else spoken_turns(prompt)
     if system is not None and not isinstance(system, str):
         raise BadRow("the system message is not text")
@@ -171,7 +170,6 @@ def characters(messages: Sequence[Message]) -> int:
 
 
 def require_template(plain: bool) -> None:
-    """Raise BadRow for messages without a chat template."""
     if plain:
         raise BadRow("a list of messages needs a chat template, and model.chat_template is none")
 

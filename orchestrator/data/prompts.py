@@ -217,8 +217,7 @@ def _answer(answer: Any) -> str:
 
 
 class PromptSource:
-    """Draws prompts endlessly: an epoch is a permutation of the pool by seed and epoch, or of what a curriculum
-    draws."""
+    """Draws prompts endlessly: an epoch is a permutation of the pool by seed, or of what a curriculum draws."""
 
     def __init__(self, pool: Ordered, seed: int, curriculum: Curriculum | None = None) -> None:
         self._pool_digest = pool.digest
@@ -267,8 +266,7 @@ class PromptSource:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Resume from a position that `state` returned; a curriculum new to it starts without results. Raises
-        DataError."""
+        """Resume from a position; a curriculum new to it starts without results. Raises DataError."""
         for name, mine in (("rows", self._rows), ("digest", self._pool_digest), ("seed", self._seed)):
             if state.get(name) != mine:
                 what = "the seed is" if name == "seed" else "the training data are"

@@ -80,8 +80,7 @@ def by_source(pools: Pools) -> Pools:
 
 
 def data_metrics(pools: Pools, refused: Mapping[str, int] | None = None) -> dict[str, float]:
-    """Used, bad and left out rows of each pool. `refused`: prompts that do not fit the model, or None if among the
-    bad."""
+    """Used, bad and left out rows of each pool; `refused`: prompts that do not fit, or None if among the bad."""
     metrics = {}
     for name, pool in pools.items():
         metrics[f"data/{name}_rows"] = float(pool.rows)

@@ -63,14 +63,12 @@ class Repo:
 
     @property
     def url(self) -> str:
-        """Its page on the hub."""
         return f"{constants.ENDPOINT}/{'datasets/' if self.kind == 'dataset' else ''}{self.name}"
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Some files of a repository at a commit. Cache and endpoint are the driver's, so that every node has the files in
-    the same folder."""
+    """Some files of a repository at a commit, in the driver's cache: every node has them in the same folder."""
 
     repo: Repo
     commit: str
@@ -88,8 +86,7 @@ class Snapshot:
 
 
 def resolve(repo: Repo, revision: str | None) -> str:
-    """The commit of a branch or tag (main if None), or the one in the cache if the hub cannot be reached. Raises
-    HubError if there is no such repository or revision, it cannot be read, or the hub cannot be reached."""
+    """The commit of a branch or tag (main if None), or the cache's if the hub is out of reach. Raises HubError."""
     with _reported(repo, revision):
         return HfApi().resolve_revision(repo.name, repo_type=repo.kind, revision=revision).resolved
 
@@ -124,9 +121,8 @@ def cached(snapshot: Snapshot) -> Path | None:
 
 
 def download(snapshot: Snapshot, progress: Progress | None = None) -> Path:
-    """Downloads what the cache lacks of a snapshot and returns its folder; uses no network if the cache is complete. An
-    interrupted download is retried, and resumed if the hub supports that. Concurrent downloads of a file into one cache
-    wait for each other. Raises HubError if the files cannot be downloaded."""
+    """Downloads what the cache lacks of a snapshot, retrying; returns its folder. Concurrent downloads of a file
+    wait for each other. Raises HubError."""
     bar = _bar(progress)
     with _reported(snapshot.repo, snapshot.commit):
         for attempt in range(1, _ATTEMPTS):
@@ -140,7 +136,6 @@ def download(snapshot: Snapshot, progress: Progress | None = None) -> Path:
 
 
 def download_all(snapshots: Sequence[Snapshot]) -> None:
-    """Downloads several snapshots into this node's cache. Raises HubError."""
     for snapshot in snapshots:
         download(snapshot)
 

@@ -53,8 +53,7 @@ class LocalFiles(Generic[SpecT_co]):
 
 
 def pin_run(planned: PlannedRun, *, resume: bool) -> PlannedRun:
-    """The run with every name on the hub pinned to a commit; a resumed run keeps the commits it is pinned to. Raises
-    SpecError if a repository, a revision or a file of it does not exist or cannot be read."""
+    """The run with every hub name pinned to a commit; a resumed run keeps its commits. Raises SpecError."""
     spec = planned.spec
     if not uses_hub(spec):
         return planned
@@ -68,8 +67,7 @@ def pin_run(planned: PlannedRun, *, resume: bool) -> PlannedRun:
 
 
 def pin(spec: SpecT) -> tuple[SpecT, list[Finding]]:
-    """The spec with commits instead of branches and tags, and what cannot be used. Downloads no weights and no data: it
-    reads the list of files and each model's `config.json`."""
+    """The spec with commits instead of branches and tags, and what cannot be used; reads lists of files and configs."""
     sections: dict[str, Frozen] = {}
     findings: list[Finding] = []
     for section, model in hub_models(spec).items():
@@ -91,8 +89,7 @@ def pin(spec: SpecT) -> tuple[SpecT, list[Finding]]:
 
 
 def pin_configs(spec: SpecT) -> tuple[SpecT, list[Finding]]:
-    """The spec with folders that hold at least `config.json` instead of models on the hub, to plan memory with. Also
-    returns what cannot be looked up; such a model keeps its name."""
+    """The spec with folders of at least `config.json` instead of hub names, to plan with; and what is not found."""
     sections: dict[str, Frozen] = {}
     findings: list[Finding] = []
     for section, model in hub_models(spec).items():
@@ -120,8 +117,7 @@ def describe(spec: RunSpec) -> list[str]:
 
 
 def fetch(spec: SpecT, console: Console) -> LocalFiles[SpecT]:
-    """Downloads the models and data of a pinned spec that are not in the cache. Raises HubError if a file cannot be
-    downloaded."""
+    """Downloads the models and data of a pinned spec that are not in the cache. Raises HubError."""
     sections: dict[str, Frozen] = {}
     snapshots = _snapshots(spec)
     models, data = hub_models(spec), hub_data(spec)
@@ -202,8 +198,7 @@ def _pinned_data(source: HubFiles) -> HubFiles:
 
 
 def with_first_file(source: HubFiles) -> HubFiles:
-    """A section with the path of the first of its files, which is downloaded. Raises NoFiles if the section selects no
-    file; HubError if a file cannot be downloaded."""
+    """A section with its first file, downloaded. Raises NoFiles if it selects none; HubError."""
     pinned = _pinned_data(source)
     name = pinned.files[0]
     folder = client.download(Snapshot(_repo(source), str(pinned.revision), (glob.escape(name),)))
@@ -211,8 +206,7 @@ def with_first_file(source: HubFiles) -> HubFiles:
 
 
 def choose_files(source: HubFiles, names: Sequence[str]) -> list[str]:
-    """The files of a dataset that a section of the spec selects, sorted, all of one format. Raises NoFiles if the
-    section selects no file, or files of several subsets."""
+    """The files of a dataset that a section selects, sorted, of one format. Raises NoFiles (none, several subsets)."""
     dataset = source.dataset_name
     readable = [name for name in sorted(names) if file_format(name)]
     if not readable:

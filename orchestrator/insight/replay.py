@@ -54,8 +54,7 @@ class ReplayPlan:
 
 
 def plan_replay(run: Path, step: int) -> ReplayPlan:
-    """The shortest replay that includes a step, from the newest valid checkpoint. Raises UsageError if there is
-    none."""
+    """The shortest replay with a step, from the newest valid checkpoint before. Raises UsageError if there is none."""
     folder = read_step(run / REPLAY, step)
     checkpoint = CheckpointStore(run / "checkpoints", keep=1).latest(before=step)
     first = 1 if checkpoint is None else checkpoint.step + 1
@@ -177,8 +176,7 @@ class Replayer:
         return {group.role: digest for group, digest in zip(groups, found, strict=True)}
 
     async def repeat(self, folder: RecordedStep) -> Repeated:
-        """Repeats the updates of a step. Raises UsageError if a table is not the run's, TrainingDiverged,
-        WorkerError."""
+        """Repeats a step's updates. Raises UsageError if a table is not the run's, TrainingDiverged, WorkerError."""
         kept = folder.kept
         tables = await asyncio.to_thread(folder.tables)
         texts = None if tables.texts is None else self._put(tables.texts)

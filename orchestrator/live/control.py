@@ -56,9 +56,8 @@ class _Owner(BaseModel):
 
 
 class ControlServer(RunPart):
-    """Answers the requests to one run (`troupe scale`, `troupe apply`). A background task polls the folder for request
-    files, passes their changes to the scaler and writes the answers. It waits for nothing but the poll interval and its
-    own file operations; :meth:`close` cancels it."""
+    """Answers the requests to one run (`troupe scale`, `troupe apply`): a task polls the folder, passes changes to
+    the scaler and writes answers. It waits for its interval and files only; :meth:`close` cancels it."""
 
     def __init__(self, run_folder: Path, scaler: WorkerScaler) -> None:
         self._mailbox = Mailbox(run_folder / FOLDER)
@@ -104,9 +103,8 @@ class ControlServer(RunPart):
 
 
 def ask(run_folder: Path, changes: dict[str, Any], timeout_s: float) -> tuple[RoleState, ...]:
-    """Ask a run to change its spec. Returns the state of every role that scales. Raises UsageError if the folder has no
-    active run, or the run refuses the change; TroupeError if the run does not answer in time, or ends first. `changes`:
-    new values by dotted path; if empty, only report the state."""
+    """Ask a run to change fields (dotted path to value); returns the state of every role that scales. Raises
+    UsageError without an active run or if it refuses; TroupeError without an answer in time."""
     _require_run(run_folder)
     try:
         request = ChangeRequest(changes=changes).model_dump_json()

@@ -43,9 +43,8 @@ class PostedRequest:
 
 
 class Mailbox:
-    """One folder of requests and answers. The run calls :meth:`open`, :meth:`take` and :meth:`answer`, a command
-    :meth:`ask`. The answer to a request that is withdrawn after the run has taken it stays until the next
-    :meth:`open`."""
+    """One folder of requests and answers: the run calls `open`, `take` and `answer`, a command `ask`. An answer to a
+    request that was withdrawn after the run took it stays until the next `open`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -72,9 +71,8 @@ class Mailbox:
         write_atomic(self.folder / f"{_ANSWER}{request.key}", content, PRIVATE)
 
     def ask(self, content: bytes, timeout_s: float, write_s: float | None = None) -> bytes:
-        """Sends a request and returns its answer. A disk that hangs does not block this process. Raises TimeoutError
-        if there is no answer in time, and the request is withdrawn; OSError if the folder is gone or not accessible.
-        `write_s`: longest wait until the request is written, in seconds, or None for `timeout_s`."""
+        """Sends a request and returns its answer; a disk that hangs blocks only a child. Raises TimeoutError if it
+        is not written in `write_s` (or `timeout_s`) or answered in time, and withdraws it; OSError."""
         key, write_s = f"{uuid.uuid4().hex}.json", timeout_s if write_s is None else write_s
         answer, began = self.folder / f"{_ANSWER}{key}", time.monotonic()
         try:

@@ -66,12 +66,9 @@ class WorkerResources(Protocol):
 
 
 class WorkerScaler(RunPart):
-    """Brings every role that scales to the number of workers in the current spec.
-
-    One background task per role adds and removes workers until the role has the wanted number, which may change at any
-    time. A task waits for workers to start (limited by the launcher's timeouts) or to finish their work (limited by
-    `schedule.generate_timeout_s`); :meth:`close` cancels it.
-    """
+    """Brings every role that scales to the number of workers in the current spec, by a task per role. A task waits
+    for workers to start (the launcher's timeouts) or to finish their work (`schedule.generate_timeout_s`);
+    :meth:`close` cancels it."""
 
     def __init__(
         self,
@@ -93,9 +90,8 @@ class WorkerScaler(RunPart):
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def change(self, changes: Mapping[str, Any]) -> None:
-        """Change fields of the spec; workers are added and removed in the background. A changed spec that cannot be
-        saved (disk full, ...) is logged; the run scales nevertheless. `changes`: dotted path to value. Raises SpecError
-        if the changed spec is invalid; UsageError if a field cannot change while the run is active."""
+        """Change fields of the spec by dotted path; workers follow in the background. A spec that cannot be saved is
+        logged. Raises SpecError, or UsageError if a field cannot change in an active run."""
         wanted = changed(self.spec, changes, self._file)
         refused = [str(difference) for difference in differences(self.spec, wanted) if difference.refused]
         if refused:

@@ -161,9 +161,8 @@ def fused_experts(config: Mapping[str, Any]) -> int:
 
 
 def undivided(shape: ModelShape, ranks: int) -> str:
-    """Why vLLM cannot divide a model among `ranks` GPUs (or processes); empty if it can. It divides attention heads and
-    feed-forward layers, the vocabulary (padded to a multiple of 64), and KV heads: among the ranks, or, if there are
-    fewer of them, the ranks among these."""
+    """Why vLLM cannot divide a model among `ranks` GPUs; empty if it can. It divides attention heads, feed-forward
+    layers, the vocabulary (in 64s), and KV heads, or groups of ranks among fewer of these."""
     if shape.heads % ranks:
         return f"does not divide the model's {shape.heads} attention heads"
     if not shape.latent and shape.kv_heads % ranks and ranks % shape.kv_heads:

@@ -74,8 +74,8 @@ class ModelSize(ModelShape):
         return max(self.largest, self.expert_weights)
 
     def multiplied(self, tokens: float = 1) -> int:
-        """Parameters that so many tokens at once are multiplied with. An expert counts if one of them passes through
-        it; an embedding that is only looked up does not."""
+        """Parameters that so many tokens are multiplied with: experts that one passes through, no embedding looked
+        up."""
         idle = (1 - self.experts / self.routed) ** tokens if self.routed else 0.0
         looked_up = self.vocabulary * self.hidden if self.head else 0
         return self.parameters - looked_up - int(idle * self.sparse * self.expert_weights)
@@ -127,8 +127,7 @@ def config_or_empty(folder: Path) -> dict[str, Any]:
 
 
 def check_weights(folder: Path) -> None:
-    """Verify that the weight files of a folder are there and complete, by their headers. Raises SizeUnknown if a file
-    is missing, is no safetensors file, or ends before its tensors do."""
+    """Verify by their headers that a folder's weight files are there and complete. Raises SizeUnknown."""
     for path in _weight_files(folder):
         tensors = list(tensors_of(path))
         header = 8 + _header_length(path)
@@ -138,8 +137,7 @@ def check_weights(folder: Path) -> None:
 
 
 def lacks_head(folder: Path) -> bool:
-    """Whether the files of a folder hold a model with a separate output head, but not that head. Raises SizeUnknown if
-    the folder cannot be read."""
+    """Whether the files lack the separate output head of their model. Raises SizeUnknown if they cannot be read."""
     if not has_own_head(read_config(folder)):
         return False
     names = {tensor.name for tensor in _tensors(folder)}
@@ -147,8 +145,7 @@ def lacks_head(folder: Path) -> bool:
 
 
 def quantization(config: Mapping[str, Any]) -> str:
-    """How the weights of a model are quantized (`awq`, `gptq`, `fp8`, ...), by its config.json; empty if they are
-    not."""
+    """How the weights are quantized (`awq`, `gptq`, `fp8`, ...) by config.json; empty if they are not."""
     found = config.get("quantization_config") or config.get("compression_config")
     if not isinstance(found, Mapping):
         return ""
@@ -170,8 +167,7 @@ def _from_tensors(config: Mapping[str, Any], tensors: list[Tensor], folder: Path
 
 
 def _is_loaded(name: str, layers: int) -> bool:
-    """Whether transformers loads the tensor as a parameter: not a buffer, and none of the layers that predict further
-    tokens (DeepSeek-V3 numbers them after the model's own)."""
+    """Whether transformers loads the tensor: no buffer, no layer of further tokens (numbered last by DeepSeek-V3)."""
     layer = _LAYER.match(name)
     return not name.endswith(_BUFFERS) and (layer is None or int(layer[1]) < layers)
 
@@ -214,8 +210,7 @@ METADATA = "__metadata__"
 
 
 def read_header(path: Path) -> dict[str, Any]:
-    """The header of a safetensors file: the file begins with its length (8 bytes, little-endian) and a JSON object.
-    Raises SizeUnknown if the file cannot be read or is not valid."""
+    """The header of a safetensors file: its length (8 bytes, little-endian) and a JSON object. Raises SizeUnknown."""
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
@@ -233,8 +228,7 @@ def read_header(path: Path) -> dict[str, Any]:
 
 
 def tensors_of(path: Path) -> Iterator[Tensor]:
-    """Every tensor of a safetensors file, from its header. Raises SizeUnknown if the file cannot be read or is not
-    valid."""
+    """Every tensor of a safetensors file, from its header. Raises SizeUnknown."""
     for name, entry in read_header(path).items():
         if name == METADATA:
             continue

@@ -23,7 +23,6 @@ class Flags:
     """Base class; None, False and an empty list mean that the flag was not specified."""
 
     def given(self) -> dict[str, Any]:
-        """The specified flags by field name."""
         values = {field.name: vars(self)[field.name] for field in fields(self)}
         # Not `in (None, False, [])`: that would drop 0, which equals False.
         return {name: value for name, value in values.items() if not (value is None or value is False or value == [])}
@@ -94,8 +93,8 @@ class SlurmFlags(Flags):
 
 
 def with_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace each dataclass parameter of a Typer command by one option per field. Typer reads the options from the
-    signature, so the decorator rewrites it; a call builds the dataclasses again."""
+    """Replace each dataclass parameter of a Typer command by one option per field, in the signature that Typer
+    reads."""
     hints = get_type_hints(command, include_extras=True)
     groups = {name: hint for name, hint in hints.items() if is_dataclass(hint) and isinstance(hint, type)}
     parameters: list[inspect.Parameter] = []

@@ -58,13 +58,9 @@ class Sent:
 
 
 def copy_folder(folder: Path, target: Path) -> Sent:
-    """Copy the files of a folder that a job needs.
-
-    Left out are version control, environments, caches, runs and weights; files that hold secrets by their name or that
-    are private keys; what `.gitignore` and `.rayignore` name; links that lead out of the folder or to another folder;
-    and what is neither a file nor a folder. `target`: an empty folder. Raises UsageError if there is more to send than
-    `MOST_BYTES` or `MOST_FILES`; OSError if a file cannot be read or written.
-    """
+    """Copy the files of a folder that a job needs to an empty one. Left out are version control, environments,
+    caches, runs, weights; files that hold secrets by name or are private keys; what `.gitignore` and `.rayignore`
+    name; links that lead out of it or to folders. Raises UsageError beyond `MOST_BYTES` or `MOST_FILES`; OSError."""
     sent, root = Sent(), folder.resolve()
     for path in _walk(root, root, [], sent):
         name = str(path.relative_to(root))

@@ -37,8 +37,7 @@ class Request:
 def deployment(
     request: Request, slurm: bool, nodes: NodeFlags, kubernetes: KubernetesFlags, for_slurm: SlurmFlags
 ) -> tuple[str, list[str]]:
-    """Build the file for Slurm or for Kubernetes. Returns the text of the file, and notes for the user, one line each.
-    Raises SpecError if the spec is invalid; UsageError if a flag is invalid or belongs to the other platform."""
+    """(file for Slurm or Kubernetes, notes for the user). Raises SpecError; UsageError, also for the other's flag."""
     if slurm:
         kubernetes.refuse("not available with --slurm")
         return batch_script(request, nodes, for_slurm)
@@ -47,8 +46,7 @@ def deployment(
 
 
 def manifest(request: Request, nodes: NodeFlags, flags: KubernetesFlags) -> tuple[str, list[str]]:
-    """Build a KubeRay manifest. Returns the YAML stream, and notes for the user, one line each. Raises SpecError if the
-    spec is invalid; UsageError if a flag is invalid."""
+    """(YAML stream of a KubeRay manifest, notes for the user). Raises SpecError, UsageError."""
     document = read_document(request.spec, request.overrides)
     runs = plan_runs(document)
     sent = to_send(document, runs)
@@ -81,9 +79,8 @@ def _options(
 def batch_script(
     request: Request, nodes: NodeFlags, flags: SlurmFlags, environment: Path = Path(sys.prefix)
 ) -> tuple[str, list[str]]:
-    """Build an sbatch script. `environment`: virtual environment with Troupe, at the same path on every node. Returns
-    the script, and notes for the user, one line each. Raises SpecError if the spec is invalid; UsageError if a flag is
-    invalid, or the nodes cannot hold the run."""
+    """(sbatch script, notes for the user); `environment` is at the same path on every node. Raises SpecError;
+    UsageError, also if the nodes cannot hold the run."""
     document = read_document(request.spec, request.overrides)
     runs = plan_runs(document)
     given = flags.given()

@@ -95,9 +95,8 @@ class JobServer:
             self._client = JobSubmissionClient(address, headers=token_header())
 
     def submit(self, spec: RunSpec | ChainDocument, submission: Submission, note: Echo) -> str:
-        """Submit the spec with every relative path made absolute, because the job has another working directory. What
-        is sent is a copy: the user's folder is only read. `note`: called with what of the working directory is not
-        sent. Returns the submission id."""
+        """Submit the spec with absolute paths; returns the submission id. What is sent is a copy; `note` is called
+        with what of the working directory is left out."""
         with tempfile.TemporaryDirectory(prefix="troupe-job-") as scratch, self._reported():
             if submission.working_dir is not None:
                 for line in copy_folder(submission.working_dir, Path(scratch)).notes():
@@ -116,7 +115,6 @@ class JobServer:
             )
 
     def jobs(self) -> list[JobState]:
-        """All submitted jobs, newest first."""
         with self._reported():
             found = [job for job in self._client.list_jobs() if job.submission_id]
         return [_state(job) for job in sorted(found, key=lambda job: -(job.start_time or 0))]
@@ -140,8 +138,7 @@ class JobServer:
         return status == JobStatus.SUCCEEDED
 
     def stop(self, job: str, timeout_s: float) -> JobState:
-        """Stop the job, which saves and exits, and wait for its end. Raises TroupeError if the job has not ended within
-        `timeout_s` seconds."""
+        """Stop the job, which saves and exits, and wait. Raises TroupeError if it does not end in time."""
         with self._reported():
             self._client.stop_job(job)
             deadline = time.monotonic() + timeout_s
@@ -188,8 +185,7 @@ def _state(job: Any) -> JobState:
 
 
 def submit_when_ready(client: Any, **job: Any) -> str:
-    """Submit, and retry for a limited time while the head node's agent is not up yet: a head that has just started
-    answers before its agent accepts jobs."""
+    """Submit, and retry for a while: a head that has just started answers before its agent accepts jobs."""
     deadline = time.monotonic() + _AGENT_TIMEOUT_S
     while True:
         try:
@@ -201,25 +197,22 @@ def submit_when_ready(client: Any, **job: Any) -> str:
 
 
 def entrypoint(spec_file: str) -> str:
-    """The job's command line, which resumes automatically after an unexpected end. It uses this interpreter if the
-    cluster has it, else the one on the cluster's PATH."""
+    """The job's command line, which restarts; with this interpreter, or the one on the cluster's PATH."""
     python = f'"$(command -v {shlex.quote(sys.executable)} || command -v python || echo python3)"'
     return f"{python} -m troupe run {shlex.quote(spec_file)} --resume --supervise"
 
 
 def job_environment() -> dict[str, str]:
-    """Environment variables of the job; none is copied from this process. They give a stopped job time to save (Ray's
-    default is three seconds) and, if Troupe runs from its source tree instead of an installed package, put that tree on
-    the path."""
+    """Environment variables of the job, none from this process: time to save if it is stopped (Ray gives three
+    seconds), and the source tree, if Troupe runs from one, on the path."""
     environment = {"RAY_JOB_STOP_WAIT_TIME_S": f"{_SAVE_TIMEOUT_S:g}"}
     root = Path(__file__).resolve().parents[2]
     return environment | ({"PYTHONPATH": str(root)} if (root / "pyproject.toml").is_file() else {})
 
 
 def token_header() -> dict[str, str]:
-    """HTTP header with Ray's token, empty without a token. Unlike `ray.init`, the job client does not read the token.
-    The header replaces RAY_AUTH_MODE because Ray reads that variable once, at import: after a later change this process
-    and the clusters it starts would use different modes."""
+    """HTTP header with Ray's token, or empty. The job client does not read the token, and setting RAY_AUTH_MODE,
+    which Ray reads once, would make this process and its clusters differ."""
     if os.environ.get("RAY_AUTH_MODE", "token").lower() != "token":
         return {}
     file = Path(os.environ.get("RAY_AUTH_TOKEN_PATH", Path.home() / ".ray" / "auth_token"))

@@ -84,9 +84,8 @@ def _problems(options: SlurmOptions) -> Iterator[str]:
 def script(
     name: str, command: Sequence[str], runs: Sequence[PlannedRun], options: SlurmOptions
 ) -> tuple[str, list[str]]:
-    """Build the sbatch script. `command`: arguments of `troupe run` without the address: the spec's absolute path and
-    the overrides. Returns the script, and notes for the user, one line each. Raises UsageError if the name is invalid,
-    a role requires node labels, or the nodes cannot hold a run (with the message of `troupe plan`)."""
+    """(sbatch script, notes for the user); `command`: arguments of `troupe run` without the address. Raises
+    UsageError if the name is invalid, a role requires node labels, or the nodes cannot hold a run."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}", name):
         raise UsageError("--name: only letters, digits, '.', '_' and '-' are allowed, starting with a letter or digit")
     plans = list(_plans(runs, options))

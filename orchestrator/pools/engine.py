@@ -70,9 +70,9 @@ class Engine:
 
 
 class Dispatch:
-    """Assigns engines to the calls that wait for one, in order of arrival: to each the least-loaded engine. Engines are
-    indexed by load, so that no call scans all of them. Of several engines with the same load, the one that has had it
-    longest comes first. An engine without samples accepts any number of them."""
+    """Assigns the least-loaded engine to the calls that wait, in order of arrival; of equal ones, the one that has
+    had its load longest. Engines are indexed by load: no call scans all. An empty one accepts any number of
+    samples."""
 
     def __init__(self, engines: Sequence[Engine], max_load: int, lost: Callable[[], EnginesLost | None]) -> None:
         """Nothing is assigned yet. `max_load`: most unfinished samples of one engine, running and queued."""
@@ -86,7 +86,6 @@ class Dispatch:
             self.update(engine)
 
     def __len__(self) -> int:
-        """Number of engines that receive groups."""
         return len(self._load)
 
     @property
@@ -94,7 +93,6 @@ class Dispatch:
         return len(self._waiting)
 
     def least(self) -> Engine | None:
-        """A least-loaded engine, or None if there is no engine."""
         return next(iter(self._by_load[min(self._by_load)])) if self._by_load else None
 
     def has_room(self, engine: Engine, samples: int) -> bool:
@@ -175,8 +173,7 @@ class Generated(NamedTuple):
 
 
 class GenerationMeter:
-    """Counts tokens, and the time in which at least one engine has a group: each group is generated inside the meter.
-    Other parts of a step, such as the updates of synchronous training, do not count."""
+    """Counts tokens, and the time in which at least one engine has a group: other parts of a step do not count."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -43,15 +43,10 @@ Spawn = Callable[[str], Awaitable[Engine]]
 
 
 class EnginePool(ReplicaPool[Engine]):
-    """Dispatches groups to the least-loaded engine while engines join, leave, die and are replaced.
-
-    A group whose samples differ in length frees places in its engine long before the whole group is finished. Engines
-    report these places with every group that they finish (`Engine.finished_ahead`) and the pool fills them; otherwise
-    long tails would leave half of an engine idle.
-
-    Callers wait in `acquire` for an engine with room; they are unblocked in order of arrival by `release`, by an engine
-    that joins, recovers or is replaced, and by the loss of the last engine.
-    """
+    """Dispatches groups to the least-loaded engine while engines join, leave, die and are replaced. Engines report
+    the places that finished samples of running groups have freed (`Engine.finished_ahead`), which the pool fills:
+    long tails would leave half of an engine idle. Callers wait in `acquire` for room; they are unblocked in order
+    by `release`, an engine that joins or recovers, and the loss of the last engine."""
 
     def __init__(
         self,
@@ -74,9 +69,8 @@ class EnginePool(ReplicaPool[Engine]):
         """Why no further engine is started: a replacement died as its predecessor did; empty before that."""
 
     def follow(self, spec: RolloutSpec) -> None:
-        """Adapts to more environment workers or fewer engines: each engine gets more of the episodes. Its bound is
-        never lowered: while the engines start among which the episodes are to be divided, the others still have all of
-        them."""
+        """Adapts to more environment workers or fewer engines: each engine gets more episodes. Its bound is never
+        lowered: until the engines that share them have started, the others have all of them."""
         self.dispatch.accept(engine_load(spec))
 
     @property
@@ -111,8 +105,8 @@ class EnginePool(ReplicaPool[Engine]):
         return summary, rollouts
 
     async def acquire(self, samples: int) -> Engine:
-        """Waits for a serving engine with room for `samples` and reserves them on the least-loaded one. Raises
-        EnginesLost if no engine is left and none is starting."""
+        """Reserves `samples` on the least-loaded engine, once one has room. Raises EnginesLost if none is left or
+        starting."""
         waiter = self.dispatch.wait(samples)
         try:
             return await waiter
@@ -122,8 +116,8 @@ class EnginePool(ReplicaPool[Engine]):
             raise
 
     def hold(self) -> Engine | None:
-        """Takes the least-loaded engine, with its weights, out of the dispatch; returns None if no other would serve.
-        It finishes the groups that it has. `end_hold` ends this."""
+        """Takes the least-loaded engine out of the dispatch until `end_hold`, with its weights and groups, or
+        returns None if no other would serve."""
         engine = self.dispatch.least() if len(self.dispatch) > 1 else None
         if engine is not None:
             engine.held = True
@@ -165,9 +159,9 @@ class EnginePool(ReplicaPool[Engine]):
             self._notify()
 
     async def report_failure(self, engine: Engine, error: WorkerError, *, in_transfer: bool = False) -> None:
-        """Probes an engine after a failed call, and replaces it unless it answers as healthy. `in_transfer`: the call
-        was part of a transfer of weights, whose lock is held by the caller. Otherwise an engine that a transfer has
-        closed is probed again once the transfer, which may open it, has ended."""
+        """Probes an engine after a failed call, and replaces it unless it is healthy. `in_transfer`: the caller
+        holds the lock of a transfer; else an engine that one has closed is probed again once the transfer has
+        ended."""
         engine.finished_ahead = 0  # the groups to which these belonged are unknown
         if engine.state is EngineState.LEAVING:
             await self.lose(engine, error)
@@ -198,9 +192,8 @@ class EnginePool(ReplicaPool[Engine]):
         return None
 
     async def probe_all(self) -> None:
-        """Probes every serving engine; replaces one that died or missed `probe_misses` consecutive probes. A probe that
-        times out during a transfer of weights does not count: an engine answers after its update. The transfer has a
-        separate timeout."""
+        """Probes every serving engine; replaces one that died or missed `probe_misses` consecutive probes. Timeouts
+        during a transfer of weights do not count."""
 
         async def probe(engine: Engine) -> None:
             transferring = self.weights.lock.locked()
@@ -267,8 +260,8 @@ class EnginePool(ReplicaPool[Engine]):
             raise
 
     async def _rejoin(self, engine: Engine) -> None:
-        """Loads the weights into a released engine, which then receives groups; it is lost if it cannot load them.
-        Weights that turn out to be others while they are loaded must not meet samples."""
+        """Loads the weights into a released engine, which then receives groups, unless they turn out to be others;
+        it is lost if it cannot load them."""
 
         async def admit() -> None:
             while True:
@@ -343,15 +336,11 @@ async def finished_samples(
 
 @asynccontextmanager
 async def trainer_memory(pool: EnginePool, policy: PolicyGroup, timeout_s: float) -> AsyncIterator[None]:
-    """Gives the trainers the memory of the GPUs that they share with engines, for the updates of a step.
-
-    While engines sample, the policy has its weights in the GPU's memory and its optimizer in host memory. In the block
-    the engines sleep; their unfinished groups, which exist only when trainers are restarted, continue afterwards. Then
-    the optimizer is offloaded, and each engine takes back its KV cache once it has verified the new weights. After an
-    error in the block nothing is moved: the trainers are restarted, or the run ends. Raises WorkerError if a trainer
-    did not move its states. `pool`: the engines. One that does not sleep is replaced, once the trainers have returned
-    the memory.
-    """
+    """Gives the trainers the memory of the GPUs that they share with engines, for the updates of a step. In the
+    block the engines sleep; unfinished groups, which exist when trainers are restarted, continue afterwards. Then
+    the optimizer is offloaded, and an engine takes back its KV cache once it has verified the new weights. After
+    an error nothing is moved: trainers are restarted, or the run ends. An engine that does not sleep is replaced.
+    Raises WorkerError."""
 
     async def sleep(engine: Engine) -> None:
         try:

@@ -41,8 +41,8 @@ class Callers(Generic[CallerT, LinkT]):
 
 
 class LinkedPool(ReplicaPool[WorkerHandle[WorkerT]], Generic[WorkerT, CallerT, LinkT]):
-    """The environment or judge workers. A task for each worker waits in `Watched.watch` until the worker dies or
-    freezes, and then reports the loss. Work of a lost worker starts again on another."""
+    """The environment or judge workers. A task for each waits in `Watched.watch` until the worker dies or freezes,
+    and reports the loss; its work starts again on another."""
 
     def __init__(
         self,
@@ -54,12 +54,8 @@ class LinkedPool(ReplicaPool[WorkerHandle[WorkerT]], Generic[WorkerT, CallerT, L
         budget: RestartBudget,
         watch_s: float,
     ) -> None:
-        """Watches nothing yet.
-
-        Args:
-            make_link: Makes the link to these workers; the text is why no worker will serve again, or empty.
-            watch_s: Longest time to notice a frozen worker.
-        """
+        """Watches nothing yet. `make_link`: makes the link to these workers, with why none will serve again, or
+        empty; `watch_s`: longest time to notice a frozen worker."""
         super().__init__(workers, launch, budget, retry_s=None)
         self._role = role
         self._callers = callers
@@ -70,7 +66,6 @@ class LinkedPool(ReplicaPool[WorkerHandle[WorkerT]], Generic[WorkerT, CallerT, L
         """Held while callers are connected, so that they get the links in order."""
 
     async def start(self) -> None:
-        """Connects all callers, and begins to watch the workers."""
         await self._connect_all()
         for worker in self.workers:
             self._watch(worker)
@@ -80,7 +75,6 @@ class LinkedPool(ReplicaPool[WorkerHandle[WorkerT]], Generic[WorkerT, CallerT, L
         await self._callers.connect(caller, self._link())
 
     async def close(self) -> None:
-        """Starts no more workers, and stops watching."""
         tasks = list(self._watching.values())
         for task in tasks:
             task.cancel()
@@ -107,7 +101,6 @@ class LinkedPool(ReplicaPool[WorkerHandle[WorkerT]], Generic[WorkerT, CallerT, L
         return self._make_link(self.serving, lost)
 
     async def _connect_all(self) -> None:
-        """Gives all callers the current link."""
         async with self._connecting:
             link = self._link()
 

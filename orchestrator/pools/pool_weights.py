@@ -27,12 +27,8 @@ class PoolWeights:
     """The weights that the engines of a pool are to have, and how an engine that joins gets them."""
 
     def __init__(self, bring_up: BringUp | None = None, renew: Renew | None = None) -> None:
-        """No version is transferred yet.
-
-        Args:
-            bring_up: Loads the current weights into an engine, or None if engines keep those that they start with.
-            renew: Publishes damaged weights again, or None to start no engine while the current weights are damaged.
-        """
+        """No version is transferred yet. `bring_up`: loads the current weights into an engine, or None if it keeps
+        its own; `renew`: publishes damaged weights again, or None to start no engine while they are damaged."""
         self.lock = asyncio.Lock()
         """Held while weights are transferred to the engines, and while an engine joins or leaves the pool."""
         self.version = 0
@@ -54,8 +50,8 @@ class PoolWeights:
             await self._bring_up(engine)
 
     async def renewing(self, attempt: Callable[[], Awaitable[None]]) -> None:
-        """Awaits `attempt`, again once damaged weights are published again. It must leave lock and memory: trainers
-        that are restarted for it push their weights."""
+        """Awaits `attempt`, again once damaged weights are renewed; it must leave lock and memory to trainers that
+        restart."""
         for renewals in itertools.count():
             try:
                 await attempt()
@@ -68,13 +64,9 @@ class PoolWeights:
 
 
 class MemoryLock:
-    """Locks the memory of GPUs that engines share with the policy.
-
-    Keeps engines from starting while trainers hold the memory, and trainers from taking it while engines start.
-
-    Engines that serve are not counted: they sleep before the trainers take the memory. Waiting trainers come before
-    engines that have not begun.
-    """
+    """Locks the memory of GPUs that engines share with the policy: engines that start and trainers exclude each
+    other, and waiting trainers come first. Engines that serve are not counted: they sleep before the trainers
+    take it."""
 
     def __init__(self) -> None:
         self._training = False

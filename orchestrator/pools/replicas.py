@@ -36,12 +36,10 @@ ReplicaT = TypeVar("ReplicaT", bound=PoolWorker)
 
 
 class RestartBudget:
-    """Restarts of one role that a run makes before it gives up. Steps that are trained without a loss give used
-    restarts back."""
+    """Restarts of one role that a run makes before it gives up; steps without a loss give used ones back."""
 
     def __init__(self, role: str, limit: int, steps_per_restart: int = 0) -> None:
-        """Nothing is used yet. `steps_per_restart`: steps without a lost worker after which one restart is refunded, or
-        0 for never."""
+        """Nothing is used yet. `steps_per_restart`: steps without a loss after which one is refunded, or 0."""
         self.role = role
         self._limit = limit
         self._steps_per_restart = steps_per_restart
@@ -95,8 +93,8 @@ class Changes:
 
 
 class ReplicaPool(Generic[ReplicaT]):
-    """The replicas of one role. A lost worker is replaced by one of the same name as long as the restart budget lasts;
-    until then the others do its work. The pool runs a task only while it starts a replacement."""
+    """The replicas of one role. A lost one is replaced by one of the same name within the restart budget; until then
+    the others do its work. The pool runs a task only while it starts a replacement."""
 
     def __init__(
         self,
@@ -106,14 +104,9 @@ class ReplicaPool(Generic[ReplicaT]):
         retry_s: float | None = 0.0,
         on_loss: Callable[[str], Awaitable[None]] | None = None,
     ) -> None:
-        """Starts nothing.
-
-        Args:
-            launch: Starts the worker of a name, ready for work; raises WorkerError. None to start no worker.
-            budget: Restarts of the role, or None to replace no worker.
-            retry_s: Wait before a failed start of a replacement is repeated, or None to not repeat it.
-            on_loss: Called with the name of a lost worker, before a replacement of this name starts.
-        """
+        """Starts nothing. `launch`: starts the worker of a name, or None for none; `budget`: restarts, or None to
+        replace none; `retry_s`: wait before a failed start is repeated, or None; `on_loss`: called with the name
+        before a replacement starts."""
         self.workers = list(workers)
         """Workers that run, including workers that finish their work before their removal."""
         self.starting: list[str] = []
@@ -142,9 +135,8 @@ class ReplicaPool(Generic[ReplicaT]):
         return [*(worker.name for worker in self.workers if worker not in self._leaving), *self.starting]
 
     async def call(self, call: Callable[[ReplicaT], Awaitable[T]]) -> T:
-        """Runs a call on the least-loaded worker; the call of a lost worker is repeated on another one. Without a
-        serving worker it waits for the one that is being started. Raises WorkerError if the call failed, or every
-        worker was lost and none can be replaced."""
+        """Runs a call on the least-loaded worker, or waits for one that starts; a lost worker's call is repeated.
+        Raises WorkerError if the call failed, or every worker was lost and none can be replaced."""
         while True:
             if not (serving := self.serving):
                 await self._changes.wait_for(lambda: self.serving or not self.starting)
@@ -171,8 +163,7 @@ class ReplicaPool(Generic[ReplicaT]):
                 self._notify()
 
     async def join(self, name: str) -> None:
-        """Starts one more worker. Raises WorkerError if it failed to start; TimeoutError if it did not start in
-        time."""
+        """Starts one more worker. Raises WorkerError, or TimeoutError if it did not start in time."""
         self.starting.append(name)
         try:
             await self._start(name)
@@ -180,9 +171,8 @@ class ReplicaPool(Generic[ReplicaT]):
             await self._started(name)
 
     async def retire(self, name: str, timeout_s: float) -> None:
-        """Removes a worker from the pool; the caller ends its process. Waits until the worker has started (if it is
-        starting) and then until it has finished its work, at most `timeout_s` seconds for this. Unfinished work then
-        fails with the process and is repeated on other workers."""
+        """Removes a worker once it has started and finished its work, which it has `timeout_s` seconds for; the
+        caller ends its process. Unfinished work then fails and is repeated on others."""
         await self.until_started(name)
         worker = next((worker for worker in self.workers if worker.name == name), None)
         if worker is None:
@@ -200,8 +190,7 @@ class ReplicaPool(Generic[ReplicaT]):
         self._notify()
 
     async def renew(self) -> None:
-        """Ends all workers and starts others of their names, at no restart's cost. Raises WorkerError if one failed to
-        start; TimeoutError if it did not start in time."""
+        """Ends all workers and starts others of their names, at no restart's cost. Raises WorkerError, TimeoutError."""
         for name in tuple(self.starting):
             await self.until_started(name)
 
@@ -218,8 +207,8 @@ class ReplicaPool(Generic[ReplicaT]):
         await self._changes.wait_for(lambda: name not in self.starting)
 
     async def lose(self, worker: ReplicaT, error: WorkerError, may_replace: bool = True) -> None:
-        """Ends the process of a lost worker and starts a replacement, if the restart budget allows one. A worker that
-        is being removed is not replaced. Does nothing if the worker has left the pool."""
+        """Ends a lost worker's process and starts a replacement within the budget, unless it is being removed or has
+        left."""
         if worker not in self.workers:
             return
         self.workers.remove(worker)
@@ -269,17 +258,14 @@ class ReplicaPool(Generic[ReplicaT]):
         """Gives a lost or leaving worker no more work."""
 
     async def _drained(self, worker: ReplicaT) -> None:
-        """Waits until a leaving worker has finished its work."""
         await self._changes.wait_for(lambda: not self._calls[worker])
 
     async def _remove(self, worker: ReplicaT) -> None:
-        """Removes a worker that has finished its work."""
         if worker in self.workers:
             self.workers.remove(worker)
 
     async def _replace(self, name: str) -> None:
-        """Starts a replacement, again while the restart budget lasts. The node of a worker may be lost with it, which
-        Ray finds out later: until then a replacement dies there too."""
+        """Starts a replacement, again while the budget lasts: on a node whose loss Ray finds out later it dies too."""
         try:
             await self._lost(name)
             while True:
@@ -309,7 +295,6 @@ class ReplicaPool(Generic[ReplicaT]):
             await self._on_loss(name)
 
     async def _started(self, name: str) -> None:
-        """Forgets that a worker is being started."""
         self.starting.remove(name)
         await self._membership_changed()
 
@@ -318,5 +303,4 @@ class ReplicaPool(Generic[ReplicaT]):
         self._notify()
 
     def _notify(self) -> None:
-        """Called after every change that a waiting task may wait for."""
         self._changes.notify()

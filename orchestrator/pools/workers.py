@@ -35,11 +35,9 @@ class Workers:
 
     @property
     def policy(self) -> PolicyGroup | None:
-        """The policy, in runs on rollouts that train it."""
         return self.group("policy", PolicyGroup)
 
     def require_policy(self) -> PolicyGroup:
-        """The policy. Raises TroupeError if it is not started."""
         policy = self.policy
         if policy is None:
             raise TroupeError("the run has no policy workers")
@@ -71,7 +69,6 @@ class Workers:
         return self.each("rollout")
 
     def with_engines(self, engines: Sequence[Engine]) -> Workers:
-        """The same workers with only these engines."""
         return Workers({**self.by_role, "rollout": engines})
 
     @property

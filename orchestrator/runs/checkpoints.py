@@ -29,7 +29,6 @@ class RunCheckpoints:
 
     @property
     def done(self) -> int:
-        """Steps that the run has completed."""
         return 0 if self.found is None else self.found.step
 
 
@@ -54,9 +53,8 @@ def folder_checkpoints(spec: RunSpec, out: Path) -> RunCheckpoints:
 
 
 def open_checkpoints(spec: RunSpec, out: Path, resume: bool) -> RunCheckpoints:
-    """The checkpoints of a run that is to start or to resume. Raises UsageError if the run is not to resume, but has
-    checkpoints, or none of them is valid; CheckpointError if the object store cannot be reached, or holds another run's
-    checkpoints under this name."""
+    """The checkpoints of a run that starts or resumes. Raises UsageError if it has some and does not resume, or none
+    is valid; CheckpointError if the object store cannot be reached, or holds another run's under this name."""
     here, remote = folder_checkpoints(spec, out), _remote(spec)
     store, found = here.store, here.found
     if found is not None and not resume:
@@ -93,8 +91,7 @@ def saved_run(spec: RunSpec, out: Path) -> SavedRun:
 
 
 def best_step(checkpoints: Path) -> int:
-    """The step of the best evaluation of a run, as its newest valid checkpoint names it. Raises CheckpointError if
-    there is no valid checkpoint, or it names no best one."""
+    """The step of a run's best evaluation, from its newest valid checkpoint. Raises CheckpointError."""
     found = CheckpointStore(checkpoints, keep=1).latest()
     if found is None:
         raise CheckpointError(errno.ENOENT, "no valid checkpoint", str(checkpoints))

@@ -40,8 +40,7 @@ class EvaluationOptions:
 
 
 async def evaluate_on_prompts(request: RunRequest, console: Console, options: EvaluationOptions) -> dict[str, float]:
-    """Metrics of a model on every held-out set of a spec, with engines and reward workers alone. Raises UsageError if
-    the spec names no held-out data."""
+    """Metrics of a model on every held-out set of a spec, with engines and reward workers alone. Raises UsageError."""
     spec = request.spec.rollouts
     if spec.evaluation is None or spec.data.eval is None:
         raise UsageError("the spec has no evaluation section: there is nothing to evaluate on")
@@ -85,8 +84,8 @@ def _whole_model(
 
 
 async def evaluate_offline(request: RunRequest, console: Console) -> dict[str, float]:
-    """Metrics of the spec's model on held-out examples: the trainers compute the loss of their algorithm, with the
-    reference if it has one. Raises UsageError if the spec names no such data."""
+    """Metrics of the spec's model on held-out examples, by the loss of their algorithm. Raises UsageError without
+    data."""
     if request.spec.offline.data.eval is None:
         raise UsageError("the spec has no data.eval: there are no held-out examples to evaluate on")
     async with open_session(request, console, reads=True) as session:

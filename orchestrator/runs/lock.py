@@ -32,8 +32,8 @@ _LOOK_S = 1.0
 
 
 class RunLock:
-    """The lock of a run folder, held until `close`. A lock of a file is lost with the file: a name that the kernel
-    keeps for this host stays, and the file is made and locked again after a removal of the folder."""
+    """The lock of a run folder, held until `close`: a name that the kernel keeps for this host, and a file, which is
+    made and locked again after a removal of the folder."""
 
     def __init__(self, folder: Path) -> None:
         """Locks an existing folder. Raises UsageError if another run holds it, and OSError."""
@@ -50,9 +50,8 @@ class RunLock:
             raise
 
     def renew(self) -> bool:
-        """Locks the folder again if it, or the file in it, has been removed; whether that was so. Another thread may
-        close the lock at the same time. Raises UsageError if another run was faster; OSError if the folder cannot be
-        made again."""
+        """Locks the folder again if it, or the file, was removed; whether that was so. Another thread may close the
+        lock. Raises UsageError if another run was faster; OSError."""
         try:
             with self._changing:
                 if self._closed:
@@ -89,9 +88,8 @@ class RunLock:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[RunLock]:
-    """Holds the lock of an existing run folder within the `with` block. The kernel releases the lock when this process
-    ends in any way, so that there are no stale locks. Processes that this one starts do not inherit it. Raises
-    UsageError, which names it, if another run holds it; OSError if the file cannot be created."""
+    """Holds the lock of an existing run folder. The kernel releases it when this process ends; processes that it
+    starts do not inherit it. Raises UsageError if another run holds it; OSError."""
     lock = RunLock(folder)
     try:
         yield lock
@@ -101,8 +99,7 @@ def locked(folder: Path) -> Iterator[RunLock]:
 
 @contextmanager
 def kept(lock: RunLock, file: Path) -> Iterator[None]:
-    """Inside the block, makes the run folder, its lock and this file again if they are removed. A thread looks: the
-    event loop of the run waits for no disk."""
+    """Makes the run folder, its lock and this file again if they are removed in the block; a thread looks."""
     over = threading.Event()
     thread = threading.Thread(target=_keep, args=(lock, file, over), name="keep run folder", daemon=True)
     thread.start()

@@ -29,8 +29,7 @@ SpecT = TypeVar("SpecT", bound=RunSpec)
 
 
 def opponent_step(spec: RunSpec, store: CheckpointStore, done: int) -> int:
-    """The step whose model plays in games that begin after `done` steps: the last multiple of `renew_every` before
-    that has a checkpoint, or 0 if the model of `roles.judge` plays."""
+    """The step whose model plays after `done` steps: the last multiple of `renew_every` with a checkpoint, or 0."""
     judge = None if spec.rollouts is None else spec.rollouts.roles.judge
     if judge is None or judge.renew_every is None:
         return 0
@@ -39,8 +38,8 @@ def opponent_step(spec: RunSpec, store: CheckpointStore, done: int) -> int:
 
 
 def with_opponent(spec: SpecT, store: CheckpointStore, step: int) -> tuple[SpecT, str]:
-    """The spec whose judges have the model of a step's checkpoint, and the model's digest. Raises
-    CheckpointError if its files are not those that were saved."""
+    """The spec with judges of a step's checkpoint, and that model's digest. Raises CheckpointError if it has
+    changed."""
     folder = store.folder(step)
     try:
         digest = verify_model(folder)
@@ -54,8 +53,7 @@ def with_opponent(spec: SpecT, store: CheckpointStore, step: int) -> tuple[SpecT
 
 @dataclass(frozen=True)
 class OpponentRenewal(RunPart):
-    """Gives the judges the next opponent. The games of a step begin before the checkpoint of the step before is
-    written, which plays from the next ones on."""
+    """Gives the judges the next opponent. A step's games begin before the checkpoint of the step before is written."""
 
     spec: RunSpec
     store: CheckpointStore
@@ -65,8 +63,7 @@ class OpponentRenewal(RunPart):
     events: EventLog
 
     async def after_update(self, step: UpdatedStep) -> None:
-        """Starts the judges with another model if one is due, before the next games begin. Raises WorkerError or
-        TimeoutError if one does not start; CheckpointError."""
+        """Starts the judges with another model if due. Raises WorkerError, TimeoutError, CheckpointError."""
         found = opponent_step(self.spec, self.store, step.number)
         if found <= self.store.in_use:
             return

@@ -89,7 +89,6 @@ class RunPools:
         return self.sync
 
     def token_scorers(self) -> list[TokenScorer]:
-        """The models that score tokens of every group during generation."""
         spec, workers = self.spec, self.session.workers
         policy, critic, teachers = workers.policy, workers.critic, spec.roles.teachers()
         timeout_s = spec.schedule.score_timeout_s
@@ -114,7 +113,6 @@ class RunPools:
                 await pool.start()
 
     async def close(self) -> None:
-        """Starts no more workers."""
         for pool in reversed(self.by_role.values()):
             await pool.close()
 
@@ -131,7 +129,6 @@ async def open_pools(spec: RolloutSpec, session: Session) -> AsyncIterator[RunPo
 
 
 async def load_trainers(found: Checkpoint, spec: RolloutSpec, pools: RunPools) -> None:
-    """Makes policy and critic load a checkpoint."""
     workers, console = pools.session.workers, pools.session.console
     groups = [group for group in (workers.policy, workers.critic) if group is not None]
     async with nullcontext() if pools.trainer_memory is None else pools.trainer_memory():
@@ -140,14 +137,11 @@ async def load_trainers(found: Checkpoint, spec: RolloutSpec, pools: RunPools) -
 
 
 def replica_pool(run: RunPools, role: str) -> ReplicaPool[Any]:
-    """A pool of workers without links to other roles."""
     workers, launch = run.session.workers.each(role), run.session.launcher.replica
     return ReplicaPool(workers, launch, RestartBudget.of_role(run.spec, role))
 
 
 def engine_pool(run: RunPools, role: str) -> EnginePool:
-    """The rollout engines, each connected to the environments."""
-
     async def start(name: str) -> Engine:
         engine = await run.session.launcher.engine(name)
         for environments in run.environments:
@@ -179,8 +173,6 @@ def engine_pool(run: RunPools, role: str) -> EnginePool:
 
 
 def reward_pool(run: RunPools, role: str) -> RewardPool:
-    """The reward workers, each connected to the judges."""
-
     async def start(name: str) -> WorkerHandle[roles.Reward]:
         worker: WorkerHandle[roles.Reward] = await run.session.launcher.replica(name)
         if run.judges is not None:
@@ -215,7 +207,6 @@ def environment_pool(run: RunPools, role: str) -> LinkedPool[roles.EnvironmentSe
 
 
 def judge_pool(run: RunPools, role: str) -> LinkedPool[roles.JudgeEngine, JudgeCaller, JudgeLink]:
-    """The judge workers, which reward workers, and engines that they play against, call through a link."""
     name = settings_of(run.spec, role).config.model_dump_json(exclude={"engine", "device"})  # what an answer depends on
 
     async def connect(worker: JudgeCaller, judge: JudgeLink) -> None:

@@ -21,16 +21,14 @@ Say = Callable[[str], object]
 
 
 def ready(document: Document, say: Say, out: Path | None = None, *, resume: bool = False) -> tuple[PlannedRun, ...]:
-    """Every run of a document, with the models of the examples created and names on the hub pinned to commits. Raises
-    SpecError if a spec is invalid, or a file or repository it names does not exist."""
+    """Every run of a document, with example models created and hub names pinned to commits. Raises SpecError."""
     runs = plan_runs(document, out)
     create_models(runs, say)
     return checked(runs, resume=resume)
 
 
 def single(document: Document, name: str, out: Path | None = None) -> PlannedRun:
-    """The only run of a document, unchecked on this machine. `out`: run folder, or None for the spec's. Raises
-    SpecError if the spec is invalid; UsageError if it has stages."""
+    """The only run of a document, unchecked on this machine. Raises SpecError; UsageError if it has stages."""
     runs = plan_runs(document, out)
     if any(planned.stage for planned in runs):
         raise UsageError(f"{name}: a file with stages is several runs; use the spec.yaml in a stage's run folder")

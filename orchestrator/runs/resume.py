@@ -33,8 +33,7 @@ class Resumption:
     """Other reasons why the run cannot resume."""
 
     def lines(self) -> list[str]:
-        """Lines that the run prints at its start. Raises UsageError if the run cannot resume with this spec, with one
-        line for every reason."""
+        """Lines that the run prints at its start. Raises UsageError with a line for every reason not to resume."""
         refused = [str(difference) for difference in self.differences or () if difference.refused]
         if refused or self.problems:
             head = f"cannot resume {self.folder} at step {self.found.step} with this spec:"
@@ -54,8 +53,7 @@ def resumption(folder: Path, found: Checkpoint, spec: RunSpec, saved_spec: Path)
 
 
 def require_same_rows(found: Checkpoint | None, drawn: Callable[[Mapping[str, Any]], Iterable[DrawnSource]]) -> None:
-    """Compare training data with a checkpoint's, if any, so that their order can continue. Raises UsageError if they
-    differ; CheckpointError if the checkpoint has no such state."""
+    """Compare training data with a checkpoint's: their order must continue. Raises UsageError; CheckpointError."""
     if found is None:
         return
     with found.restoring():

@@ -128,7 +128,6 @@ class Session:
         return self.read
 
     async def unless_stopped(self, work: Awaitable[T]) -> T:
-        """Awaits `work`. Raises StopRequested if the run is to stop."""
         return await unless_stopped(self.stop, work)
 
 
@@ -142,14 +141,9 @@ async def open_session(
     reads: bool = False,
     trains: bool = False,
 ) -> AsyncIterator[Session]:
-    """Opens checkpoints and data, then a cluster and the workers of all roles (or of `roles`); all of it ends with the
-    block.
-
-    Args:
-        local: The spec with models that are folders, or None to fetch what it names.
-        trains: Whether the run trains: it has the lock of its folder, reads its data and renders the prompts while the
-            workers start, records events, and answers `troupe why`.
-    """
+    """Opens checkpoints and data, then a cluster and the workers of all roles (or of `roles`); all of it ends with
+    the block. `local`: the spec with folders as models. `trains`: the run locks its folder, reads its data,
+    renders the prompts while the workers start, records events, and answers `troupe why`."""
     async with AsyncExitStack() as stack:
         checkpoints = await stack.enter_async_context(_run_folder(request, console)) if trains else _saved(request)
         local = local or fetch(request.spec, console)
@@ -205,7 +199,6 @@ async def _run_folder(request: RunRequest, console: Console) -> AsyncIterator[Ru
 
 
 def _saved(request: RunRequest) -> RunCheckpoints:
-    """The newest checkpoint in the run folder, if the run uses one. Raises UsageError if there is none."""
     store = CheckpointStore(request.out / "checkpoints", request.spec.checkpoint.keep)
     found = store.latest() if request.resume else None
     if request.resume and found is None:
@@ -285,17 +278,10 @@ async def _launch(
 
 @contextmanager
 def _interrupts(cluster: Cluster, stop: asyncio.Event, switch: StopSwitch) -> Iterator[None]:
-    """The first SIGINT, SIGTERM or SIGHUP (a closed terminal) saves and exits; the second one exits immediately.
-
-    One that follows within `_SAME_SIGNAL_S` is the same request: Ray's job manager sends it to a supervisor and to the
-    run, and the supervisor passes it on.
-
-    SIGHUP stays ignored if it is, as under `nohup`. The others are handled even if a shell ignores SIGINT for a
-    command in the background of a script.
-
-    Within another program, its own handlers are back afterwards. Outside of the main thread there are no signals, and
-    the program has the switch.
-    """
+    """The first SIGINT, SIGTERM or SIGHUP saves and exits; the second exits immediately, but not within
+    `_SAME_SIGNAL_S`: Ray's job manager signals supervisor and run, and the supervisor passes it on. SIGHUP stays
+    ignored if it is (`nohup`), others are handled even if a shell ignores SIGINT in the background. Afterwards
+    another program's handlers are back; outside of the main thread there are no signals, only the switch."""
     loop = asyncio.get_running_loop()
     switch.connect(loop, stop)
     if threading.current_thread() is not threading.main_thread():

@@ -11,8 +11,7 @@ from troupe.orchestrator.telemetry.console import Console
 
 
 def train(request: RunRequest, console: Console) -> RunOutcome:
-    """Trains as the spec specifies. Raises TroupeError if the run cannot start or cannot continue, with one clear
-    message."""
+    """Trains as the spec specifies. Raises TroupeError if the run cannot start or cannot continue."""
     return asyncio.run(_train(request, console))
 
 

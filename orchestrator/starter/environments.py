@@ -31,9 +31,8 @@ _SHOWN_S = 10.0
 
 
 def install(name: str, further: Sequence[str], say: Callable[[str], None]) -> Path:
-    """Install the packages of an environment's lock, and further ones, unless they are there. `further`: requirements
-    of pip, which the lock constrains. A folder is installed by its place (editable), so that its code is what runs.
-    Returns the interpreter. Raises UsageError if there is no lock for it, or pip fails."""
+    """Install the packages of an environment's lock, and `further` requirements, which the lock constrains; folders
+    by their place (editable). Returns the interpreter. Raises UsageError without a lock, or if pip fails."""
     if name not in locked():
         hint = nearest(name, locked()) or f"there are {', '.join(locked())}"
         raise UsageError(f"no lock of packages for the environment '{name[:60]}' ({hint})")

@@ -61,9 +61,8 @@ class Sizing:
 
 
 def fitting_document(choices: Choices, data: Data) -> tuple[dict[str, Any], Plan]:
-    """The spec for these choices that fits the machine, as plain data, and its plan. Raises DoesNotFit if no candidate
-    fits, with the message of the last one; UsageError if there are too few GPUs for the algorithm's roles; SpecError if
-    the choices name something that does not exist, or is not valid."""
+    """(spec as plain data, plan) that fits the machine. Raises DoesNotFit with the last candidate's message;
+    UsageError if there are too few GPUs for the roles; SpecError."""
     first = next(candidates(choices, longest(choices, data)), None)
     if first is not None:  # what the machine lacks is asked once, not of every candidate
         _check(_document(choices, data, first[0]))
@@ -91,9 +90,8 @@ def _best(choices: Choices, data: Data) -> tuple[Sizing | None, Plan | None]:
 
 
 def _fastest(choices: Choices, data: Data, groups: Iterator[list[Sizing]]) -> tuple[Sizing | None, Plan | None]:
-    """The fastest settings that leave memory free, else the fastest that fit, else the last, or None. The optimizer is
-    in host memory only if nothing else leaves memory free. Without a prediction the first settings that leave memory
-    free count."""
+    """The fastest settings that leave memory free, else the fastest that fit, else the last, or None. The optimizer
+    is in host memory only if nothing else leaves memory free; without a prediction the first settings count."""
     best: tuple[Sizing | None, Plan | None] = None, None
     for group in groups:
         offloads = best[0] is not None and best[0].offload_optimizer
@@ -246,7 +244,6 @@ def _layouts(choices: Choices, critic: bool) -> Iterator[Sizing]:
 
 
 def _plan(document: dict[str, Any], choices: Choices) -> Plan:
-    """The plan of a document. Raises SpecError if it is not valid."""
     return next(plan for _, plan in plan_stages(_read(document), nodes(choices)))
 
 

@@ -45,9 +45,8 @@ class Table:
 
 
 def find_tables(data: str) -> tuple[Table, Table | None, str]:
-    """The rows to train on, the held-out rows, and why there are none of those. `data`: what the user calls the data: a
-    file, a pattern, a folder, or a name on the hub. Raises UsageError if there are no such data, or they have no rows;
-    HubError if the hub cannot be reached, or has no such dataset."""
+    """The rows to train on, the held-out rows, and why there are none, of a file, a pattern, a folder or a name on
+    the hub. Raises UsageError if there are no data or rows; HubError."""
     path = Path(data)
     if path.is_dir():
         return _folder(data)
@@ -149,7 +148,6 @@ def _rows(source: TableSource, name: str) -> list[dict[str, Any]]:
 
 
 def _flat(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Columns and values, the fields of a struct under dotted names."""
     for name, value in row.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{name}.")

@@ -100,13 +100,9 @@ class EndLines(NamedTuple):
 class RunVerdicts(Protocol):
     """Looks at the records of a run while it trains: `orchestrator/insight/verdicts/apply.py`."""
 
-    def after_step(self, step: int) -> None:
-        """Look at them, if it is time to. Does not wait for the result."""
-        ...
+    def after_step(self, step: int) -> None: ...
 
-    def at_end(self, complete: bool) -> EndLines:
-        """The verdicts on a run that has ended, completely or with an error."""
-        ...
+    def at_end(self, complete: bool) -> EndLines: ...
 
 
 class Console:
@@ -170,7 +166,6 @@ class Console:
         """Takes in an evaluation that ended after its step was shown; `message` shows it."""
 
     def progress(self) -> Progress:
-        """Where the run is. May be called from any thread."""
         now = time.monotonic()
         phase, in_phase, in_step = self._phase, now - self._phase_started, now - self._step_ended
         return Progress(self._done, self._total, phase.name, phase.done, phase.total, in_phase, in_step)
@@ -191,8 +186,7 @@ class Console:
                 self.message(text)
 
     def finish(self, summary: Mapping[str, object], *, hurried: bool = False) -> None:
-        """Close the live display and print a summary of the run: these lines, the line of its steps, and the verdicts,
-        unless the run must end in seconds (`hurried`)."""
+        """Close the live display and print a summary: these lines, the steps', and the verdicts unless `hurried`."""
         self.close()
         judge = None if hurried else self._verdicts
         verdicts = EndLines([], []) if judge is None else judge.at_end(complete=True)
@@ -218,7 +212,6 @@ class Console:
             self._line(line)
 
     def fail(self) -> None:
-        """Close the live display of a run that failed and print what is wrong with the steps it made."""
         self.close()
         if self._verdicts is not None and self._done:
             for line in self._verdicts.at_end(complete=False).alarms:
@@ -243,8 +236,8 @@ class Console:
         self._printed = time.monotonic()
 
     def _break_silences(self) -> None:
-        """Prints the current phase whenever nothing was printed for `quiet_s`; runs in a thread until `close`. A
-        thread, because a phase may report nothing for minutes, or block the event loop."""
+        """Prints the current phase after each `quiet_s` of silence, in a thread until `close`: a phase may report
+        nothing for minutes, or block the event loop."""
         while not self._closed.wait(max(0.0, self._printed + self._quiet_s - time.monotonic())):
             if time.monotonic() - self._printed < self._quiet_s:
                 continue
@@ -294,8 +287,8 @@ def cell(metrics: Mapping[str, object], column: Column) -> str:
 
 
 def note(metrics: Mapping[str, object]) -> str:
-    """Why a step has no metrics of an update; empty for one that has. An update without any advantage is made, so that
-    every rank participates, but it has no loss and moves nothing."""
+    """Why a step has no metrics of an update, or empty. Without an advantage it is made, for every rank to
+    participate, but moves nothing."""
     empty = "policy/empty_updates" in metrics and "policy/loss" not in metrics
     return NO_UPDATE if empty or not metrics.get("updates", 1.0) else ""
 
@@ -308,8 +301,7 @@ def format_value(value: object) -> str:
 
 
 def _follow_live() -> list[tuple[logging.StreamHandler[TextIO], TextIO]]:
-    """Redirect log handlers of the standard streams to above the live display. Returns the handlers with their original
-    streams, to restore them."""
+    """Redirect log handlers of the standard streams above the live display; returns each with its stream."""
     redirected = []
     for handler in logging.getLogger().handlers:
         if isinstance(handler, logging.StreamHandler) and handler.stream in (sys.__stderr__, sys.__stdout__):

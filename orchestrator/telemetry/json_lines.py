@@ -24,8 +24,8 @@ class JsonLinesFile:
     """One JSON object a line, `step` and `time` (seconds since 1970) first."""
 
     def __init__(self, path: str | Path, keep_through: int) -> None:
-        """Open for appending. `keep_through`: last step to keep; -1 for a new run. Lines of later steps and a line
-        truncated by a kill are dropped, because a run resumed at that step writes them again."""
+        """Open for appending. Lines after `keep_through` (-1: a new run), or cut by a kill, are dropped: they come
+        again."""
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.exists():
@@ -35,8 +35,8 @@ class JsonLinesFile:
         """Lines that could not be written yet."""
 
     def write(self, step: int, fields: Mapping[str, object]) -> None:
-        """Append one line. nan and infinity become null, because JSON has neither. A line that cannot be written (disk
-        full, read-only) is written with a later one."""
+        """Append one line, nan and infinity as null. One that cannot be written (disk full) is written with a later
+        one."""
         line = {"step": step, "time": round(time.time(), 3)} | {k: _finite(v) for k, v in fields.items()}
         self._waiting.append(f"{json.dumps(line, allow_nan=False)}\n".encode())
         try:
@@ -70,7 +70,6 @@ class JsonLinesFile:
             found.write(b"\n")
 
     def close(self) -> None:
-        """Close the file, with all lines if they can be written now."""
         try:
             self._flush()
         except OSError as error:

@@ -55,11 +55,9 @@ class PhaseTimers:
             self._seconds[name] += self._clock() - started
 
     def seconds(self) -> dict[str, float]:
-        """Seconds by phase; an open phase is added when it ends."""
         return dict(self._seconds)
 
     def total(self) -> float:
-        """Seconds since construction."""
         return self._clock() - self._started
 
     def shares(self) -> dict[str, float]:
@@ -74,9 +72,8 @@ def std(values: Sequence[float]) -> float:
 
 
 def merge_update_metrics(ranks: Sequence[UpdateMetrics]) -> dict[str, float]:
-    """Combine one update's metrics of all ranks: `sums` add up, `values` are equal on all ranks and taken once. Raises
-    ValueError if there is no rank, a name is both a sum and a value, or the ranks disagree on a value or on having
-    skipped the update, in which case they no longer hold the same model."""
+    """Combine one update's metrics of all ranks: `sums` add up, `values` are equal on all. Raises ValueError without
+    ranks, for a name of both, or if ranks disagree: they no longer hold the same model."""
     if not ranks:
         raise ValueError("an update has at least one rank")
     first = ranks[0]
@@ -99,17 +96,17 @@ def _equal(left: float, right: float) -> bool:
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """Unbiased estimate of the probability that at least one of `k` samples is correct, from `correct` of `samples`. 1
-    - C(samples - correct, k) / C(samples, k): equation 1 of Chen et al. 2021 (arXiv 2107.03374). Raises ValueError if 0
-    <= correct <= samples or 1 <= k <= samples does not hold."""
+    """Unbiased estimate of the probability that one of `k` samples is correct: 1 - C(samples - correct, k) /
+    C(samples, k), equation 1 of Chen et al. 2021 (arXiv 2107.03374). Raises ValueError outside 0 <= correct <=
+    samples, 1 <= k."""
     if not (0 <= correct <= samples and 1 <= k <= samples):
         raise ValueError(f"pass@{k} is not defined for {correct} correct of {samples} samples")
     return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 
 def merge_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The metrics of a step's updates: means over the updates that have them, and the largest of what ends in `_max`. A
-    non-finite gradient norm (of a skipped update) counts only if no update has a finite one."""
+    """Means over a step's updates that have a metric, and the largest of `_max`. A non-finite gradient norm (of a
+    skipped update) counts only if none is finite."""
     names = dict.fromkeys(name for metrics in updates for name in metrics)
     return {name: _merged(name, [metrics[name] for metrics in updates if name in metrics]) for name in names}
 

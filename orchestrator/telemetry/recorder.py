@@ -34,8 +34,8 @@ class RunRecorder:
     def __init__(
         self, calls: CallLog, events: EventLog, folder: Path | None = None, resume_at: int = 0, keep_gib: float = 0.0
     ) -> None:
-        """Drops the timeline and the samples of steps after `resume_at`, all of them at 0. `keep_gib`: GiB that samples
-        and timelines may take; the oldest steps are deleted. 0: no bound."""
+        """Drops the timeline and samples after `resume_at`. `keep_gib`: GiB that they may take, the oldest go; 0:
+        any."""
         self.events = events
         self._calls = calls
         self._folder = folder
@@ -47,7 +47,6 @@ class RunRecorder:
             _drop_after(folder, resume_at if resume_at > 0 else -1)
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """Records the block as a phase of the controller."""
         return self._calls.during(DRIVER, name, 0.0)
 
     async def end_step(self, step: int) -> None:
@@ -79,7 +78,6 @@ class RunRecorder:
             await asyncio.to_thread(self._write, self._folder, self.events.step, spans, append=True)
 
     def _write(self, folder: Path, step: int, spans: Sequence[Span], *, append: bool = False) -> None:
-        """Writes one file. Runs in a thread."""
         table = timeline_table(step, spans)
         path = folder / TIMELINES / f"step-{step:06d}.parquet"
         try:
@@ -95,8 +93,7 @@ class RunRecorder:
 
 
 def delete_oldest(folder: Path, bound: int) -> list[int]:
-    """Deletes samples and timelines of the oldest steps until the rest takes at most `bound` bytes. The newest step
-    stays. Returns the steps that were deleted."""
+    """Deletes samples and timelines of the oldest steps, but the newest, beyond `bound` bytes; returns the steps."""
     of_step: dict[int, list[Path]] = {}
     for files in _files(folder):
         for step, path in files.items():

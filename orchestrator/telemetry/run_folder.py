@@ -51,13 +51,11 @@ class RunFolder:
 
     @property
     def name(self) -> str:
-        """The run's name, or its folder's if the spec has none."""
         return str(self.spec.get("name") or self.path.name)
 
     def metrics(self) -> list[dict[str, Any]]:
-        """One mapping for each step, in order; step 0 is the evaluation at the start. null is nan or infinity.
-        Evaluations that ended later (`evaluation.beside`) have own lines in the file; here they are part of their
-        steps' lines."""
+        """One mapping for each step, in order, 0 the evaluation at the start; null is nan or infinity. Evaluations
+        that ended later are part of their steps' lines."""
         return _with_evaluations(_lines(self.path / METRICS))
 
     def events(self, *kinds: str) -> list[dict[str, Any]]:
@@ -77,8 +75,8 @@ class RunFolder:
         return step_files(self.path / TIMELINES)
 
     def samples(self, step: int, columns: Sequence[str] | None = None) -> pa.Table:
-        """The samples of a step as a SAMPLES table, or these columns of it; columns that the file lacks are null.
-        Raises UsageError if there are no samples of the step; DataError if the file cannot be read."""
+        """The samples of a step as a SAMPLES table, or these columns; missing ones are null. Raises UsageError,
+        DataError."""
         file = self.path / TRAJECTORIES / f"step-{step:06d}.parquet"
         if not file.is_file():
             raise UsageError(f"{file.parent}: no samples of step {step}{_range(self.sample_files())}")
@@ -90,8 +88,7 @@ class RunFolder:
         return self.timeline_of(step, step)
 
     def timeline_of(self, first: int | None, last: int | None) -> pa.Table:
-        """The spans that ended during the steps `first` to `last` as a TIMELINE table; empty if none is recorded. Both
-        steps are included; None stands for the start or the end. Files of other steps are not opened."""
+        """The spans that ended during the steps `first` to `last` (None: the start, the end) as a TIMELINE table."""
         low, high = first or 0, math.inf if last is None else last
         chosen = [file for step, file in self.timeline_files().items() if low <= step <= high]
         tables = [conform(_read(file, TIMELINE.names), TIMELINE) for file in chosen]
@@ -99,8 +96,7 @@ class RunFolder:
 
 
 def _with_evaluations(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Lines of `metrics.jsonl` with late evaluations in the lines of their steps. A late evaluation is a line of only
-    `eval/` metrics behind the line of its step, or of a later one."""
+    """Lines of `metrics.jsonl` with late evaluations (lines of only `eval/` metrics) in their steps' lines."""
     found: list[dict[str, Any]] = []
     for line in lines:
         names = line.keys() - {"step", "time"}

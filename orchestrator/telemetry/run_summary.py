@@ -44,7 +44,6 @@ class RunSummary:
                 self._learned.setdefault((name, sign), deque(maxlen=_MOST)).append(value)
 
     def left(self) -> str:
-        """Time until the last step, at the median of the recent steps; empty if it is unknown or no step is left."""
         seconds = self._recent_values("seconds/step")
         remaining = self._total - self._done
         return f"{duration(remaining * median(seconds))} left" if seconds and remaining > 0 else ""
@@ -107,8 +106,7 @@ def _rated(change: int, wanted: bool) -> str:
 
 
 def trend(values: Sequence[float]) -> tuple[float, float, int]:
-    """Mean of the first and of the last third, and whether the second is clearly above (1) or below (-1) the first.
-    Clearly: by two standard errors of their difference."""
+    """Mean of the first and of the last third, and whether the change exceeds two standard errors (1, -1, or 0)."""
     size = max(1, len(values) // 3)
     parts = values[:size], values[-size:]
     first, last = map(fmean, parts)

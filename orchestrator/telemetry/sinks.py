@@ -54,9 +54,7 @@ class MetricSink(Protocol):
         """Record one step's metrics. Does not block for longer than a write to a file."""
         ...
 
-    def close(self) -> None:
-        """Release resources; no write follows."""
-        ...
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -94,7 +92,6 @@ class BackgroundSink:
         self._thread.start()
 
     def write(self, step: int, metrics: Metrics) -> None:
-        """Queue one step's metrics."""
         if not self._thread.is_alive():  # the sink has failed, and said so
             self._missing += 1
             return
@@ -228,7 +225,6 @@ class MlflowSink:
     """One run of MLflow; a resumed run continues it. Without a server, its files are in `mlruns/` in the run folder."""
 
     def __init__(self, run: LoggedRun) -> None:
-        """Start or continue the run. May wait for the server."""
         if _URI not in os.environ:
             # MLflow deprecates its file store in favour of a database; without a server it is what needs no package.
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
@@ -260,7 +256,6 @@ class MlflowSink:
             self._client.log_batch(self._id, metrics=values[start : start + _MOST_METRICS])
 
     def close(self) -> None:
-        """Mark the run as finished."""
         self._client.set_terminated(self._id)
 
 
@@ -358,7 +353,6 @@ class MetricSinks:
 
     @classmethod
     def of_spec(cls, spec: RunSpec, folder: Path, resume_at: int) -> MetricSinks:
-        """Open the sinks of a spec, for a run that has completed `resume_at` steps."""
         output = spec.output
         return cls.open(
             LoggedRun(folder, spec.name, resume_at, output.project, without_secrets(spec.model_dump(mode="json"))),

@@ -193,7 +193,6 @@ def _sampler_gap(found: TokenScores) -> float:
 
 
 def _cache_explains(found: TokenScores, fresh: TokenScores) -> bool:
-    """Whether the gap is there with the warm cache only; False unless the engine also sampled with an empty one."""
     if not len(fresh.sampler):
         return False
     warm, cold = _sampler_gap(found), _sampler_gap(fresh)
@@ -316,8 +315,7 @@ def _draws(found: TokenScores) -> Iterator[_Draw]:
 
 
 def _fits(draw: _Draw, found: TokenScores) -> bool:
-    """Whether the tokens' places, counted from the most probable token, are uniform in narrow and wide
-    distributions."""
+    """Whether the tokens' places, from the most probable on, are uniform in narrow and wide distributions."""
     drawn = np.random.default_rng(0).uniform(size=len(draw.above))
     places = np.clip(draw.above + drawn * np.exp(draw.logprobs), 0.0, 1.0)
     spread = _spread(found)

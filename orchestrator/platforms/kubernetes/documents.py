@@ -39,9 +39,8 @@ _KILL_S = 60
 
 @dataclass(frozen=True)
 class _Names:
-    """Values of the labels of Kubernetes nodes for one type of GPU. Ray and Kubernetes name GPUs differently, and every
-    distributor of Kubernetes has a separate label: NVIDIA's GPU feature discovery, GKE, and Karpenter on AWS. A node
-    with any of them matches."""
+    """Values of the labels of Kubernetes nodes for one type of GPU, any of which matches: NVIDIA's GPU feature
+    discovery, GKE, and Karpenter on AWS each have their own."""
 
     product: tuple[str, ...]
     gke: tuple[str, ...] = ()
@@ -77,9 +76,8 @@ _TYPES = {
 
 
 def manifests(sent: Document, runs: Sequence[PlannedRun], options: KubernetesOptions) -> list[Document]:
-    """The documents to apply: a ConfigMap with the spec and a RayJob, or a RayCluster alone. `sent`: the spec (or
-    chain) as plain data with absolute paths. Raises UsageError if /dev/shm does not fit into a pod's memory, or the
-    spec into a ConfigMap."""
+    """A ConfigMap with the spec (as plain data with absolute paths) and a RayJob, or a RayCluster alone. Raises
+    UsageError if /dev/shm does not fit into a pod's memory, or the spec into a ConfigMap."""
     specs = [run.spec for run in runs]
     groups = pod_groups(specs, options.limits)
     sizes = memory(runs, groups, options)
@@ -125,8 +123,7 @@ def run_folder(sent: Document, options: KubernetesOptions) -> str:
 
 
 def entrypoint(out: str) -> str:
-    """The job's command line. It restarts automatically after an unexpected end, on the same pods; a retry on new ones
-    resumes from the checkpoints of the previous attempt."""
+    """The job's command line, which restarts on the same pods; a retry on new ones resumes from the checkpoints."""
     spec = f"{SPEC_FOLDER}/{_SPEC_FILE}"
     return shlex.join(["troupe", "run", spec, "--address", "auto", "--out", out, "--resume", "--supervise"])
 
@@ -176,8 +173,7 @@ def _template() -> Template:
 
 
 def _to_json(value: Any) -> str:
-    """JSON that YAML reads as the same value, in ASCII. Jinja's filter and `ensure_ascii` write characters outside the
-    basic plane as two escapes, which YAML does not join."""
+    """ASCII JSON that YAML reads as the same value: others write characters outside the basic plane as two escapes."""
     text = json.dumps(value, ensure_ascii=False)
     return re.sub(r"[^ -~]", lambda match: f"\\U{ord(match[0]):08x}", text)
 

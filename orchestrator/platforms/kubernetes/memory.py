@@ -66,8 +66,8 @@ class Need:
 
 
 def memory(runs: Sequence[PlannedRun], groups: Sequence[PodGroup], options: KubernetesOptions) -> dict[str, PodMemory]:
-    """Memory of the head pod (`head`) and of the pods of each group, enough for every run of a file. Raises UsageError
-    if /dev/shm does not fit into a pod's memory."""
+    """Memory of the head pod (`head`) and of each group's, for every run. Raises UsageError if /dev/shm does not
+    fit."""
     needs: dict[str, list[Need]] = {}
     for group, need in _needs(runs, options):
         needs.setdefault(group, []).append(need)
@@ -135,8 +135,7 @@ def _needs(runs: Sequence[PlannedRun], options: KubernetesOptions) -> Iterator[t
 
 
 def _plans(runs: Sequence[PlannedRun], options: KubernetesOptions) -> Iterator[tuple[MemoryPlan, tuple[Share, ...]]]:
-    """The plan of each run on its own pods; a later stage's model has the size of the one that an earlier stage
-    trains."""
+    """The plan of each run on its own pods; a later stage's model has the size of an earlier one's."""
     sizes = Sizes()
     for run, of_run in zip(runs, shares([run.spec for run in runs], options.limits), strict=True):
         nodes = [Node(HEAD, 0, 0)]

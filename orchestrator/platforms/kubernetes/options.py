@@ -32,8 +32,7 @@ _IMAGE = re.compile(r"[A-Za-z0-9][^\s]{0,500}")
 
 @dataclass(frozen=True)
 class KubernetesOptions:
-    """Settings of a manifest that are not part of the spec. Raises UsageError if Kubernetes or KubeRay would reject a
-    value."""
+    """Settings of a manifest besides the spec. Raises UsageError if Kubernetes or KubeRay would reject a value."""
 
     name: str
     image: str
@@ -61,7 +60,6 @@ class KubernetesOptions:
 
     @property
     def base(self) -> str:
-        """Base of the spec's relative paths."""
         return self.root or (self.claims[0].path if self.claims else WORKSPACE)
 
 

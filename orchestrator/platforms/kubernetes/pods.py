@@ -73,9 +73,9 @@ class Share:
 
 
 def shares(specs: Sequence[RunSpec], limits: Limits) -> tuple[tuple[Share, ...], ...]:
-    """What each run of a file needs of each group of pods. All roles with GPUs share pods of whole nodes (`gpu`), all
-    roles without GPUs share others (`cpu`); roles that require different node labels have separate pods (`gpu-2`). So
-    has a role that scales, one worker each, because the autoscaler adds and removes whole pods."""
+    """What each run of a file needs of each group of pods: roles with GPUs share pods of whole nodes (`gpu`), others
+    `cpu`; other node labels mean separate pods (`gpu-2`), as does a role that scales, one worker each, because
+    the autoscaler adds whole pods."""
     names: dict[_Pool, str] = {}
     found: list[tuple[Share, ...]] = []
     for spec in specs:
@@ -88,8 +88,7 @@ def shares(specs: Sequence[RunSpec], limits: Limits) -> tuple[tuple[Share, ...],
 
 
 def pod_groups(specs: Sequence[RunSpec], limits: Limits) -> tuple[PodGroup, ...]:
-    """The groups of all runs of a file. The stages of a chain run one after another on the same pods, so each group is
-    as large as its most demanding stage requires."""
+    """The groups of all runs of a file, which run one after another: each as large as the most demanding stage's."""
     largest: dict[str, PodGroup] = {}
     for group in (_group(share) for of_run in shares(specs, limits) for share in of_run):
         other = largest.get(group.name, group)
@@ -107,8 +106,6 @@ def pod_groups(specs: Sequence[RunSpec], limits: Limits) -> tuple[PodGroup, ...]
 
 @dataclass(frozen=True)
 class _Pool:
-    """Placement groups that share pods."""
-
     kind: str
     """`gpu`, `cpu`, or the name of a role that scales."""
     labels: tuple[tuple[str, str], ...]
@@ -155,12 +152,9 @@ def _group(share: Share) -> PodGroup:
 
 
 def pack(placements: Sequence[Placement], limits: Limits) -> Packing:
-    """Packs placement groups into the fewest identical pods; among these packings, prefers the ranks of a trainer in
-    the fewest pods, then the smallest pods.
-
-    Eight engines and four ranks become two pods of six GPUs. Four engines and eight ranks become two pods of eight: in
-    pods of six, two ranks would be apart from the others. CPUs of a pod with GPUs are what its workers ask for.
-    """
+    """Packs placement groups into the fewest identical pods; among these, prefers the ranks of a trainer in the
+    fewest pods, then the smallest. Eight engines and four ranks become two pods of six GPUs; four and eight, two
+    pods of eight: in pods of six, two ranks would be apart. CPUs of a pod with GPUs are what its workers ask for."""
     whole = [_whole_gpus(placement) for placement in placements]
     kind = "GPU" if any(bundle["GPU"] for placement in whole for bundle in placement.bundles) else "CPU"
     asked = [bundle[kind] for placement in whole for bundle in placement.bundles]

@@ -48,8 +48,7 @@ def parse_claim(text: str) -> Claim:
 
 
 def parse_variable(text: str) -> Variable:
-    """Parse `NAME=VALUE` of --env. Raises UsageError, which does not repeat the value, if it has another form, or the
-    name is a credential's, whose value would stand in the manifest."""
+    """Parse `NAME=VALUE` of --env. Raises UsageError, without the value, also for the name of a credential."""
     variable, equals, value = text.partition("=")
     if not equals or not _VARIABLE.fullmatch(variable):
         raise UsageError("--env: expected NAME=VALUE, as in NCCL_DEBUG=INFO")
@@ -62,8 +61,7 @@ def parse_variable(text: str) -> Variable:
 
 
 def parse_secret_variable(text: str) -> SecretVariable:
-    """Parse `NAME=SECRET:KEY` of --secret-env. Raises UsageError if it has another form, and repeats nothing after `=`,
-    which may be a secret value."""
+    """Parse `NAME=SECRET:KEY` of --secret-env. Raises UsageError, without what follows `=`: it may be a secret."""
     variable, equals, source = text.partition("=")
     secret, _, key = source.partition(":")
     if not equals or not _VARIABLE.fullmatch(variable):
