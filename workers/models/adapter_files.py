@@ -40,7 +40,6 @@ class Description:
     """Contents of peft's `adapter_config.json`."""
 
     def to_json(self) -> str:
-        """The description as text."""
         return json.dumps(asdict(self), sort_keys=True)
 
     @classmethod
@@ -80,8 +79,7 @@ class AdapterFolder:
 
 
 def read_adapter(folder: str | Path) -> AdapterFolder:
-    """Read peft's folder of an adapter. Raises OSError if it cannot be read, and ValueError if it has something that is
-    not supported."""
+    """Read peft's folder of an adapter. Raises OSError, and ValueError for what is not supported."""
     path = Path(folder)
     try:
         config = parse_settings((path / ADAPTER_CONFIG).read_bytes())
@@ -97,9 +95,8 @@ def read_adapter(folder: str | Path) -> AdapterFolder:
 
 @torch.no_grad()
 def add_adapter(model: PreTrainedModel, adapter: AdapterFolder) -> int:
-    """Add an adapter to the weights of a model in place, in float32 before rounding once. What was trained whole
-    replaces the model's. Returns the number of layers that had an adapter. Raises ValueError if the model lacks a
-    layer, or the adapter a tensor of one."""
+    """Add an adapter to the weights of a model in place, in float32 before rounding once; what was trained whole
+    replaces the model's. Returns the number of adapted layers. Raises ValueError if a layer or tensor is missing."""
     weights, parts = dict(model.named_parameters()), dict(adapter.tensors)
     factor, layers = scaling(adapter.config), 0
     for name in adapter.tensors:

@@ -33,12 +33,9 @@ _LENGTHS = (24, 17)
 
 
 def choose_attention(path: str, trust_remote_code: bool) -> str | None:
-    """The implementation to load the model of a folder with, or None for transformers' default.
-
-    Both are tried on the process's training device. A model that cannot be tried gets eager attention, which the
-    model's own code defines. Raises OSError if the configuration is missing, and ValueError if the default computes
-    something else than eager attention, and which of them the model defines is unknown.
-    """
+    """The implementation to load the model of a folder with, or None for transformers' default, both tried on the
+    training device; eager attention for a model that cannot be tried. Raises OSError, and ValueError if the
+    default is not eager attention and the model defines which is right in an unknown way."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=True)

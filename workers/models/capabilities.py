@@ -63,13 +63,10 @@ def _samples() -> TokenTable:
 def adapt(
     module: ModelModule, model: PreTrainedModel, device: Device, packing: bool, sequence: SequenceGroup | None = None
 ) -> bool:
-    """Make the model as fast as its results allow, and return whether it packs: takes several sequences in one row.
-
-    A model that packs gets the attention of `packed_attention`. Another one gets no mask of the padding where its
-    results do not depend on it. The workers of `sequence` share each micro-batch: the model then packs, and the call is
-    collective over them. Raises ValueError if the workers cannot share a micro-batch, because the model does not pack,
-    or depends on other tokens elsewhere than in attention.
-    """
+    """Make the model as fast as its results allow, and return whether it packs (`packed_attention`); another one
+    gets no mask of the padding if its results do not depend on it. Workers of `sequence` share each micro-batch;
+    collective over them. Raises ValueError if they cannot, as the model does not pack or depends on other tokens
+    elsewhere."""
     if packing and takes_segments(model, device):
         if sequence is not None:
             _share_rows(module, model, device, sequence)
@@ -85,11 +82,8 @@ def adapt(
 
 @ieee_float32()
 def takes_segments(model: PreTrainedModel, device: Device) -> bool:
-    """Whether the model isolates the segments of packed rows; tested by running it. If so, it is prepared for them.
-
-    A model with sliding windows is tried out as a small copy, whose windows are shorter than the test. False for
-    attention within chunks or other limits.
-    """
+    """Whether the model isolates the segments of packed rows, tested by running it (with sliding windows, a small
+    copy); if so, it is prepared for them. False for attention within chunks or other limits."""
     limits = _attention_limits(model)
     if limits - _WINDOWS:
         return False
@@ -105,8 +99,8 @@ def takes_segments(model: PreTrainedModel, device: Device) -> bool:
 
 
 def _share_rows(module: ModelModule, model: PreTrainedModel, device: Device, sequence: SequenceGroup) -> None:
-    """Divide packed rows among the workers of a group; tested by running a whole model on its device. A model that
-    amplifies rounding shows nothing, and is not refused."""
+    """Divide packed rows among the workers of a group, tested by running a whole model, unless it amplifies
+    rounding."""
     sequence_parallel.install(model, sequence)
     module.sequence = sequence
     if model.device.type != device or any(map(is_partitioned, model.parameters())):
@@ -191,8 +185,8 @@ def _states(model: PreTrainedModel, batch: TokenBatch, mask: torch.Tensor | None
 
 @torch.no_grad()
 def _amplifies_rounding(model: PreTrainedModel, device: Device) -> bool:
-    """Whether a trained model's states are of no use to compare two ways to compute them: if tokens are rare, the last
-    bit of the embeddings can change all of a state. False for a model that is tried out as a copy in any case."""
+    """Whether a trained model's states cannot compare two computations: for rare tokens the last bit of the
+    embeddings can change all of a state. False for a model that is tried out as a copy."""
     if model.device.type != device or any(map(is_partitioned, model.parameters())):
         return False
     batch = _samples().batch(range(3)).to(model.device)
@@ -246,12 +240,9 @@ def _attention_limits(model: PreTrainedModel) -> set[str]:
 
 @ieee_float32()
 def check_deterministic(module: ModelModule, model: PreTrainedModel, device: Device) -> None:
-    """Refuse a model that computes something else in training than in evaluation, or something else every time.
-
-    The ratio of new to old policy must be 1 before an update. A module in training mode keeps its model in evaluation
-    mode, but for the layers that recompute their activations; tested by running it in the mode it is in. Raises
-    ValueError, which names the configuration fields that make the model random.
-    """
+    """Refuse a model that computes something else in training than in evaluation, or every time: the ratio of new to
+    old policy must be 1 before an update. Tested in the mode it is in: only layers that recompute their
+    activations train. Raises ValueError with the configuration fields that make it random."""
     tried = proxy_for(model, device=device)
     if tried is None:
         return
@@ -320,12 +311,9 @@ def _noisy_fields(module: ModelModule, model: PreTrainedModel) -> list[str]:
 
 
 def use_liger(model: PreTrainedModel, device: Device) -> None:
-    """Replace layers of a loaded model by Liger's. Call it before DeepSpeed gets the model.
-
-    The head stays as it is: log-probs and entropy are computed by `modeling.CausalLogprobs`. Liger also replaces the
-    rotary positions of every other model of this architecture in the process. Raises ValueError if Liger is not
-    installed, does not support the model, or computes something else than the model.
-    """
+    """Replace layers of a loaded model by Liger's, before DeepSpeed gets it; the head stays
+    (`modeling.CausalLogprobs`). Liger also replaces the rotary positions of every model of this architecture in
+    the process. Raises ValueError if it is not installed, does not support the model, or computes something else."""
     try:
         liger: Any = import_module("liger_kernel.transformers.monkey_patch")
     except ImportError as error:

@@ -47,7 +47,6 @@ class OneDnnLinear(nn.Linear):
     """`nn.Linear` that multiplies with oneDNN on the CPU; the result differs only by the order of summation."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """[..., out_features] of [..., in_features]."""
         return linear(input, self.weight, self.bias) if input.is_cpu else super().forward(input)
 
 
@@ -58,8 +57,7 @@ def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None)
 
 
 def use_onednn(model: nn.Module) -> None:
-    """Make the model's float32 linear layers use oneDNN on the CPU, if that is faster. They keep their names and
-    weights."""
+    """Make the model's float32 linear layers use oneDNN on the CPU if that is faster, with their names and weights."""
     if not onednn_is_faster():
         return
     for module in model.modules():
@@ -99,13 +97,9 @@ _KEPT_END, _LARGE = 2**25, 2**23
 
 
 def return_large() -> None:
-    """Make the C library return the memory of freed tensors of 8 MiB or more at once, and keep smaller ones (glibc).
-
-    A kept block is used again as it is; a new one is zeroed page by page by the kernel, which costs more than most
-    operations on it. By default the C library returns what is free at the end of its heap sooner, and keeps blocks of
-    up to 32 MiB, which leave gaps. Keeping everything lets a process grow without limit if batches differ in shape
-    (docs/explanation/profiles.md).
-    """
+    """Make glibc return the memory of freed tensors of 8 MiB or more at once, and keep smaller ones: a kept block is
+    not zeroed again page by page. By default it returns the end of its heap sooner and keeps blocks of up to 32
+    MiB, which leave gaps; keeping all lets a process grow without limit (docs/explanation/profiles.md)."""
     with contextlib.suppress(AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(_M_MMAP_THRESHOLD, _LARGE)

@@ -17,8 +17,7 @@ _CONFIG = "config.json"
 
 
 def base_digest(folder: str | Path) -> str:
-    """xxh3-128 of the configuration and of the weight files of a model, with their names. Raises OSError if a file
-    cannot be read, or there are no weights, and ValueError if the index of the weights cannot be read."""
+    """xxh3-128 of a model's configuration and weight files, with their names. Raises OSError, ValueError."""
     root = Path(folder)
     files = weight_files(root)
     if not files:
@@ -38,11 +37,9 @@ _WORD = 4
 
 
 def tensors_digest(tensors: Iterable[torch.Tensor]) -> str:
-    """xxh3-128 of the bytes of the tensors, one after another; of a GPU's tensors, of two checksums of each.
-
-    A copy to the host, hashed by one thread, took 1.2 s of 1.5 billion weights of an H200, next to an update of 3.2 s.
-    The digests of a GPU and of a CPU are not comparable.
-    """
+    """xxh3-128 of the bytes of the tensors, one after another; of a GPU's tensors, of two checksums of each: a copy
+    to the host, hashed by one thread, took 1.2 s of 1.5 billion weights. Digests of GPU and CPU are not
+    comparable."""
     state = xxhash.xxh3_128()
     for tensor in tensors:
         flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
@@ -51,19 +48,15 @@ def tensors_digest(tensors: Iterable[torch.Tensor]) -> str:
 
 
 def checksums(flat: torch.Tensor) -> torch.Tensor:
-    """int64 [3], on the device of uint8 [n]: its length, and the checksums of its words (`checksum`). Up to three zeros
-    are appended to fill the last word."""
+    """int64 [3], on the device of uint8 [n]: its length, and its words' `checksum`, with up to three zeros appended."""
     padded = F.pad(flat, (0, -len(flat) % _WORD)) if len(flat) % _WORD or flat.storage_offset() % _WORD else flat
     sums = checksum(padded.view(torch.int32))
     return torch.cat((sums.new_tensor([len(flat)]), sums))
 
 
 def checksum(words: torch.Tensor) -> torch.Tensor:
-    """int64 [2] of int32 [n], modulo 2^64: their sum, and the sum weighted by their positions.
-
-    Any change of one word changes the first, words that change places change the second. Sums of rows
-    and columns give the weighted sum without a weighted copy.
-    """
+    """int64 [2] of int32 [n], modulo 2^64: their sum, and the sum weighted by their positions. A change of one word
+    changes the first, words that change places the second. Sums of rows and columns avoid a weighted copy."""
     rows, rest = divmod(words.numel(), _ROW_WORDS)
     total = torch.zeros(2, dtype=torch.int64, device=words.device)
     if rows:

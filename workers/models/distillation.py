@@ -58,8 +58,8 @@ def _mixture(first: torch.Tensor, second: torch.Tensor, share: float) -> torch.T
 
 
 def bucketed(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """[T, k + 1]: log-probs of the tokens `ids` [T, k] and, last, of all other tokens together, of logits [T, V].
-    Raises ValueError if `ids` leave no other token, or name one that has no logit."""
+    """[T, k + 1]: log-probs of the tokens `ids` [T, k] and of all others together, of logits [T, V]. Raises
+    ValueError."""
     if ids.shape[-1] >= logits.shape[-1]:
         raise ValueError(f"algorithm.distill.k must be less than the vocabulary, {logits.shape[-1]} tokens")
     if len(ids) and int(ids.max()) >= logits.shape[-1]:
@@ -128,11 +128,9 @@ def top_tokens(k: int) -> TopTokens | None:
 
 @dataclass(frozen=True)
 class TopTeacher:
-    """Reads the divergences from n teachers over each teacher's likeliest tokens: their sum, each with its weight.
-
-    The losses are mixed, and not the teachers' probabilities: `forward` and `reverse` then have the same gradient as
-    the divergence from the teachers' arithmetic or geometric mean, but over the support of each.
-    """
+    """Reads the divergences from n teachers over each one's likeliest tokens: their weighted sum. Losses, not
+    probabilities are mixed: `forward` and `reverse` then have the gradient of the divergence from the teachers'
+    arithmetic or geometric mean, but over the support of each."""
 
     ids: torch.Tensor
     """int64 [T, n, k]."""

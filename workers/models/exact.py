@@ -22,14 +22,10 @@ def disable_dropout(model: nn.Module) -> None:
 
 @contextmanager
 def ieee_float32() -> Iterator[None]:
-    """Compute products of float32 matrices in float32 inside the block, whatever the process uses.
-
-    TF32 has 10 bits of mantissa: two correct implementations differ by 4e-4 of their results. It is on where
-    TORCH_ALLOW_TF32_CUBLAS_OVERRIDE is 1, as in NVIDIA's containers, which torch reads as the default of its setting.
-
-    torch refuses a product if its old setting (`set_float32_matmul_precision`) contradicts the new ones
-    (`fp32_precision`), and refuses to read the old one then; so both are set, and both are restored.
-    """
+    """Compute products of float32 matrices in float32 inside the block. TF32 (10 bits of mantissa: correct results
+    differ by 4e-4) is the default if TORCH_ALLOW_TF32_CUBLAS_OVERRIDE is 1, as in NVIDIA's containers. torch
+    refuses a product if its old setting (`set_float32_matmul_precision`) contradicts the new (`fp32_precision`),
+    and to read the old one then: both are set and restored."""
     mkldnn: Any = torch.backends.mkldnn
     backends = torch.backends.cuda.matmul, mkldnn.matmul
     settings = [backend.fp32_precision for backend in backends]

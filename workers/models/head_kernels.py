@@ -86,11 +86,8 @@ def gradients(
     of_logprob: torch.Tensor,
     of_entropy: torch.Tensor | None,
 ) -> Iterator[tuple[slice, torch.Tensor]]:
-    """(columns, gradient by their logits before `factor`, in the type of the weight) of each tile.
-
-    The next tile overwrites the one before. `of_logprob`, `of_entropy`: float32 [T], times `factor`, or None if
-    entropies have no gradient.
-    """
+    """(columns, gradient by their logits before `factor`, in the type of the weight) of each tile, overwritten by
+    the next. `of_logprob`, `of_entropy` (or None): float32 [T], times `factor`."""
     found = weight.new_empty(len(input) * min(GPU_TILE_COLUMNS, len(weight)))
     for start, logits in _tiles(input, weight):
         (rows, columns), grad = logits.shape, found[: logits.numel()].view(logits.shape)

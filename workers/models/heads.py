@@ -27,26 +27,20 @@ hand."""
 
 
 class Float32Head(nn.Linear):
-    """A linear layer of few outputs that multiplies in float32 whatever the type of its weights: values need the
+    """A linear layer of few outputs that multiplies in float32 whatever its weights' type: values need the
     precision."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """float32 [..., out_features] of [..., in_features].
-
-        Every row is summed alone: libraries choose how they sum a product of one column by its number of rows, and the
-        value of a token would differ in its last bit with its neighbours.
-        """
+        """float32 [..., out_features] of [..., in_features]. Every row is summed alone: libraries choose how to sum
+        a column by the number of rows, and a value would differ in its last bit with its neighbours."""
         values = (input.float()[..., None, :] * self.weight.float()).sum(-1)
         return values if self.bias is None else values + self.bias.float()
 
 
 class Float32Logits(nn.Linear):
-    """An output head with float32 logits, which never exist all at once if only targets are requested.
-
-    A logit of 16 to 32 has neighbours 0.125 apart in bfloat16, so logits of bfloat16 factors are summed and kept in
-    float32. The head's weight is the largest of a model: it is converted in blocks only. Gradients are multiplied in
-    the type of the weight, as in every other layer.
-    """
+    """An output head with float32 logits, which never exist all at once if only targets are requested. A bfloat16
+    logit of 16 to 32 has neighbours 0.125 apart: logits are summed and kept in float32, the weight converted in
+    blocks. Gradients are multiplied in the type of the weight."""
 
     def forward(
         self, input: torch.Tensor, targets: torch.Tensor | None = None, factor: float = 1.0, entropy_grad: bool = False
@@ -63,8 +57,8 @@ class Float32Logits(nn.Linear):
 
 
 def share_gradient(model: PreTrainedModel) -> None:
-    """Adds the gradient of an embedding, row by row, to the gradient of the head it is tied to. By default it is a
-    tensor of the size of the weight, which is 0 but for the tokens of a micro-batch."""
+    """Adds the gradient of an embedding to the tied head's row by row, not as a tensor that is 0 but for some
+    tokens."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if isinstance(embedding, nn.Embedding) and isinstance(head, Float32Logits) and embedding.weight is head.weight:
         embedding.sparse = True
@@ -95,8 +89,8 @@ class _Product(torch.autograd.Function):
 
 
 def float32_logits(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """float32 [T, V] = input [T, in] @ weight [V, in]^T of 16-bit factors, on the CPU. The weight exists in float32 in
-    blocks only; each is multiplied while the cache holds it."""
+    """float32 [T, V] = input [T, in] @ weight [V, in]^T of 16-bit factors on the CPU, the weight converted in
+    blocks."""
     rows, found = input.float(), torch.empty(len(input), len(weight))
     size = max(1, _BLOCK_NUMBERS // max(rows.shape))
     block = rows.new_empty(min(size, len(weight)), rows.shape[1])
@@ -108,14 +102,11 @@ def float32_logits(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def token_logprobs(
     input: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, factor: float = 1.0, entropy_grad: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(log-probs of the targets, entropies), float32 [T], of softmax(factor * input @ weight^T).
-
-    The logits exist in tiles of some columns only, and again in the backward pass: memory does not grow with the
-    vocabulary. On the CPU a tile stays in the cache until it is done with; on a GPU one kernel reads it once. Sums over
-    the vocabulary are rescaled whenever a tile has a larger logit than those before (Milakov and Gimelshein, arXiv
-    1805.02867). The gradient by the weight is summed in float32 over all tokens and rounded once. `input`: [T, in];
-    `weight`: [V, in], of the same type, with 16 or 32 bits; `targets`: int64 [T].
-    """
+    """(log-probs of the targets int64 [T], entropies), float32 [T], of softmax(factor * input [T, in] @ weight [V,
+    in]^T). The logits exist in tiles of some columns only, and again in the backward pass. On the CPU a tile
+    stays in the cache until it is done with; on a GPU one kernel reads it once. Sums are rescaled whenever a tile
+    has a larger logit (Milakov and Gimelshein, arXiv 1805.02867). The gradient by the weight is summed in float32
+    and rounded once."""
     logprobs, entropies = _TokenLogprobs.apply(input, weight, targets, factor, entropy_grad)
     return logprobs, entropies if entropy_grad else entropies.detach()
 
@@ -186,8 +177,7 @@ def _gradients(
     of_logprob: torch.Tensor,
     of_entropy: torch.Tensor | None,
 ) -> Iterator[tuple[slice, torch.Tensor]]:
-    """(columns, gradient by their logits before `factor`, in the type of the weight) of each tile. `of_logprob`,
-    `of_entropy`: float32 [T], times `factor`, or None if entropies have no gradient."""
+    """(columns, gradient by their logits before `factor`, in the type of the weight) of each tile; see `gradients`."""
     for start, logits in _logit_tiles(input, weight, factor):
         logits.sub_(log_sums[:, None])
         if of_entropy is None:
@@ -210,9 +200,8 @@ def _functions(device: torch.device) -> tuple[Callable[..., Any], ...]:
 
 
 def _logit_tiles(input: torch.Tensor, weight: torch.Tensor, factor: float) -> Iterator[tuple[int, torch.Tensor]]:
-    """(first column, float32 [T, columns]) of factor * input @ weight^T; the next tile may overwrite the one before.
-    The columns do not depend on T: a token's sums, and so its log-prob, are the same to the last bit among any
-    others."""
+    """(first column, float32 [T, columns]) of factor * input @ weight^T, overwritten by the next. The columns do not
+    depend on T: a token's log-prob is the same to the last bit among any others."""
     rows = input.float()
     if weight.dtype == torch.float32:
         for start in range(0, len(weight), _FLOAT32_TILE_COLUMNS):
@@ -249,12 +238,9 @@ def _inside(targets: torch.Tensor, start: int, tile: torch.Tensor) -> tuple[torc
 
 
 def _multiply_exactly(rows: torch.Tensor, weight: torch.Tensor, block: torch.Tensor, out: torch.Tensor) -> None:
-    """out = rows @ weight^T, in float32. `block`: float32, at least as large as the weight; it is overwritten.
-
-    Factors of bfloat16 may be rounded to it by oneDNN: the products are the same, and summed and kept in float32. torch
-    then uses oneDNN, which is faster than its default library on processors that are not Intel's, and on those with AMX
-    takes the time of a product in bfloat16. Numbers of float16 have more digits.
-    """
+    """out = rows @ weight^T, in float32, by way of `block`, which is overwritten. oneDNN may round bfloat16 factors
+    to it: the products are the same, and faster than by the default library but on Intel's processors, where AMX
+    makes it as fast as bfloat16. float16 has more digits."""
     matmul: Any = torch.backends.mkldnn.matmul  # pyright: ignore[reportAttributeAccessIssue]
     before = matmul.fp32_precision
     matmul.fp32_precision = "bf16" if weight.dtype == torch.bfloat16 else "ieee"

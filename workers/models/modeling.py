@@ -59,12 +59,9 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 
 
 def load_causal(config: ModelConfig, partitioner: Partitioner | None = None) -> PreTrainedModel:
-    """A causal language model from a local folder: safetensors only, no dropout, no remote code unless configured.
-
-    The partitioner partitions it over the ranks while it is loaded; every rank loads it then. Raises OSError if the
-    folder or its weights are missing, and ValueError if some weights are missing and would be random (a reward model
-    has no output head), the adapter does not fit the model, or the folder holds other weights besides.
-    """
+    """A causal language model from a local folder: safetensors only, no dropout, no remote code unless configured;
+    every rank loads it with a partitioner. Raises OSError if the folder or its weights are missing, ValueError if
+    some are (and would be random), the adapter does not fit, or there are other weights."""
     from transformers import AutoModelForCausalLM
 
     arguments = _load_arguments(config)
@@ -81,12 +78,9 @@ def load_causal(config: ModelConfig, partitioner: Partitioner | None = None) -> 
 
 
 def load_value(config: ModelConfig, partitioner: Partitioner | None = None) -> PreTrainedModel:
-    """A one-label sequence classifier (critic or reward model) from a local folder; arguments as in `load_causal`.
-
-    From the folder of a causal language model only the backbone is loaded. The head starts at zero, so that every value
-    is 0 until the first update. From a saved critic or reward model the head is loaded too. Raises OSError if the
-    folder or its weights are missing, and ValueError if the head is not a linear layer named `score`.
-    """
+    """A one-label sequence classifier (critic or reward model) from a folder; see `load_causal`. Of a causal
+    language model only the backbone is loaded, and the head is 0, as all values until the first update. Raises
+    OSError, and ValueError if the head is not a linear layer named `score`."""
     from transformers import AutoModelForSequenceClassification
 
     arguments = _load_arguments(config)
@@ -130,7 +124,6 @@ def _reading(config: ModelConfig, partitioner: Partitioner | None) -> AbstractCo
 
 
 def _add_adapter(model: PreTrainedModel, config: ModelConfig, partitioner: Partitioner | None) -> None:
-    """Add the adapter of a model's configuration, if there is one, to its weights."""
     if config.adapter is None:
         return
     if partitioner is not None:
@@ -160,20 +153,17 @@ def _multiply_in_float32(model: PreTrainedModel, asked: bool) -> None:
 
 
 def head_chunks(vocabulary: int, micro_batch_tokens: int, device: Device) -> int:
-    """Number of chunks for the output head, so that at most `CHUNK_LOGITS` logits exist at a time. It depends only on
-    the configuration: under ZeRO-3 every rank must gather the head's weight equally often."""
+    """Chunks of the output head with at most `CHUNK_LOGITS` logits, by the configuration alone: under ZeRO-3 every
+    rank must gather the head's weight equally often."""
     return max(1, math.ceil(vocabulary * micro_batch_tokens / CHUNK_LOGITS[device]))
 
 
 class ModelModule(nn.Module):
-    """A module around a Hugging Face model, which computes in training as it does in evaluation.
-
-    It takes micro-batches by keyword: DeepSpeed's hooks look for tensors in positional arguments.
-
-    Dropout, router jitter and sampled experts would let the log-probs of an update differ from the sampler's and the
-    previous update's. Gradients do not need training mode. Only layers that recompute their activations have it,
-    because transformers recomputes in no other mode; `check_deterministic` tries the result.
-    """
+    """A module around a Hugging Face model, which computes in training as it does in evaluation: dropout, router
+    jitter and sampled experts would let an update's log-probs differ from the sampler's. Only layers that
+    recompute their activations are in training mode, as transformers recomputes in no other
+    (`check_deterministic`). Micro-batches come by keyword: DeepSpeed's hooks look for tensors in positional
+    arguments."""
 
     model: PreTrainedModel
     masks_padding = True
@@ -189,8 +179,8 @@ class ModelModule(nn.Module):
         return self
 
     def inputs(self, own: OwnTokens) -> dict[str, Any]:
-        """Arguments of the model; not every architecture takes `position_ids`. Padding is on the right, and a causal
-        model without a mask does not see it: attention then needs no mask at all, which the fastest kernels require."""
+        """Arguments of the model, some without `position_ids`. Padding is on the right: a causal model needs no mask
+        for it, and the fastest kernels take none."""
         mask = own.attention_mask if self.masks_padding or is_table(own.attention_mask) else None
         arguments = {"input_ids": own.input_ids, "attention_mask": mask, "use_cache": False}
         return arguments if own.position_ids is None else arguments | {"position_ids": own.position_ids}
@@ -206,11 +196,9 @@ class ModelModule(nn.Module):
 
 
 class CausalLogprobs(ModelModule):
-    """Log-probs and entropies of response tokens under a causal language model.
-
-    The output head runs only on the positions that predict response tokens, in `chunks` chunks with recomputation in
-    the backward pass, so that full logits never exist. Softmax is in float32, on logits divided by `temperature`.
-    """
+    """Log-probs and entropies of response tokens under a causal language model. The head runs only on positions that
+    predict them, in `chunks` chunks with recomputation. Softmax is in float32, of logits divided by
+    `temperature`."""
 
     def __init__(self, model: PreTrainedModel, temperature: float, chunks: int = 1, entropy_grad: bool = False) -> None:
         """`entropy_grad`: propagate gradients through the entropies. Without it they take no memory."""
@@ -247,8 +235,7 @@ class CausalLogprobs(ModelModule):
         kept: Ragged | None = None,
         reader: LogitsReader | None = None,
     ) -> tuple[torch.Tensor, ...]:
-        """The results of `forward` for the backbone's states [T, hidden size] that predict `targets`. Without a
-        separate head, the states are the logits."""
+        """The results of `forward` for the backbone's states [T, hidden size] (or logits) that predict `targets`."""
         head = self.model.get_output_embeddings()
         plain = self.split_head and self.softcap is None and kept is None and reader is None
         if plain and isinstance(head, Float32Logits) and head.bias is None:
@@ -292,8 +279,6 @@ class CausalLogprobs(ModelModule):
 
     @torch.no_grad()
     def distributions(self, batch: TokenBatch) -> torch.Tensor:
-        """Log-probs of the whole vocabulary, float32 [T, vocabulary], at the module's temperature, without gradient.
-        Tokens outside `batch.kept` have -inf."""
         own, found = self._outputs(batch)
         at = own.find(batch.positions)
         logits = self.logits_of(found[at.local])
@@ -343,8 +328,8 @@ def _of_sampler(logits: torch.Tensor, temperature: float, kept: Ragged | None) -
 
 
 def left_out(kept: Ragged, vocabulary: int, device: torch.device) -> torch.Tensor:
-    """bool [T, vocabulary] on `device`: True on the tokens that were not left to the T sampled tokens. Raises
-    ValueError if a bitmap is of another vocabulary, or an id is beyond it."""
+    """bool [T, vocabulary] on `device`: True on tokens not left to the T sampled ones. Raises ValueError for another
+    vocabulary."""
     recorded = kept.lengths > 0
     maps = torch.zeros_like(recorded)
     maps[recorded] = kept.values[kept.starts[recorded]] == BITMAP
@@ -400,13 +385,11 @@ class TokenValues(ModelModule):
     """Values of response tokens: the critic's estimate before each token is sampled."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """`model`: from `load_value`."""
         super().__init__()
         self.model = model
 
     def forward(self, *, batch: TokenBatch) -> torch.Tensor:
-        """float32 [T]. The value of a state depends neither on the token sampled in it nor on those it was one of:
-        `targets` and `kept` are unused."""
+        """float32 [T]. A state's value does not depend on the sampled token: `targets` and `kept` are unused."""
         own, hidden = self.states(batch)
         at = own.find(batch.positions)
         return at.gather(self.model.get_submodule("score")(hidden[at.local])[:, 0])
@@ -424,8 +407,8 @@ class RewardScores(ModelModule):
     def forward(
         self, *, batch: TokenBatch, read_at: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """(scores float32 [B], token scores float32 [N], logprobs float32 [T] or None). `read_at`: int64 [N], the
-        tokens whose scores are returned, as indices into the flattened tokens; none of them by default."""
+        """(scores float32 [B], token scores float32 [N], logprobs float32 [T] or None); `read_at`: int64 [N], the
+        tokens, as indices into the flattened ones, or None for none."""
         own, hidden = self.states(batch)
         read = own.find(batch.last if read_at is None else torch.cat([batch.last, read_at]))
         values = read.gather(self.model.get_submodule("score")(hidden[read.local])[:, 0])
@@ -440,12 +423,9 @@ class RewardScores(ModelModule):
 def share_backbone(
     model: PreTrainedModel, config: ModelConfig, chunks: int, partitioner: Partitioner | None = None
 ) -> CausalLogprobs:
-    """The causal language model that `model` (from `load_value`) was made of, sharing its backbone.
-
-    Its output head becomes part of `model`, under the name it has in the causal model: it is saved, averaged and
-    exported with it, and the exported folder also loads as a causal language model. A tied head adds no weights. Raises
-    ValueError if the architecture has no output head separate from its backbone.
-    """
+    """The causal language model that `model` (from `load_value`) was made of, sharing its backbone. Its head becomes
+    part of `model` under its own name: it is saved, averaged and exported with it, and the folder loads as
+    either. A tied head adds no weights. Raises ValueError without a separate head."""
     causal = load_causal(config, partitioner)
     setattr(causal, causal.base_model_prefix, model.base_model)
     causal.tie_weights()
@@ -487,11 +467,8 @@ def score_plan(
     device: torch.device | str,
     reader: ColumnReader | None = None,
 ) -> tuple[ScoreSummary, pa.Table]:
-    """`score` of the plan's rows as a token_scores table, in the order of the plan.
-
-    Row numbers count through `tables` in order. An empty micro-batch runs on a filler token, because under ZeRO-3 all
-    ranks must run equally often. `reader`: the table also has its fields.
-    """
+    """`score` of the plan's rows, counted through `tables`, as a token_scores table with the fields of `reader`. An
+    empty micro-batch runs on a filler token: under ZeRO-3 all ranks must run equally often."""
     tokens = TokenTable.concat(tables)
     # Copied at the end: on a GPU the next micro-batch is cut while one is computed.
     scores = [_scores(module, batch.to(device), reader) for batch in tokens.batches(plan)]

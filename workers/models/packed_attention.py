@@ -42,7 +42,6 @@ class RowSegment:
 
     @property
     def queries(self) -> slice:
-        """The segment's own tokens."""
         return slice(self.start, self.start + self.length)
 
     @property
@@ -78,7 +77,6 @@ class Segments:
 
     @cached_property
     def longest(self) -> int:
-        """Tokens of the longest segment with its prefix."""
         return max(item.prefix_length + item.length for item in self.items)
 
     def varlen(self, device: torch.device) -> VarlenLayout:
@@ -96,8 +94,8 @@ class Segments:
         return self.layouts[device]
 
     def seen(self, segment: RowSegment, window: int | None) -> dict[str, Any]:
-        """Arguments of torch's kernel on the CPU for a segment. The kernel aligns its causal mask to the first key, so
-        behind a prefix it needs a mask: made once for all layers and all segments of a shape."""
+        """Arguments of torch's CPU kernel for a segment, made once for all of a shape: behind a prefix it needs a
+        mask, as its causal one is aligned to the first key."""
         tokens = segment.prefix_length + segment.length
         if window is not None and window >= tokens:
             window = None
@@ -139,8 +137,8 @@ def attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """An attention function of transformers: [1, heads, N, head size] to [1, N, heads, head size]. Raises ValueError if
-    the layer attends in a way that is not implemented for packed rows."""
+    """An attention function of transformers: [1, heads, N, head size] to [1, N, heads, head size]. Raises
+    ValueError."""
     if attention_mask is None or not is_table(attention_mask):
         return _sdpa()(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
     segments = parse(attention_mask)
@@ -195,8 +193,7 @@ def _varlen(
 
 class _SegmentsOnCpu(torch.autograd.Function):
     """Flash attention segment by segment, in float32: torch's backward pass takes several times as long in bfloat16.
-    Only query, key, value and output are kept, in the type of the weights and once for each token: keys and values of a
-    shared prompt are gathered again in the backward pass."""
+    Keys and values of a shared prompt are kept once, and gathered again in the backward pass."""
 
     @staticmethod
     def forward(
@@ -289,8 +286,7 @@ def uninstall(model: PreTrainedModel) -> None:
 
 def kernel_is_exact(head_size: int, dtype: torch.dtype, windows: bool = False) -> bool:
     """Whether the GPU's kernel takes this type and head size, and aligns its causal mask to the last key, also with
-    sliding windows. Tried out with a prompt that two responses share, against torch's attention under a mask: output
-    and gradients."""
+    windows: tried with a prompt that two responses share, against torch's attention under a mask."""
     cuda = torch.device("cuda")
     return all(_kernel_is_exact(head_size, dtype, window, cuda) for window in (None, 2) if windows or window is None)
 

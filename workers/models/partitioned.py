@@ -19,9 +19,8 @@ class Partitioner(Protocol):
     """Partitions a model while it is loaded, so that no rank ever holds all of it. Every method is collective."""
 
     def reading(self, folder: str, vocabulary: int) -> AbstractContextManager[None]:
-        """Partition every parameter that transformers reads inside the block as soon as it is read. Embeddings and
-        output heads (`vocabulary` rows) stay whole until `finish`: transformers compares them to find out whether they
-        are tied."""
+        """Partition every parameter that transformers reads inside the block at once, but embeddings and output
+        heads (`vocabulary` rows) in `finish`: transformers compares them to find out whether they are tied."""
         ...
 
     def finish(self, model: PreTrainedModel) -> None:

@@ -41,15 +41,11 @@ _GAIN = 2.0
 
 
 def proxy_for(model: PreTrainedModel, small: bool = False, device: Device | None = None) -> PreTrainedModel | None:
-    """A model to try out what this one can do: the model itself, or a small copy of it if it is partitioned or will run
-    on another device, where its kernels are others and a large model is fast.
-
-    A copy is of the same class, type and attention, has random weights and is on the model's target device; windows of
-    its attention are short. With `small` it is preferred in any case: it amplifies rounding little, while two ways to
-    compute the states of a trained model in bfloat16 can differ by more than their length, if its tokens are rare. If
-    no copy can be built and run, the result is the model itself, or None if that is partitioned: the caller then
-    assumes the least.
-    """
+    """A model to try out what this one can do: itself, or a small copy of its class, type and attention with random
+    weights and short windows, if it is partitioned or will run on another device. With `small` the copy is
+    preferred: it amplifies rounding little, while states of a trained model in bfloat16 can differ by more than
+    their length if tokens are rare. Without a copy that runs it is the model, or None if that is partitioned: the
+    caller assumes the least."""
     whole = not any(is_partitioned(parameter) for parameter in model.parameters())
     elsewhere = device is not None and device != model.device.type
     if whole and not small and not elsewhere:
@@ -82,12 +78,10 @@ def _built(model: PreTrainedModel, small: PreTrainedConfig, device: torch.device
 
 
 def proxy_configs(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
-    """Small copies of a text model's configuration, the smallest first: an architecture may refuse its widths.
-
-    A copy has a layer of every kind. Heads keep their size, and groups of them remain groups. Windows and chunks of
-    attention are `_SPAN` tokens long. Later copies keep the width of the states and the number of heads, unless that
-    takes seconds, and have two layers of every kind: in a Zamba such layers share their weights.
-    """
+    """Small copies of a text model's configuration, the smallest first: an architecture may refuse its widths. A
+    copy has a layer of every kind, heads of their size in groups, and windows and chunks of `_SPAN` tokens. Later
+    ones keep width and heads, unless that takes seconds, and two layers of every kind: in a Zamba such layers
+    share weights."""
     for count in (1, 2):
         yield from _configs(config, count)
 
@@ -109,8 +103,8 @@ def _configs(config: PreTrainedConfig, count: int) -> Iterator[PreTrainedConfig]
 
 @torch.no_grad()
 def randomize(model: PreTrainedModel) -> None:
-    """Draw the weights of a small copy so that its layers have effects. The usual initialization is so small that every
-    token attends to all others equally, and sinks are 0."""
+    """Draw the weights of a small copy so that layers have effects: usually every token attends to all others
+    equally."""
     for parameter in model.parameters():
         if parameter.dim() > 1:
             parameter.normal_(std=_GAIN * parameter.shape[-1] ** -0.5)

@@ -50,8 +50,7 @@ class Ragged:
 
 
 def ragged(column: pa.ChunkedArray | pa.Array) -> Ragged:
-    """A list column as a `Ragged`. Integers become int64, floats float32, booleans bool. Raises ValueError if it is not
-    a list column, or a row or an entry is null."""
+    """A list column as a `Ragged` of int64, float32 or bool. Raises ValueError for another column, or nulls."""
     flat, lengths = _flattened(column)
     values = flat.to_numpy(zero_copy_only=False)
     kind = {"i": np.int64, "f": np.float32, "b": np.bool_}[values.dtype.kind]
@@ -59,8 +58,8 @@ def ragged(column: pa.ChunkedArray | pa.Array) -> Ragged:
 
 
 def ragged_view(column: pa.ChunkedArray | pa.Array) -> Ragged:
-    """As `ragged`, but int32 and float32 values stay where they are, which may be the object store: read them only. A
-    batch of gigabytes is not copied to take a few of its rows. Raises as `ragged`."""
+    """As `ragged`, but int32 and float32 values stay in the object store, to be read only: no batch is copied for a
+    few rows."""
     flat, lengths = _flattened(column)
     if len(flat) == 0 or not (pa.types.is_int32(flat.type) or pa.types.is_float32(flat.type)):
         return ragged(column)

@@ -58,11 +58,8 @@ class Places:
         return rows if rows is None or isinstance(self.chosen, slice) else rows.take(self.chosen.cpu())
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
-        """The values of all tokens asked for, [count, ...], from the chosen ones' values. Collective over the group.
-
-        All workers of the group compute the same loss of the result, and so the gradient of a worker's values is that
-        of this worker's loss.
-        """
+        """The values of all tokens asked for, [count, ...], from the chosen ones' values. Collective over the group,
+        whose workers compute the same loss of the result: the gradient of a worker's values is its own loss's."""
         if self.sequence is None:
             return values
         gathered: torch.Tensor = _Gather.apply(self.sequence.group, self.count, self.chosen, values)
@@ -91,9 +88,8 @@ class OwnTokens:
 
 
 def divide(sequence: SequenceGroup | None, batch: TokenBatch) -> OwnTokens:
-    """This worker's part of a micro-batch. The row is padded with a separate segment to a multiple of the group. The
-    filler batch, one token without a response, is not divided. Raises ValueError if the micro-batch is padded instead
-    of packed."""
+    """This worker's part of a micro-batch, padded with a segment to a multiple of the group; the filler batch is not
+    divided. Raises ValueError if it is padded instead of packed."""
     input_ids, attention_mask, position_ids = batch.input_ids, batch.attention_mask, batch.position_ids
     packed = is_table(attention_mask)
     if sequence is None or (input_ids.numel() == 1 and not packed):
@@ -121,10 +117,7 @@ def attention(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """An attention function of transformers: [1, heads, own tokens, head size] to [1, own tokens, heads, head size].
-
-    See `packed_attention.attention`. If the group has more workers than the model has KV heads, each worker gets a
-    copy of the one that its heads use.
-    """
+    With more workers than KV heads, each gets a copy of the one that its heads use."""
     if attention_mask is None or not is_table(attention_mask):
         return packed_attention.attention(module, query, key, value, attention_mask, **kwargs)
     copies = sequence.size // math.gcd(key.shape[1], sequence.size)
@@ -143,8 +136,7 @@ def _exchanged(sequence: SequenceGroup, states: torch.Tensor) -> torch.Tensor:
 
 
 class _Exchange(torch.autograd.Function):
-    """An all-to-all, whose gradient goes back the same way: `parts[worker]` goes to that worker of the group, and the
-    result has the part that came from each. torch's own one is deprecated."""
+    """An all-to-all of `parts` by worker, whose gradient goes back the same way. torch's own one is deprecated."""
 
     @staticmethod
     def forward(ctx: Any, group: dist.ProcessGroup, parts: torch.Tensor) -> torch.Tensor:
@@ -189,8 +181,8 @@ class _Gather(torch.autograd.Function):
 
 
 def install(model: PreTrainedModel, sequence: SequenceGroup) -> None:
-    """Make the layers of a model that takes packed rows divide their heads among the workers of the group. Raises
-    ValueError if the group does not divide the model's heads."""
+    """Make the layers divide their heads among the workers of the group. Raises ValueError if it does not divide
+    them."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 

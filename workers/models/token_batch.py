@@ -38,8 +38,8 @@ def score_table(
     lengths: torch.Tensor,
     read: Sequence[tuple[pa.Field, torch.Tensor]] = (),
 ) -> pa.Table:
-    """A `messages.token_scores` table: the identity of `rows` and, under `column`, their flat float values. Rows of
-    offline data have no segments. `read`: further fields, each with its numbers [T, n]."""
+    """A `token_scores` table: the identity of `rows`, their flat values under `column`, and the fields `read` [T,
+    n]."""
     floats = list_column(values.float(), lengths, pa.float32())
     fields = [field for field in (*IDENTITY, SEGMENT) if field.name in rows.column_names]
     added = [
@@ -54,10 +54,7 @@ def score_table(
 @dataclass(frozen=True)
 class TokenBatch:
     """One micro-batch of B sequences with T response tokens in total, packed into one row or padded to one width.
-
-    A sequence's results do not depend on its neighbours: a packed one attends to its own tokens, and padding is on the
-    right, to which a causal model does not attend.
-    """
+    Results do not depend on neighbours: packed ones attend to their own tokens, padding is on the right."""
 
     input_ids: torch.Tensor
     """int64 [rows, L]: one packed row, or B padded ones."""
@@ -86,8 +83,7 @@ class TokenBatch:
     of them."""
 
     def to(self, device: torch.device | str) -> TokenBatch:
-        """The same batch on `device`; what is read in host memory stays there: row numbers, a table of segments and
-        the tokens that the sampler left."""
+        """The same batch on `device`, but row numbers, tables of segments and kept tokens stay in host memory."""
         host = {"rows", "attention_mask"} if is_table(self.attention_mask) else {"rows"}
         values = {item.name: getattr(self, item.name) for item in fields(self) if item.name not in host}
         tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
@@ -122,8 +118,7 @@ class TokenTable:
     """Prompt and response tokens of a ROLLOUTS or TRAIN table, ready to be cut into micro-batches."""
 
     def __init__(self, table: pa.Table) -> None:
-        """Read the columns. Raises ValueError if a prompt is empty, or a column's row lengths differ from the
-        responses'."""
+        """Read the columns. Raises ValueError for an empty prompt, or rows that are not as long as the responses."""
         self.table = table
         self.prompts = ragged_view(table.column("prompt_ids"))
         self.responses = ragged_view(table.column("response_ids"))
@@ -179,11 +174,9 @@ class TokenTable:
         )
 
     def packed_batch(self, rows: Sequence[int], shared: bool = False) -> TokenBatch:
-        """The micro-batch of the given rows without padding, all in one row of the model.
-
-        With `shared`, adjacent rows of one prompt have one copy of it, followed by the responses. A token has the
-        position, and attends to the tokens, that it has in `batch`, so that the results are the same.
-        """
+        """The micro-batch of the given rows without padding, in one row. With `shared`, adjacent rows of one prompt
+        have one copy of it, followed by the responses: positions and attended tokens, so results, are those of
+        `batch`."""
         if not rows:
             return self._filler()
         index = torch.tensor(rows, dtype=torch.int64)
@@ -258,8 +251,7 @@ class TokenTable:
         return samples, totals[samples]
 
     def samples(self, batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """(number, loss tokens) of the sample of each response token of `batch`, int64 [T] on its device. The rows of a
-        sample have one number, counted in the batch. The loss tokens are from all rows that it has in the table."""
+        """(number in the batch, loss tokens in the table) of each response token's sample, int64 [T] on its device."""
         samples, loss_tokens = self._sample_columns
         lengths = self.responses.lengths[batch.rows]
         numbers = samples[batch.rows].unique(return_inverse=True)[1]
@@ -268,9 +260,8 @@ class TokenTable:
         return number, tokens
 
     def teachers(self, batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-        """(ids int64 [T, n, k], log-probs float32 [T, n, k + 1], weights float32 [T, n]) of the likeliest tokens of n
-        teachers and of all others together, and of the teachers' losses, at the response tokens of `batch`, on its
-        device, or None if the table has none."""
+        """(ids int64 [T, n, k], log-probs float32 [T, n, k + 1], weights float32 [T, n]) of n teachers' likeliest
+        tokens and all others together, and of their losses, on the batch's device, or None if the table has none."""
         if not self._teacher:
             return None
         tokens, rows = len(batch.targets), len(batch.rows)
@@ -295,8 +286,8 @@ class TokenTable:
 def _segments(
     firsts: torch.Tensor, starts: torch.Tensor, opened: torch.Tensor, prompts: torch.Tensor, responses: torch.Tensor
 ) -> torch.Tensor:
-    """The table of a packed row: a prompt and its first response are one segment, every other response one behind it.
-    `firsts`: the first row of each unit; `starts`, `opened`: where the prompt and the response of each row start."""
+    """The table of a packed row: a prompt and its first response are a segment, other responses one behind it.
+    `firsts`: first row of each unit; `starts`, `opened`: where prompts and responses start."""
     first = torch.zeros(len(starts), dtype=torch.bool)
     first[firsts] = True
     prefixes = torch.stack([starts, prompts], 1).masked_fill(first[:, None], 0)
@@ -306,8 +297,8 @@ def _segments(
 
 
 def segment_table(starts: torch.Tensor, lengths: torch.Tensor, prefixes: torch.Tensor) -> torch.Tensor:
-    """int64 [1, 1, S, 4]: the mask of a packed row, of the first token and the tokens of each segment (those without
-    tokens are omitted), and, [S, 2], first token and number of tokens of its prefix."""
+    """int64 [1, 1, S, 4]: the mask of a packed row: first token and tokens of each segment that has some, and of its
+    prefix."""
     table = torch.cat([starts[:, None], lengths[:, None], prefixes], 1)
     return table[lengths > 0][None, None]
 
@@ -318,8 +309,8 @@ def is_table(mask: torch.Tensor | None) -> bool:
 
 
 def prompt_numbers(uids: Sequence[str], prompts: Ragged) -> list[int]:
-    """A number for each row, equal for rows of one group (`uids`) with the same prompt. The samples of a group have the
-    same prompt, unless an environment starts them differently, or a chat template has rewritten the history of one."""
+    """A number for each row, equal for rows of one group with the same prompt, which environments and templates
+    change."""
     ends = prompts.lengths.cumsum(0).tolist()
     starts = [0, *ends[:-1]] if ends else []
     values = prompts.values.numpy()
@@ -329,9 +320,8 @@ def prompt_numbers(uids: Sequence[str], prompts: Ragged) -> list[int]:
 
 
 def read_kept(column: pa.ChunkedArray, lengths: torch.Tensor) -> Ragged | None:
-    """The words of every response token of a column `kept_tokens`, or None if it has none. The column has a list of
-    binaries for each row, or null if it was sampled from all tokens. Raises ValueError if a row's number of entries is
-    not its number of response tokens, or an entry is no sequence of words."""
+    """The words of every response token of a column `kept_tokens` (lists of binaries; null: of all tokens), or None
+    if it has none. Raises ValueError if entries and tokens differ in number, or one is no sequence of words."""
     if column.null_count == len(column):
         return None
     array = column.combine_chunks()

@@ -55,8 +55,8 @@ class Adapter:
     """The adapters of a model. Only they train of it, and the score head of a reward model or critic, whole."""
 
     def __init__(self, model: PreTrainedModel, config: LoraConfig, seed: int = 0) -> None:
-        """Put adapters around the targets of a model, whose parameters are frozen. They change nothing: B is 0. Raises
-        ValueError if a target names no linear layer of the model's backbone."""
+        """Put adapters (B is 0) around the targets of a model, whose parameters are frozen. Raises ValueError for no
+        layer."""
         from peft import LoraConfig as PeftConfig
         from peft import inject_adapter_in_model
         from peft.tuners.tuners_utils import BaseTunerLayer
@@ -92,8 +92,8 @@ class Adapter:
                 yield PREFIX + name.replace(f".{_NAME}.", "."), parameter
 
     def start_from(self, adapter: AdapterFolder) -> None:
-        """Take the tensors of an adapter as the ones that training starts from. Raises ValueError if they do not match
-        the model's adapters, or are of a reward model under ZeRO-3."""
+        """Start from the tensors of an adapter. Raises ValueError if they do not match, or for a reward model under
+        ZeRO-3."""
         own = dict(self.named_parameters())
         if adapter.config.get("task_type") == SCORES and any(map(is_partitioned, own.values())):
             raise ValueError(f"{adapter.path}: the adapter of a reward model cannot be trained on under ZeRO-3")
@@ -114,8 +114,8 @@ class Adapter:
 
     @contextmanager
     def as_started(self) -> Iterator[None]:
-        """Inside the block the model is the one that training started from: without adapters, or with the first ones.
-        Raises RuntimeError if training started from an adapter, and parameters are partitioned (ZeRO-3)."""
+        """Inside the block the model is the one that training started from. Raises RuntimeError for an adapter under
+        ZeRO-3."""
         if not self._start:
             with self.off():
                 yield
@@ -198,9 +198,7 @@ class ModelAdapter(Adapter):
     """The adapters of the model that a rank trains."""
 
     def __init__(self, model: PreTrainedModel, config: LoraConfig, source: ModelConfig, seed: int = 0) -> None:
-        """Add the adapters to the model (see `Adapter`), whose folder and first adapter `source` names. Raises OSError
-        if a folder cannot be read, and ValueError if a target names no linear layer of the model, or the adapter does
-        not fit."""
+        """Add adapters (see `Adapter`) to the model, from `source`'s first adapter. Raises OSError, ValueError."""
         super().__init__(model, config, seed)
         self.base = base_digest(source.path)
         """Digest of the model's files."""
@@ -214,7 +212,7 @@ class ModelAdapter(Adapter):
         return as_bytes(Description(base=self.base, config=self.peft_config("")).to_json())
 
     def write(self, folder: Path, base: str, weights: Mapping[str, torch.Tensor]) -> None:
-        """Write peft's folder of an adapter, which transformers, peft and vLLM load; `base` is the folder of the model
+        """Write peft's folder of an adapter, which transformers, peft and vLLM load; `base`: folder of the model
         below."""
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {name: tensor for name, tensor in weights.items() if name != DESCRIPTION}
@@ -223,14 +221,9 @@ class ModelAdapter(Adapter):
 
 
 def merge(request: dict[str, str]) -> Iterator[dict[str, int]]:
-    """Write the model that computes what an adapter and the model below it compute together; yields the number of
-    layers that had an adapter.
-
-    The request has `adapter`, peft's folder, `target`, the folder to write, and `base`, the folder of the model below,
-    whose tokenizer is copied. Without it, the model that the adapter names, and the adapter's tokenizer. Raises
-    ValueError if the model below is not the one that the adapter was trained on, or lacks one of its layers, and
-    OSError if a folder cannot be read or written.
-    """
+    """Write the model that an adapter and the model below compute; yields the number of adapted layers. The request
+    has `adapter` and `target`, folders, and `base`, the model below, whose tokenizer is copied, or else the
+    adapter's own. Raises ValueError if it is another model, or lacks a layer; OSError."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     adapter, target = read_adapter(request["adapter"]), Path(request["target"])

@@ -65,8 +65,8 @@ class BackgroundWriter:
         return self._thread is not None and self._thread.is_alive()
 
     def start(self, name: str, state: Sequence[Write], exports: Sequence[Write]) -> None:
-        """Begin to write a checkpoint, the folder `name`. The exports may fail: the state is a checkpoint without the
-        model. Raises RuntimeError if another one is being written."""
+        """Begin to write a checkpoint, the folder `name`; exports may fail. Raises RuntimeError if one is being
+        written."""
         if self.writes:
             raise RuntimeError(f"{self._name} is still being written")
         self._name, self._failed, self._export_failed = name, "", ""
@@ -75,8 +75,8 @@ class BackgroundWriter:
         self._thread.start()
 
     def status(self, name: str) -> SaveStatus:
-        """Whether the checkpoint in this folder is written, and what failed. Raises RuntimeError if another save was
-        begun last."""
+        """Whether this folder's checkpoint is written, and what failed. Raises RuntimeError if another was begun
+        last."""
         if self._thread is None or name != self._name:
             raise RuntimeError(f"{name} is not being written")
         return SaveStatus(not self.writes, self._failed, self._export_failed)
@@ -100,8 +100,7 @@ class BackgroundWriter:
 
 @contextmanager
 def whole_files(folder: str) -> Iterator[None]:
-    """Raise OSError with the folder and its disk if torch cannot write a file: of a full disk it tells a position in
-    the file."""
+    """Raise OSError with the folder and its disk if torch cannot write a file: it names a position in it."""
     try:
         yield
     except RuntimeError as error:

@@ -57,8 +57,8 @@ def require(file: Path, world: int) -> None:
 
 
 def read_shard(file: Path, *, mapped: bool = False) -> dict[str, Any]:
-    """Contents of a file that DeepSpeed wrote, on the CPU; `mapped` from disk instead of read. Raises ValueError if it
-    is damaged, or names a type that DeepSpeed does not write."""
+    """Contents of a file of DeepSpeed's, on the CPU; `mapped` from disk. Raises ValueError if damaged or of other
+    types."""
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address
@@ -99,8 +99,7 @@ class ShardFiles:
 
     @contextmanager
     def tried(self) -> Iterator[None]:
-        """Write what DeepSpeed saves in the block without its numbers, and read it again. Saving raises ValueError for
-        what `read_shard` does not read."""
+        """Write what DeepSpeed saves in the block without its numbers, and read it again. Raises ValueError."""
         self.trying = True
         try:
             yield
@@ -137,8 +136,7 @@ def restrict_loading(engine: Any) -> ShardFiles:
 
 
 def save_trained_only(engine: Any) -> None:
-    """Let a DeepSpeed engine save the parameters that train only. Its own option leaves frozen parameters out under one
-    name, and saves tied ones under the other."""
+    """Let a DeepSpeed engine save trained parameters only; its own option treats tied ones inconsistently."""
     state_of, module = engine.module_state_dict, engine.module
 
     def trained(*args: Any, **kwargs: Any) -> dict[str, Any]:

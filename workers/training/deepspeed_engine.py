@@ -111,9 +111,9 @@ class TrainEngine:
         dtype: torch.dtype,
         adapter: ModelAdapter | None = None,
     ) -> None:
-        """Put a module under DeepSpeed; the process must have joined its group. `total_updates` is what the
-        learning-rate schedule spans; the adapter alone is trained, published, averaged and saved, if there is one.
-        Raises ValueError if the model is random in training mode."""
+        """Put a module under DeepSpeed; the process must have joined its group. `total_updates`: what the schedule
+        spans; of an adapter alone all is trained and saved. Raises ValueError if the model is random in training
+        mode."""
         self._deepspeed = import_deepspeed()
         self._config = config
         self._total_updates = total_updates
@@ -159,7 +159,6 @@ class TrainEngine:
 
     @property
     def rank(self) -> int:
-        """This process's number in the training group."""
         return dist.get_rank()
 
     @property
@@ -168,9 +167,9 @@ class TrainEngine:
         return self._updates
 
     def update(self, micro_batches: Sequence[Batch], loss_fn: Callable[[Forward, Batch], torch.Tensor]) -> StepResult:
-        """One optimizer step on the sum over micro-batches and ranks of `loss_fn(forward, micro_batch)`; every rank
-        passes the same number. If a loss or the gradient's norm is not finite on any rank, no rank changes a parameter
-        or an optimizer state. Raises ValueError if there are no micro-batches."""
+        """One optimizer step on the sum over micro-batches and ranks (equally many) of `loss_fn(forward,
+        micro_batch)`. If a loss or the gradient's norm is not finite on any rank, none changes anything. Raises
+        ValueError without any."""
         if not micro_batches:
             raise ValueError("an update needs at least one micro-batch; pass an empty one if there are no rows")
         self._states.reload()
@@ -221,8 +220,8 @@ class TrainEngine:
         return norm, True
 
     def offload_states(self) -> int:
-        """Move what only an update needs to host memory; returns the bytes that are free on the device then. The next
-        update moves it back, and so does any other computation with it. It can be saved from there."""
+        """Move what only an update needs to host memory, until the next computation; returns the free bytes on the
+        device."""
         if self._states.offloaded:
             return 0
         if self.gathers:
@@ -239,7 +238,6 @@ class TrainEngine:
         return WeightSnapshot(self._engine, self._stage)
 
     def digest(self) -> str:
-        """Digest of this rank's part of the weights, in the optimizer's precision. Not collective."""
         return tensors_digest(own_part(self._engine, self._stage, self.rank))
 
     @property
@@ -248,11 +246,9 @@ class TrainEngine:
         return self._stage == 3
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(Hugging Face name, whole tensor) of every parameter and saved buffer, tied ones once. Collective.
-
-        The tensors are live: copy them if they must outlast the next update or, under ZeRO-3, the next item. With
-        adapters, they are the adapters' and their description, under the names of peft.
-        """
+        """(Hugging Face name, whole tensor) of every parameter and saved buffer, tied ones once, or of the adapters
+        and their description (peft's names). Collective. Tensors are live: copy them to outlast the next update
+        or, under ZeRO-3, item."""
         if self._adapter is not None:
             yield DESCRIPTION, self._adapter.description()
         trained = self._model if self._adapter is None else self._adapter
@@ -297,8 +293,7 @@ class TrainEngine:
         dist.barrier()
 
     def copy_state(self, directory: str) -> list[Write]:
-        """Copy what `save` writes to host memory. Collective; the returned functions write the same files and are not.
-        The copies are overwritten by the next call."""
+        """Copy what `save` writes to host memory, until the next call. Collective; the returned writers are not."""
         copies = self._copies = self._copies or HostCopies(self.device)
         with self._files.copied(copies.of) as writes:
             self._save_shards(directory)
@@ -310,7 +305,6 @@ class TrainEngine:
         self._engine.save_checkpoint(directory, tag=_TAG, save_latest=False, exclude_frozen_parameters=frozen)
 
     def _own_state(self) -> dict[str, torch.Tensor]:
-        """State of this rank besides DeepSpeed's files."""
         state = {"updates": torch.tensor([self._updates]), "torch_rng": torch.get_rng_state()}
         if self._loss_scale is not None:
             state[_LOSS_SCALE] = self._loss_scale.state()
@@ -322,13 +316,10 @@ class TrainEngine:
         return state
 
     def load(self, directory: str) -> int:
-        """Resume from what `save` wrote with the same ZeRO stage; returns the number of ranks that wrote it.
-
-        With the same number of ranks the resume is bitwise on the CPU. A checkpoint of another number of ranks is
-        resharded: every rank reads its part from all files. No code is run from the files
-        (`troupe.workers.training.checkpoint_files`). Raises FileNotFoundError if a file is missing, and ValueError if
-        one cannot be read or has other contents; when resharding, before anything is changed.
-        """
+        """Resume from what `save` wrote with the same ZeRO stage; returns the number of ranks that wrote it. With as
+        many ranks it is bitwise on the CPU; else every rank reads its part from all files. No code is run from
+        the files. Raises FileNotFoundError; ValueError if one has other contents, when resharding before anything
+        is changed."""
         self._states.reload()
         files = rank_files(directory)
         resized = len(files) != dist.get_world_size()
@@ -380,9 +371,8 @@ class TrainEngine:
             raise ValueError(f"{file} belongs to another base model: digest {trained_on}, now {adapter.base}")
 
     def export(self, directory: str, source: ModelConfig, average: bool = False) -> None:
-        """Write a Hugging Face folder (safetensors, configuration) of the weights or their moving average, with the
-        tokenizer of the model `source`; with adapters, the folder of peft that holds them. Raises RuntimeError if the
-        moving average is to be written, and `ema_decay` is 0."""
+        """Write a Hugging Face folder (safetensors, configuration) of the weights or their average, with `source`'s
+        tokenizer, or peft's of the adapters. Raises RuntimeError for the average if `ema_decay` is 0."""
         writes = self.copy_export(directory, source, average)
         try:
             for write in writes:
@@ -400,12 +390,9 @@ class TrainEngine:
         return [partial(self._write_model, Path(directory), source, weights)] if self.rank == 0 else []
 
     def try_save(self, directory: str, source: ModelConfig) -> None:
-        """Write what `save` and `export` write, without the numbers: one small tensor stands for the weights.
-
-        DeepSpeed's files and what rank 0 exports are read again. Raises OSError if a file cannot be written,
-        RuntimeError if DeepSpeed cannot write its state, and ValueError if the model, its configuration or its
-        tokenizer cannot be exported, or DeepSpeed's state has what a resume does not read.
-        """
+        """Write what `save` and `export` write, with one small tensor for the weights, and read it again. Raises
+        OSError, RuntimeError if DeepSpeed cannot write its state, ValueError if the model cannot be exported, or
+        the state has what a resume does not read."""
         folder = Path(directory) / "export"
         folder.parent.mkdir(parents=True, exist_ok=True)
         with self._files.tried():
@@ -418,8 +405,8 @@ class TrainEngine:
                 load_tokenizer(source.model_copy(update={"path": str(folder), "chat_template": None}))
 
     def _write_model(self, folder: Path, source: ModelConfig, weights: dict[str, torch.Tensor]) -> None:
-        """Write these weights with the configuration of the model, and the other files of the model `source`. A
-        `generation_config.json` is copied: transformers loads one that it then refuses to write."""
+        """Write these weights with the model's configuration and `source`'s other files; its
+        `generation_config.json` is copied, as transformers refuses to write some that it loads."""
         if self._adapter is not None:
             self._adapter.write(folder, source.path, weights)
             copy_tokenizer(source, folder)
@@ -449,5 +436,4 @@ class TrainEngine:
                 tensor.copy_(before)
 
     def close(self) -> None:
-        """Release the engine's memory."""
         self._engine.destroy()

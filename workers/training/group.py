@@ -32,11 +32,8 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
 
 def open_store(address: str, timeout: timedelta = COLLECTIVE_TIMEOUT) -> TCPStore:
-    """The store through which the ranks of a group find each other, on a free port of this host (`store.port`).
-
-    It listens at this address alone. torch's own socket would listen on every interface, and a store asks nobody who he
-    is: who reaches it can move or end the training.
-    """
+    """The store through which the ranks of a group find each other, on a free port of this host, at this address
+    alone: torch's own socket listens on every interface, and who reaches a store can move or end the training."""
     listener = socket.create_server((address, 0))
     port = int(listener.getsockname()[1])
     return TCPStore(
@@ -60,8 +57,8 @@ def _within_node(address: str) -> Iterator[None]:
 
 
 def join_group(rendezvous: Rendezvous, device: Device, store: TCPStore | None = None) -> None:
-    """Make this process a rank of the training group. Call it before the process builds a `TrainEngine`. `store` is
-    given if `open_store` opened it in this process."""
+    """Make this process a rank of the training group, before it builds a `TrainEngine`. `store`: its own
+    (`open_store`)."""
     os.environ |= {
         "DS_ACCELERATOR": device,
         "RANK": str(rendezvous.rank),
@@ -100,8 +97,7 @@ def network_line(device: Device) -> str:
 
 
 def sequence_group(size: int) -> SequenceGroup | None:
-    """The `size` adjacent ranks, among them this one, that share each micro-batch; None for one. Collective. Raises
-    ValueError if the number of ranks is no multiple of `size`."""
+    """The `size` adjacent ranks that share each micro-batch, or None for one. Collective. Raises ValueError."""
     if size == 1:
         return None
     ranks = dist.get_world_size()

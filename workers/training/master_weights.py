@@ -20,8 +20,7 @@ def master_weights(engine: Any, stage: int) -> list[torch.Tensor]:
 
 
 def own_part(engine: Any, stage: int, rank: int) -> Iterator[torch.Tensor]:
-    """The parts of `master_weights` without the unwritten memory that ZeRO-3 appends to the last shares of a parameter.
-    (ZeRO-1 and ZeRO-2 append zeros.)"""
+    """The parts of `master_weights` without the unwritten memory that ZeRO-3 appends to last shares (others: zeros)."""
     flats = master_weights(engine, stage)
     if stage < 3:
         yield from flats
@@ -36,8 +35,7 @@ def own_part(engine: Any, stage: int, rank: int) -> Iterator[torch.Tensor]:
 
 
 class WeightSnapshot:
-    """This rank's part of the weights before a step. Collective: all ranks take and shorten it together. Only the
-    weights move: the optimizer's moments keep what they learnt from the step's gradients."""
+    """This rank's part of the weights before a step. Collective. The optimizer's moments keep what they learnt."""
 
     def __init__(self, engine: Any, stage: int) -> None:
         self._engine = engine

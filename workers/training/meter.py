@@ -41,8 +41,8 @@ class UpdateMeter:
         self._padding += batch.padding / sharing
 
     def metrics(self) -> dict[str, float]:
-        """`padding`, `tokens_per_s` of one worker and, if the peak of every rank is known, `mfu`. Collective. Attention
-        and what gradient checkpointing computes again do not count as used."""
+        """`padding`, `tokens_per_s` of one worker and, if all peaks are known, `mfu` (without attention and
+        recomputation). Collective."""
         seconds = all_reduce({"seconds": time.perf_counter() - self._began}, self._device, "max")["seconds"]
         peaks = gpu_peaks(torch.cuda.get_device_name()) if self._device == "cuda" else None
         sums = {"tokens": self._tokens, "padding": self._padding, "peak": math.nan if peaks is None else peaks.flops}
@@ -55,11 +55,8 @@ class UpdateMeter:
 
 
 def operations(module: ModelModule) -> int | None:
-    """Floating-point operations of a token in an update; None for a mixture of experts.
-
-    Two for each parameter that it is multiplied with in the forward pass, two for the gradient of the activations,
-    and two for the parameter's if it trains.
-    """
+    """Floating-point operations of a token in an update, or None for a mixture of experts: two for each parameter in
+    the forward pass, two for the gradient of the activations, and two for the parameter's if it trains."""
     model: PreTrainedModel = module.model
     if any("expert" in name for name in model.config.get_text_config().to_dict()):
         return None
@@ -73,8 +70,7 @@ def operations(module: ModelModule) -> int | None:
 
 @contextmanager
 def profiled(trace: str, device: Device) -> Iterator[None]:
-    """Record the block with torch's profiler, and write it to the file `trace`; nothing if that is empty. Chrome
-    (`chrome://tracing`) and Perfetto read the file."""
+    """Record the block with torch's profiler in the file `trace` (for Chrome, Perfetto); nothing if it is empty."""
     if not trace:
         yield
         return

@@ -13,11 +13,8 @@ from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
 
 
 class StateOffload:
-    """Moves the optimizer's states and master weights, and frees buffers of gradients. Not collective.
-
-    DeepSpeed has views of its flat tensors in many places. They stay valid: the memory is taken from the storage that
-    they share, and given back to it.
-    """
+    """Moves the optimizer's states and master weights, and frees buffers of gradients. Not collective. DeepSpeed's
+    many views stay valid: memory is taken from, and given back to, the storage that they share."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -36,12 +33,9 @@ class StateOffload:
 
     @torch.no_grad()
     def offload(self, kept: Iterable[torch.Tensor], scratch: Iterable[torch.Tensor]) -> int:
-        """Free the device of these tensors; returns the bytes that are free then. Those in `kept` are copied to host
-        memory, and can be read there; those in `scratch` are zero whenever this is called.
-
-        A tensor that is a part of a storage stays, and so does one that is elsewhere, mapped from a file, or was shared
-        with numpy, which happens on the CPU only.
-        """
+        """Free the device of these tensors; returns the bytes. `kept` ones are copied to host memory and can be read
+        there, `scratch` ones are zero whenever this is called. Parts of a storage stay, as do tensors that are
+        elsewhere, mapped from a file, or shared with numpy (on the CPU only)."""
         if self.offloaded:
             return 0
         for number, tensor in enumerate(self._whole(kept)):
@@ -97,8 +91,8 @@ class StateOffload:
 
 
 def optimizer_states(engine: Any, stage: int) -> Iterator[torch.Tensor]:
-    """Master weights and moments of DeepSpeed's `engine`, without master weights that are the model's own. In float32,
-    ZeRO-3 and training without ZeRO have no others."""
+    """Master weights and moments of DeepSpeed's `engine`; in float32 with ZeRO-3 or none, the model's own are not in
+    it."""
     held = [getattr(parameter, "ds_tensor", parameter) for parameter in engine.module.parameters()]
     model = {tensor.untyped_storage().data_ptr() for tensor in held}
     if stage == 3:

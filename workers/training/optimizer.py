@@ -23,11 +23,8 @@ _NORM_PIECE = 2**18
 
 
 def learning_rate(config: OptimizerConfig, update: int, total_updates: int) -> float:
-    """Learning rate of optimizer update number `update`, counted from 0.
-
-    The rate rises linearly and reaches the peak at the last warm-up update. Then the schedule starts at the peak,
-    reaches `min_lr_ratio` of it at update `total_updates` - 1, and stays there.
-    """
+    """Learning rate of optimizer update `update`, from 0: it rises linearly to the peak at the last warm-up update;
+    then the schedule falls from the peak to `min_lr_ratio` of it at update `total_updates` - 1, and stays."""
     if update < config.warmup_updates:
         return config.learning_rate * (update + 1) / config.warmup_updates
     if config.schedule == "constant":
@@ -39,8 +36,8 @@ def learning_rate(config: OptimizerConfig, update: int, total_updates: int) -> f
 
 
 def adamw(module: nn.Module, config: TrainerConfig) -> torch.optim.AdamW:
-    """torch's AdamW, which needs no compilation. Vectors (norm weights, biases) are not decayed. Its learning rate is 0
-    until an update sets it: DeepSpeed steps some optimizers once while it wraps them."""
+    """torch's AdamW, without compilation; vectors are not decayed. Its rate is 0 until an update sets it: DeepSpeed
+    steps some optimizers once while it wraps them."""
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in parameters if len(whole_shape(p)) >= 2], "weight_decay": config.weight_decay},
@@ -52,8 +49,8 @@ def adamw(module: nn.Module, config: TrainerConfig) -> torch.optim.AdamW:
 
 
 def deepspeed_config(config: TrainerConfig, stage: int, dtype: torch.dtype, numbers: int) -> dict[str, Any]:
-    """The DeepSpeed configuration; `numbers`, the elements of all parameters, bounds the bucket size. Gradients of
-    several micro-batches are accumulated in float32 from ZeRO-1 on."""
+    """The DeepSpeed configuration; `numbers` of parameters bound the bucket. From ZeRO-1 on gradients add up in
+    float32."""
     zero: dict[str, Any] = {"stage": stage, "reduce_bucket_size": min(REDUCE_BUCKET, numbers)}
     if config.offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
@@ -77,11 +74,9 @@ def deepspeed_config(config: TrainerConfig, stage: int, dtype: torch.dtype, numb
 
 @dataclass
 class LossScale:
-    """A dynamic loss scale (mixed precision training, arXiv 1710.03740, sec. 3.2), a power of two.
-
-    DeepSpeed multiplies the loss by it and divides the gradients by it. It changes between updates only: DeepSpeed's
-    own scaler doubles in the middle of a step, whose gradients are then divided by twice what they were multiplied by.
-    """
+    """A dynamic loss scale (mixed precision training, arXiv 1710.03740, sec. 3.2), a power of two, by which
+    DeepSpeed multiplies the loss and divides the gradients. It changes between updates only: DeepSpeed's own
+    doubles in the middle of a step, whose gradients are then divided by twice what they were multiplied by."""
 
     value: float = INITIAL_SCALE
     """The scale of one rank."""
@@ -89,16 +84,13 @@ class LossScale:
     """Updates in a row without an overflow since the last change."""
 
     def for_ranks(self, ranks: int) -> float:
-        """The scale of so many ranks.
-
-        The loss is multiplied by the ranks besides, because DeepSpeed averages the gradients over them afterwards: with
-        the scale of one rank, the first gradients of many would overflow, and their updates be skipped.
-        """
+        """The scale of so many ranks: DeepSpeed averages gradients, so the loss is multiplied by the ranks besides.
+        With one rank's scale, the first gradients of many would overflow."""
         return self.value / 2 ** (ranks - 1).bit_length()
 
     def overflows(self, skipped: bool) -> bool:
-        """Record an update; returns whether a gradient that is not finite is an overflow of the scaled loss. At a scale
-        of 1 it is not: nothing was scaled."""
+        """Record an update; returns whether a gradient that is not finite is an overflow, which at a scale of 1 it
+        is not."""
         overflowed = skipped and self.value > 1.0
         if skipped:
             self.value, self.finite = max(self.value / 2.0, 1.0), 0

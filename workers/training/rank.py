@@ -73,7 +73,6 @@ class Update(Generic[OutputT]):
     sequences: int
 
     def metrics(self, sums: dict[str, float], values: dict[str, float], device: Device) -> UpdateMetrics:
-        """These metrics of the outputs, and metrics of the step and its speed. Collective."""
         step = self.step
         of_step = {"grad_norm": step.grad_norm, "learning_rate": step.learning_rate}
         if step.loss_scale is not None:
@@ -141,14 +140,12 @@ class TrainingRank(ABC, Generic[ConfigT]):
         return f"{socket.gethostname()} {own_address()}"
 
     def rendezvous(self, *, one_host: bool) -> tuple[str, int]:
-        """(address, port) of the group's store, opened here, on this machine alone with `one_host`. Call it before
-        `start`, on the future rank 0."""
+        """(address, port) of the store, opened on this machine; call it before `start`, on the future rank 0."""
         address = LOOPBACK if one_host else own_address()
         self._store = open_store(address)
         return address, self._store.port
 
     def join(self, rendezvous: Rendezvous) -> None:
-        """Become a rank of the training group."""
         if self._engine is not None:
             raise RuntimeError(f"{self._name} has already been started")
         prepare_torch(self._config.trainer.threads, deterministic=self._config.deterministic)
@@ -179,8 +176,8 @@ class TrainingRank(ABC, Generic[ConfigT]):
         return adapter
 
     def _train_policy(self, reference: ModelConfig | None, temperature: float, entropy_grad: bool = False) -> None:
-        """Load a causal language model into DeepSpeed, and a frozen reference if there is one: with adapters, the model
-        without them."""
+        """Load a causal language model into DeepSpeed, and a frozen reference, if any: with adapters, the model
+        below."""
         announce(Activity.MODEL)
         model = load_causal(self._below, partitioner_for(self._config.model, self._config.trainer))
         adapter = self._train(self._logprobs(model, temperature, entropy_grad), model, model.dtype)
@@ -203,9 +200,8 @@ class TrainingRank(ABC, Generic[ConfigT]):
         return head_chunks(model.config.get_text_config().vocab_size, tokens, self._device)
 
     def reference_logprobs(self, plan: RankPlan, *tables: pa.Table) -> tuple[ScoreSummary, pa.Table]:
-        """(summary, token_scores table): `ref_logprobs` of the plan's rows under the colocated reference. With
-        adapters, the reference may be the trained model without them, or with the initial adapters. Raises RuntimeError
-        if the worker has no colocated reference."""
+        """(summary, token_scores table): `ref_logprobs` under the colocated reference, which with adapters may be
+        the trained model without them, or with the initial ones. Raises RuntimeError without one."""
         how = (self.engine.device, top_tokens(self._distill.stored_k))
         if self._base_of is not None:
             with self._base_of.as_started():
@@ -245,8 +241,7 @@ class TrainingRank(ABC, Generic[ConfigT]):
         return self._packs
 
     def offload_states(self) -> int:
-        """Move what only an update needs to host memory; returns the bytes that are free on the GPU then. The next
-        update moves it back."""
+        """Move what only an update needs to host memory, until the next; returns the bytes that are free on the GPU."""
         return self.engine.offload_states()
 
     def save(self, directory: str) -> None:
@@ -256,9 +251,8 @@ class TrainingRank(ABC, Generic[ConfigT]):
             self.engine.save(directory)
 
     def begin_save(self, directory: str, model: str = "", average: str = "") -> None:
-        """Copy what `save` writes, and begin to write it, and exports of the model and its average into folders that
-        are named, in the background; `save_status` reports when it is done. Raises RuntimeError if some rank is still
-        writing an earlier one."""
+        """Copy what `save` writes, and begin to write it, and exports into named folders, in the background
+        (`save_status`). Raises RuntimeError if some rank is still writing."""
         self._require_written()
         state = self.engine.copy_state(directory)
         exports = self.engine.copy_export(model, self._config.model) if model else []
@@ -305,7 +299,6 @@ class TrainingRank(ABC, Generic[ConfigT]):
             self._engine = None
 
     def close(self) -> None:
-        """Release everything and leave the group. Safe to call more than once."""
         self.release()
         leave_group()
         self._store = None
@@ -339,12 +332,9 @@ def own_peak(device: Device) -> Peak:
 
 
 def prepare_torch(threads: int, *, deterministic: bool = False) -> None:
-    """Set torch's compute threads on the CPU (0 keeps the setting), flush denormal numbers to 0, and choose algorithms.
-
-    Call it before torch computes: existing threads keep their settings. The gradients of a confident policy have many
-    numbers below 1e-38, and a CPU takes fifty times as long for each. With `deterministic` sums have a fixed order, and
-    torch raises if an operation has no such algorithm. What adds in the network's switches (NVLS) promises none.
-    """
+    """Set torch's compute threads on the CPU (0 keeps the setting), before it computes, flush denormal numbers to 0
+    (a confident policy has many gradients below 1e-38, each fifty times as slow), and choose algorithms. With
+    `deterministic` sums have a fixed order, and torch raises if it has none; NVLS promises none."""
     if deterministic:  # read when cuBLAS and NCCL start
         os.environ |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_NVLS_ENABLE": "0"}
         torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]

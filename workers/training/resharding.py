@@ -45,8 +45,8 @@ ZERO_3 = StateKeys("optimizer_state_dict", "fp32_flat_groups")
 
 
 def share(shards: Sequence[torch.Tensor], size: int, rank: int, width: int) -> torch.Tensor:
-    """A rank's share, of `width` elements, of a tensor of `size` elements cut into `shards` in order, as a copy; zeros
-    fill it up beyond the end. Raises ValueError if the shards have fewer than `size` elements."""
+    """A rank's copied share of `width` elements of a tensor cut into `shards` in order, zeros beyond `size`. Raises
+    ValueError."""
     held = sum(shard.numel() for shard in shards)
     if held < size:
         raise ValueError(f"the shards have {held} elements, expected at least {size}")
@@ -101,9 +101,8 @@ def parameter_width(shape: Sequence[int], world: int) -> int:
 
 
 def reshard(saved: Sequence[State], keys: StateKeys, cut: Cut, param_groups: Sequence[State]) -> State:
-    """State of one rank from the states of all ranks that saved. Everything except the flat tensors (`keys`) is as rank
-    0 saved it; the optimizer's current groups number these. Raises ValueError if the shards do not add up to the
-    whole."""
+    """State of one rank from all ranks' that saved: flat tensors (`keys`) by `cut`, all else as rank 0's; the
+    current groups number them. Raises ValueError if the shards do not add up to the whole."""
     adam = [state[keys.adam] for state in saved]
     weights = cut([state[keys.weights] for state in saved])
     states: dict[int, State] = {}
@@ -126,8 +125,8 @@ def reshard(saved: Sequence[State], keys: StateKeys, cut: Cut, param_groups: Seq
 
 
 def flattened(adam: State, weights: Mapping[str, torch.Tensor], shapes: Shapes) -> State:
-    """State that one rank saves under ZeRO 1 or 2, from an Adam with a state for each parameter: only the parts that
-    are resharded. Raises ValueError if the number of parameters differs from `shapes`."""
+    """What is resharded of the state that one rank saves under ZeRO 1 or 2, from an Adam by parameter. Raises
+    ValueError."""
     states: dict[int, State] = {}
     for index, (group, names) in enumerate(zip(adam["param_groups"], shapes, strict=True)):
         members: list[State] = [adam["state"].get(number, {}) for number in group["params"]]
@@ -174,8 +173,7 @@ class ReshardingLoader:
         self._whole = whole
 
     def load(self, folder: Path, ranks: int) -> None:
-        """Load what another group of so many ranks wrote. Raises FileNotFoundError if a file is missing, and ValueError
-        if a file cannot be read, or its contents do not fit the model."""
+        """Load what a group of so many ranks wrote. Raises FileNotFoundError; ValueError if the contents do not fit."""
         optimizer, rank, world = self._engine.optimizer, dist.get_rank(), dist.get_world_size()
         of_model = folder / f"{'zero_pp_rank_0_' if self._stage == 3 else ''}mp_rank_00_model_states.pt"
         require(of_model, ranks)
@@ -238,8 +236,8 @@ class ReshardingLoader:
 def reshard_average(
     files: Sequence[Path], parameters: Sequence[nn.Parameter], average: Sequence[torch.Tensor], stage: int
 ) -> list[torch.Tensor]:
-    """This rank's part of the moving average in the files of every rank that saved, read one parameter at a time.
-    `average` is what this rank holds now: one tensor for each parameter, or none."""
+    """This rank's part of the moving average in all ranks' files, read by parameter; `average`: what it holds now,
+    or none."""
     with contextlib.ExitStack() as stack:
         handles = [stack.enter_context(opened(file)) for file in files]
         names = [f"average.{number}" for number in range(len(average))]

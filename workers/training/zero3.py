@@ -41,11 +41,8 @@ def partitioner_for(model: ModelConfig, trainer: TrainerConfig) -> ZeroPartition
 
 
 class ZeroPartitioner:
-    """A `Partitioner` of DeepSpeed. Every rank copies its own part out of the memory-mapped files.
-
-    A rank reads whole tensors only if transformers converts them: to another type, or several of a file to one of
-    the model (fused experts). It then holds one tensor at a time.
-    """
+    """A `Partitioner` of DeepSpeed: every rank copies its part out of memory-mapped files. Whole tensors, one at a
+    time, are read only if transformers converts them: to another type, or several to one (fused experts)."""
 
     def __init__(self, trainer: TrainerConfig, dtype: torch.dtype) -> None:
         self._zero: Any = import_deepspeed().zero
@@ -113,8 +110,8 @@ class FrozenModule:
 
 
 def place_frozen(module: ModelModule, trainer: TrainerConfig, device: torch.device) -> FrozenModule:
-    """Put a module that is not trained on the device; if it is partitioned, under DeepSpeed. Collective. DeepSpeed then
-    gathers every layer for its passes only, so that all ranks must run equally often."""
+    """Put a module that is not trained on the device; a partitioned one under DeepSpeed, which gathers every layer
+    for its passes: all ranks must run equally often. Collective."""
     module.requires_grad_(False)
     if not any(is_partitioned(parameter) for parameter in module.parameters()):
         return FrozenModule(module.to(device))

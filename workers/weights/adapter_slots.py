@@ -47,9 +47,8 @@ def slot_problem(
     slot: int,
     scaling: float,
 ) -> str:
-    """Differences between a slot of the memory of vLLM's layers and the adapters of a version, or empty if none.
-    `packed` names the layers that a layer of vLLM multiplies together; vLLM keeps B multiplied with the factor of B
-    A."""
+    """Differences between a slot of vLLM's layers and a version's adapters, or empty. `packed`: layers that a layer
+    of vLLM multiplies together; it keeps B multiplied with the factor of B A."""
     parts = {name: packed.get(name) or (name,) for name in layers}
     if homeless := sorted(set(adapters) - {part for own in parts.values() for part in own}):
         return f"the engine has no layer for the adapter of {_some(homeless)}"

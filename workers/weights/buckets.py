@@ -55,8 +55,8 @@ def buckets_of(shapes: Sequence[Shape], limit: int = BUCKET_BYTES) -> tuple[Buck
 
 
 def pack(bucket: Bucket, tensors: Iterator[tuple[str, torch.Tensor]], buffer: torch.Tensor) -> torch.Tensor:
-    """Copy the bucket's tensors, the next ones of `tensors`, into the buffer; returns the view uint8 [bucket.nbytes].
-    Raises ValueError if a tensor is not the one of the layout."""
+    """Copy the bucket's tensors, next of `tensors`, into the buffer; returns uint8 [bucket.nbytes]. Raises
+    ValueError."""
     packed = buffer[: bucket.nbytes]
     for spec in bucket.tensors:
         name, tensor = next(tensors, ("", None))
@@ -78,12 +78,8 @@ def unpack(bucket: Bucket, packed: torch.Tensor) -> list[tuple[str, torch.Tensor
 
 
 def checksums(bucket: Bucket, packed: torch.Tensor) -> torch.Tensor:
-    """int64 [tensors, 2]: checksums of each tensor in uint8 [bucket.nbytes], the sum of its 32-bit words, and the sum
-    weighted by their positions.
-
-    They are computed modulo 2^64 on the device of the bytes, which are read twice. Any change of one word changes the
-    first, words that change places change the second. They detect faults of the transfer, not an attack.
-    """
+    """int64 [tensors, 2], modulo 2^64: the sum of the 32-bit words of each tensor in uint8 [bucket.nbytes], and the
+    sum weighted by their positions, computed on their device. They detect faults of the transfer, not an attack."""
     words = packed.view(torch.int32)
     bounds = [*(spec.offset // 4 for spec in bucket.tensors), bucket.nbytes // 4]
     sums = [checksum(words[start:end]) for start, end in itertools.pairwise(bounds)]

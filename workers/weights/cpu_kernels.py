@@ -45,8 +45,8 @@ def logits_in_blocks() -> None:
 
 
 def multiply_single_tokens_alike() -> None:
-    """Make vLLM in this process multiply the only token of a step as it multiplies one among others (see `product`).
-    Compiled models keep vLLM's product."""
+    """Make vLLM in this process multiply a step's only token as one among others (`product`), but in compiled
+    models."""
     multiply = _custom_ops.onednn_mm
 
     @wraps(multiply)
@@ -59,8 +59,8 @@ def multiply_single_tokens_alike() -> None:
 
 
 def _multiply(inputs: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-    """inputs [tokens, columns] @ matrix [rows, columns]^T. By oneDNN in float32: MKL's sums of few rows depend on their
-    number, and log-probs of a sample would differ with the moments at which others arrive and end."""
+    """inputs [tokens, columns] @ matrix [rows, columns]^T. By oneDNN in float32: MKL's sums of few rows depend on
+    their number, and log-probs would differ with the others' arrivals."""
     return product(inputs, matrix, None) if inputs.dtype == torch.float32 else inputs @ matrix.T
 
 
@@ -103,8 +103,7 @@ def multiply_at_once() -> None:
 
 
 def multiply_experts_without_adapters() -> None:
-    """Let vLLM choose the kernel of experts in this process as without adapters; before it loads a model. With adapters
-    it chooses one for experts that have some, which needs Triton. Troupe's experts have none."""
+    """Let vLLM choose the kernel of experts as without adapters (theirs needs Triton), before it loads a model."""
     module: Any = unquantized_fused_moe_method
     chosen = module.select_unquantized_moe_backend
 

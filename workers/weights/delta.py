@@ -45,8 +45,6 @@ class DeltaRefused(ValueError):
 
 @dataclass(frozen=True)
 class _Part:
-    """The changed words of one piece of the payload."""
-
     start: int
     """First word of the piece."""
     places: npt.NDArray[np.uint32]
@@ -56,8 +54,8 @@ class _Part:
 
 
 class ChangedWords:
-    """Collects what differs, piece by piece and from several threads, until it is too much. If it is expected to be too
-    much, only a sample is compared; it shows whether to expect it the next time."""
+    """Collects what differs, piece by piece and from several threads, until it is too much; if that is expected,
+    only a sample is compared, which shows whether to expect it the next time."""
 
     def __init__(self, base: str, expect_dense: bool = False) -> None:
         """`base`: digest of the old version. If `expect_dense`, there is no delta, but a share of changed words."""
@@ -80,8 +78,7 @@ class ChangedWords:
         self._parts = []
 
     def compare(self, start: int, old: Bytes, new: Bytes) -> None:
-        """Collect what differs in the piece that begins at an even offset of the payload; an odd last byte is followed
-        by padding."""
+        """Collect what differs in a piece at an even offset of the payload; an odd last byte is followed by padding."""
         if self._given_up or (self._sampled and start // _STRETCH % _SAMPLED):
             return
         if old.nbytes != new.nbytes:
@@ -125,8 +122,7 @@ def base_of(delta: Bytes) -> str:
 
 
 def apply_delta(delta: Bytes, payload: Bytes) -> None:
-    """Change the payload of the base, in place, into the new version's. The caller verifies the result. Raises
-    DeltaRefused if it is no delta, is damaged, or is for a payload of another size."""
+    """Change the base's payload, in place, into the new version's, for the caller to verify. Raises DeltaRefused."""
     reader = _open(delta)
     nbytes = _header(reader)[1]
     if nbytes != payload.nbytes or nbytes % WORD.itemsize:

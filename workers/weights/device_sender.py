@@ -39,9 +39,8 @@ def device_sender(
     device: torch.device,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> DeviceSender:
-    """The sender of a back-end, connected to the engines, which only rank 0 calls. Collective. `shapes` are names,
-    types and whole shapes, in the order of the weights. Raises TransferFailed if an engine did not join, and ValueError
-    if the back-end does not send from device to device, or a type cannot be sent."""
+    """The sender of a back-end, connected to the engines by rank 0. Collective. `shapes`: names, types and whole
+    shapes, in order. Raises TransferFailed if an engine did not join, ValueError for what it cannot send."""
     row = BACKENDS[backend]
     if row.sender is None:
         raise ValueError(f"{backend} writes a file and has no sender")

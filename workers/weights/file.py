@@ -84,13 +84,10 @@ class WeightPublisher:
     def __init__(
         self, source: WeightSource, directory: Path, run_id: str, writes: bool = True, lasting: bool = False
     ) -> None:
-        """Prepare the file, whose name has `run_id`. Removes files that dead processes of the same run left.
-
-        A tied weight must occur once in the source. If iterating is collective (ZeRO-3 gathers each parameter), every
-        rank has a publisher, and all but one iterate without writing. If the tensors are `lasting`, they stay valid
-        when the next one is requested, so that several are written in parallel. Raises ValueError if `run_id` cannot be
-        part of a file name.
-        """
+        """Prepare the file, whose name has `run_id`, without those of dead processes of the run. A tied weight must
+        occur once. If iterating is collective (ZeRO-3), every rank has a publisher, and all but one iterate
+        without writing. `lasting` tensors, valid after the next is requested, are written in parallel. Raises
+        ValueError for a bad `run_id`."""
         self._source = source
         self._path = new_path(directory, run_id)
         self._writes = writes
@@ -107,9 +104,8 @@ class WeightPublisher:
             remove_at_death(self._path)
 
     def publish(self, version: int, base: str = "") -> WeightUpdate | None:
-        """Write all tensors; returns layout and digest, or None on a rank that only iterates. `base` is the digest of
-        the previous version, if `delta` is to return the changes since. Raises ValueError if the source is empty, or a
-        name occurs twice, and OSError if the file cannot be written; the message has its path."""
+        """Write all tensors; returns layout and digest, or None on a rank that only iterates. `base`: digest of the
+        previous version, for `delta`. Raises ValueError for no tensors or a name twice, OSError with the path."""
         source = self._source() if callable(self._source) else self._source
         if not self._writes:
             for _ in source:
@@ -146,7 +142,7 @@ class WeightPublisher:
         return update
 
     def delta(self, update: WeightUpdate) -> Bytes:
-        """The changes of `update`, the last published version, since its base; empty if all is cheaper, or it is not
+        """The changes of `update`, the last version published, since its base; empty if all is cheaper, or it is not
         the last."""
         if self._published != update or self._changes is None:
             return NOTHING
@@ -191,8 +187,7 @@ class MappedWeights:
         self.payload = payload
 
     def verify(self) -> None:
-        """Check payload and description against the published digest. Raises WeightDigestMismatch if they are not the
-        published ones, and WeightFileRefused if the description does not fit the payload."""
+        """Check payload and description against the digest. Raises WeightDigestMismatch, WeightFileRefused."""
         for spec in self.update.tensors:
             self._dtype(spec)
         pieces = list(self._pieces())
@@ -204,8 +199,7 @@ class MappedWeights:
             raise WeightDigestMismatch(self.update.path, self.update.digest, got)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names and tensors, without a copy. Writing to a tensor crashes the process. Raises WeightFileRefused if the
-        description does not fit the payload."""
+        """Names and tensors, without a copy; writing to one crashes the process. Raises WeightFileRefused."""
         with warnings.catch_warnings():  # torch warns that it has no read-only tensors
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
             payload = torch.from_numpy(self.payload)
@@ -229,9 +223,9 @@ class MappedWeights:
 
 @contextmanager
 def open_weights(update: WeightUpdate, mapping: FileMapping | None = None) -> Iterator[MappedWeights]:
-    """Map the file of `update`, into a mapping that may be kept for the next version, and lock out its publisher until
-    the context ends. Raises WeightFileRefused if the file is a link or belongs to another user, WeightDigestMismatch if
-    the file is too short, or is not there any more, and BlockingIOError if the publisher is writing the file."""
+    """Map the file of `update`, into a mapping kept for the next version, and lock out its publisher. Raises
+    WeightFileRefused for a link or another user's, WeightDigestMismatch if it is too short or gone, and
+    BlockingIOError."""
     with ExitStack() as stack:
         try:
             fd, size = stack.enter_context(open_existing(update.path))
@@ -257,8 +251,7 @@ def read_payload(update: WeightUpdate) -> Bytes:
 
 
 def write_payload(update: WeightUpdate, payload: Bytes) -> None:
-    """Write the file of `update` on this node from its bytes. The caller removes the file. Raises ValueError if
-    `payload` has the wrong size, and WeightFileRefused if the path is not a weight file's."""
+    """Write the file of `update` on this node; the caller removes it. Raises ValueError, WeightFileRefused."""
     path = Path(update.path)
     if payload.nbytes != update.nbytes:
         raise ValueError(f"received {payload.nbytes} bytes of weights, expected {update.nbytes}")
@@ -270,9 +263,9 @@ def write_payload(update: WeightUpdate, payload: Bytes) -> None:
 
 
 def change_payload(update: WeightUpdate, delta: Bytes) -> None:
-    """Turn the previous version's file into the file of `update`, in place. Engines verify it before they load it.
-    Raises DeltaRefused if the delta does not fit the file, OSError if the file is gone, or a reader still uses it, and
-    WeightFileRefused if the path is not a weight file's, or the file is a link or belongs to another user."""
+    """Turn the previous version's file into that of `update`, in place, for engines to verify. Raises DeltaRefused
+    if the delta does not fit, OSError if the file is gone or read, WeightFileRefused for a bad path, a link or
+    another user's."""
     path = Path(update.path)
     check_name(path)
     with open_existing(path, change=True) as (fd, size):

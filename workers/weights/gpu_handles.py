@@ -40,19 +40,14 @@ def export_handle(buffer: torch.Tensor) -> PlainHandle:
 
 
 def release_handle(handle: PlainHandle) -> None:
-    """Let torch free the buffer of a handle that this process has exported, once nothing here refers to it.
-
-    torch counts 1 for every handle, and a process that opens it and is done with it counts 1 down; memory with a count
-    above 0 stays allocated for good. A handle that nobody has opened, because no engine is on this GPU or one has died,
-    would keep the memory, so this process counts down as well. A count below 0, as with several engines on a GPU,
-    frees the memory like 0.
-    """
+    """Let torch free the buffer of a handle that this process has exported, once nothing here refers to it. torch
+    counts 1 for every handle, which a process that opens it counts down when done; memory above 0 stays for good.
+    This process counts down as well, for handles that nobody opened; below 0 is as 0."""
     torch.UntypedStorage._release_ipc_counter_cuda(*handle[_COUNTER])
 
 
 def open_handle(handle: PlainHandle, device: torch.device) -> torch.Tensor:
-    """The buffer as this process sees it, on the GPU as it numbers it: uint8 [n], to be copied before the sender uses
-    it again."""
+    """The buffer on the GPU as this process numbers it: uint8 [n], to be copied before the sender uses it again."""
     offset, length, _, *rest = handle
     types = (torch.Tensor, torch.Size([length]), (1,), offset, torch.storage.TypedStorage, torch.uint8)
     return rebuild_cuda_tensor(*types, device.index or 0, *rest)

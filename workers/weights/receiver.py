@@ -36,11 +36,8 @@ _LEAST_EFFECT = 1e-3
 
 
 class EngineWeights:
-    """Loads versions of the policy's weights into an engine, and confirms what its processes hold.
-
-    The engine's requests are paused during a load, and continue under the new weights. After a failed update the engine
-    stays closed until an update succeeds.
-    """
+    """Loads versions of the policy's weights into an engine, and confirms what its processes hold. Requests are
+    paused during a load. After a failed update the engine stays closed until one succeeds."""
 
     def __init__(self, engine: ServingEngine, memory: EngineSleep) -> None:
         self._engine = engine
@@ -51,21 +48,17 @@ class EngineWeights:
         """The policy's adapters that the engine has loaded."""
 
     def require_adapter(self) -> LoRARequest | None:
-        """The adapters of the current version, or None if the engine holds all weights of the policy. Raises
-        EngineClosed if the policy has adapters, and the engine has not loaded any yet."""
+        """The adapters of the current version, or None if it has whole weights. Raises EngineClosed if none is
+        loaded."""
         if self._adapts and self._adapter is None:
             raise EngineClosed(self._engine.name, "it has not loaded the policy's adapters yet")
         return self._adapter
 
     async def update(self, update: WeightUpdate) -> WeightAck:
-        """Load a published file of weights while running requests are paused.
-
-        The acknowledged version and digest are reported by the processes that hold the weights. After an error, running
-        and new requests end with EngineClosed until an update succeeds. Raises WeightDigestMismatch, which names this
-        worker, if the loaded weights are not the published ones, EngineDead if the engine's process has ended,
-        EngineOutOfStep if the update failed in one of several processes of the engine, and EngineClosed if it failed
-        for another reason.
-        """
+        """Load a published file of weights while running requests are paused; version and digest are as the
+        processes that hold them report. After an error, requests end with EngineClosed until an update succeeds.
+        Raises WeightDigestMismatch with this worker's name; EngineDead; EngineOutOfStep if one of several
+        processes failed; EngineClosed otherwise."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         started, call = time.monotonic(), self._engine.call
@@ -101,8 +94,7 @@ class EngineWeights:
         await self._engine.call(engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info)))
 
     async def begin(self) -> None:
-        """Pause running requests for an update from device to device. An update that did not end, because the trainer
-        died in it, is forgotten."""
+        """Pause requests for an update from device to device; one that did not end (the trainer died) is forgotten."""
         close_on_failure = self._engine.call_or_close
         async with self._engine.lock:
             engine = await self._engine.pause()
@@ -117,8 +109,8 @@ class EngineWeights:
         await self._engine.call_or_close(received)
 
     async def finish(self, version: int, digest: str) -> WeightAck:
-        """Serve the weights received as `version`, if every process of the engine has received this digest. Raises
-        WeightDigestMismatch if the loaded weights are not the ones that were sent; the engine stays closed."""
+        """Serve the weights received as `version`. Raises WeightDigestMismatch if a process has others; it stays
+        closed."""
         engine, started = self._engine.require_live(), time.monotonic()
         await self._engine.call_or_close(engine.finish_weight_update(str(version)))
         await self._engine.call_or_close(self.confirm(version, digest))
@@ -175,8 +167,7 @@ class NodeFile:
         """Path and digest of the file that was written whole, or empty without one."""
 
     async def write(self, update: WeightUpdate, payload: Bytes | StoredBytes) -> None:
-        """Write the weight file of `update` from its bytes, uint8, or their location in an object store. Raises
-        StoreFailed if the object store cannot be read."""
+        """Write the weight file of `update` from its bytes, uint8, or an object store. Raises StoreFailed."""
         from troupe.workers.weights.file import write_payload
 
         if update.path not in self._paths:
@@ -188,9 +179,8 @@ class NodeFile:
         self._kept = update.path, update.digest
 
     async def change(self, update: WeightUpdate, delta: Bytes | StoredBytes) -> bool:
-        """Turn the file that this worker wrote last into the file of `update` by its changes, uint8, or their location
-        in an object store. Engines verify it before they load it. Returns False if this node does not have the delta's
-        base."""
+        """Change the last file into that of `update`, for engines to verify; False without the delta's base on this
+        node."""
         from troupe.workers.weights.delta import DeltaRefused, base_of
         from troupe.workers.weights.file import change_payload
 

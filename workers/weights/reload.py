@@ -98,16 +98,15 @@ def _tied_heads(model: torch.nn.Module) -> frozenset[str]:
 
 
 def _repack_heads(model: torch.nn.Module) -> None:
-    """Repack every output head from its weight: on the CPU a head multiplies by a packed copy, and the reload does not
-    notice that a tied head's weight has changed. Without this, it would silently keep the old policy's last layer."""
+    """Repack every output head from its weight: on the CPU it multiplies by a packed copy, and the reload does not
+    notice that a tied head's weight has changed: it would keep the old policy's last layer."""
     for _, head in _heads(model):
         if isinstance(head.quant_method, UnquantizedEmbeddingMethod):
             head.quant_method.process_weights_after_loading(head)
 
 
 def _missing_layers(model: torch.nn.Module, tied_heads: frozenset[str]) -> list[str]:
-    """Modules that the reload still waits for, but attention layers, which are processed at the end, tied heads, which
-    have no separate weights, and rows that pad a vocabulary."""
+    """Modules that the reload still waits for, but attention layers (processed last), tied heads, and padding rows."""
     missing = []
     for name, module in model.named_modules():
         info = get_layerwise_info(module)

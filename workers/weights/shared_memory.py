@@ -73,9 +73,9 @@ def open_for_writing(path: Path) -> Iterator[int]:
 
 @contextmanager
 def open_existing(path: str | Path, *, change: bool = False) -> Iterator[tuple[int, int]]:
-    """(descriptor, size in bytes) of a file that its writer cannot change until the context ends; with `change`, nobody
-    can read it. Raises WeightFileRefused if the file is a link or belongs to another user, FileNotFoundError if the
-    file does not exist, and BlockingIOError if the file is being written, or to be changed while a reader uses it."""
+    """(descriptor, size in bytes) of a file that its writer cannot change until the context ends; with `change`,
+    nobody reads it. Raises WeightFileRefused for a link or another user's, FileNotFoundError, and
+    BlockingIOError."""
     fd = os.open(path, (os.O_RDWR if change else os.O_RDONLY) | os.O_CLOEXEC | _no_links(path))
     try:
         size = _checked_size(fd, path)
@@ -86,8 +86,8 @@ def open_existing(path: str | Path, *, change: bool = False) -> Iterator[tuple[i
 
 
 class FileMapping:
-    """The pages of a weight file, kept mapped between versions: mapping them again costs as much as hashing. A replaced
-    file stays mapped until the next one is opened."""
+    """The pages of a weight file, kept mapped between versions, also if it is replaced: mapping costs as much as
+    hashing."""
 
     def __init__(self, prot: int) -> None:
         """`prot`: `mmap.PROT_READ`, and `PROT_WRITE`."""
@@ -95,8 +95,8 @@ class FileMapping:
         self.drop()
 
     def of(self, fd: int, size: int) -> Bytes:
-        """uint8 [size], the first bytes of an open, locked file that has at least as many. A file never grows through
-        its mapping: with full memory a write call raises an error, but touching a mapping ends the process."""
+        """uint8 [size] of an open, locked file of at least that size: with full memory growing by a mapping ends the
+        process."""
         status = os.fstat(fd)
         file = (status.st_dev, status.st_ino, size)  # a mapped inode is not reused for another file
         if file != self._file:
@@ -109,7 +109,6 @@ class FileMapping:
         return self._bytes
 
     def drop(self) -> None:
-        """Release the pages."""
         self._file, self._bytes = (0, 0, 0), NOTHING
 
 

@@ -52,9 +52,8 @@ class WeightStore:
     """The policy's folder in an object store."""
 
     def __init__(self, url: str, run_id: str) -> None:
-        """Open the store: `s3://bucket/folder`, `gs://...`, `abfs://...` or `file:///folder`, with pyarrow's options as
-        a query. Removes what dead processes of this host left there for the same run. Raises StoreFailed if the store
-        cannot be reached, or nothing can be written there."""
+        """Open `s3://bucket/folder`, `gs://`, `abfs://` or `file:///folder`, with pyarrow's options as a query,
+        without what dead processes of this host left of the run. Raises StoreFailed."""
         self._url = url
         self._paths: set[str] = set()
         self._prefix = f"troupe-{run_id}-{socket.gethostname()}-"
@@ -90,7 +89,6 @@ class WeightStore:
         self._paths.clear()
 
     def close(self) -> None:
-        """Remove the folder."""
         self._paths.clear()
         self._delete(str(self._folder))
 

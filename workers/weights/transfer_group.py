@@ -63,9 +63,8 @@ class TransferGroup:
         check: Callable[[], None] = lambda: None,
         bound_s: float = BOUND_S,
     ) -> None:
-        """Join; every member does so at the same time, the sender as rank 0. The device decides the library: NCCL or
-        gloo. `check` is called during waits of at most `bound_s` seconds, and raises if another member has failed.
-        Raises TransferFailed if a member did not join."""
+        """Join at the same time as all others, the sender as rank 0, by NCCL or gloo. `check` is called during waits
+        of at most `bound_s` seconds, and raises if another member has failed. Raises TransferFailed."""
         self.check = check
         """Raises if another member has failed; called while this one waits."""
         self._bound_s = bound_s
@@ -83,8 +82,8 @@ class TransferGroup:
             raise
 
     def broadcast(self, tensor: torch.Tensor) -> Callable[[], None]:
-        """Begin to send the tensor (rank 0) or to receive it (the others); returns the wait for its end. The wait
-        raises TransferFailed if a member fails or the bound passes; the group is then of no more use."""
+        """Begin to send (rank 0) or receive the tensor; returns the wait for its end, which raises TransferFailed if
+        a member fails or the bound passes; the group is then of no more use."""
         if self._group is None:
             raise TransferFailed(f"rank {self._rank} has left the transfer group")
         work = self._group.broadcast(tensor, 0)
@@ -100,12 +99,9 @@ class TransferGroup:
                 raise TransferFailed(f"rank {self._rank}: a broadcast failed: {error}")
 
     def _connect(self, size: int, device: torch.device) -> None:
-        """Form the library's group, and send a first tensor.
-
-        Gloo's constructor and NCCL's first broadcast wait for every member, in C++ and for as long as the library
-        likes: on a thread, so that a member that dies meanwhile fails the others in time. The thread reads the store on
-        a separate connection: a connection serves one wait after another.
-        """
+        """Form the library's group, and send a first tensor. Gloo's constructor and NCCL's first broadcast wait for
+        all in C++ without a bound: on a thread, so that a member's death fails the others in time, with its own
+        connection to the store, as one serves one wait after another."""
         greeting = torch.full((1,), _GREETING if self._rank == 0 else 0, dtype=torch.int64, device=device)
         connection: Any = self._store  # its type names no `clone`
         store, made = connection.clone(), Future[tuple[Any, Any]]()
@@ -127,12 +123,9 @@ class TransferGroup:
             raise TransferFailed("the first broadcast of the transfer group did not arrive")
 
     def leave(self) -> None:
-        """Leave the group and free its connections. Members that still wait for this one fail.
-
-        The communicator is freed on a thread that is awaited for a few seconds at most. NCCL may wait there for
-        the other members. Gloo's destructor waits for a broadcast that is under way, which a member that is stopped or
-        lost does not let end; the next garbage collection would wait for it on any other thread.
-        """
+        """Leave the group; members that wait for this one fail. The communicator is freed on a thread, awaited for
+        seconds: NCCL may wait there for others, and gloo's destructor for a broadcast that a lost member does not
+        end; else the next garbage collection would wait on any thread."""
         held, self._group = [self._group], None
         if self._has_left:
             return

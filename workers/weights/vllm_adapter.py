@@ -61,13 +61,11 @@ class AdapterTransferEngine(FileReader):
         self._received: _Version | None = None
 
     def start_weight_update(self) -> None:
-        """Begin an update: from now on the process reports no version."""
         self.loaded = LoadedWeights(version=None, digest="", mismatch="")
 
     def receive_weights(self, update_info: FileUpdateInfo) -> None:
-        """Verify a version and keep it. Raises WeightDigestMismatch if the file is not what was published,
-        AdapterRefused if the adapters were trained on another model, or are incomplete, and OSError if the file cannot
-        be read."""
+        """Verify a version and keep it. Raises WeightDigestMismatch, AdapterRefused (another model, incomplete),
+        OSError."""
         update = update_info.update()
         with self._verified(update) as weights:
             # vLLM scales B in place, and the next version is written to the same memory.
@@ -85,7 +83,6 @@ class AdapterTransferEngine(FileReader):
             raise AdapterRefused(f"version {update.version}: {problem}")
 
     def use(self) -> None:
-        """Replace all adapters of the engine by the received version."""
         received = self._require()
         self._install(received, received.tensors)
         self.loaded = LoadedWeights(version=received.version, digest=received.digest, mismatch="")
@@ -154,7 +151,6 @@ class AdapterTransferEngine(FileReader):
         return found
 
     def _names(self) -> Any:
-        """vLLM's names for Hugging Face's, or None if they are the same."""
         mapper = getattr(self._adapted, "hf_to_vllm_mapper", None)
         return None if mapper is None else mapper.get_rename_mapper()
 

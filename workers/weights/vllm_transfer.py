@@ -67,7 +67,6 @@ class FileUpdateInfo(WeightTransferUpdateInfo):
     """The message, as `asdict` makes it."""
 
     def update(self) -> WeightUpdate:
-        """The message itself."""
         return _MESSAGE.validate_python(self.fields)
 
 
@@ -123,16 +122,14 @@ class FileReader(LoadingEngine[WeightTransferInitInfo, FileUpdateInfo]):
 
 
 class FileWeightTransferEngine(FileReader):
-    """Loads a verified weight file into the running model. The model changes only after the digest has been verified: a
-    corrupted update leaves the old weights in place."""
+    """Loads a verified weight file into the running model: a corrupted update leaves the old weights in place."""
 
     def start_weight_update(self) -> None:
         """Clear the last failure. The layerwise reload starts after the file has been verified."""
         self.loaded["mismatch"] = ""
 
     def receive_weights(self, update_info: FileUpdateInfo) -> None:
-        """Verify and load an update. Raises WeightDigestMismatch if the file is not what was published,
-        IncompleteUpdate if weights of the model are missing, and OSError if the file cannot be read."""
+        """Verify and load an update. Raises WeightDigestMismatch, IncompleteUpdate, OSError."""
         update = update_info.update()
         with self._verified(update) as weights:
             self.loaded = LoadedWeights(version=None, digest="", mismatch="")
@@ -182,8 +179,8 @@ class SharedGpuUpdateInfo(DeviceUpdateInfo):
 
 
 class DeviceWeightTransferEngine(LoadingEngine[DeviceInitInfo, UpdateT]):
-    """Loads weights that a `DeviceSender` sends from device to device, and computes their checksums. After a failure
-    the model is a mixture of versions: the rollout worker stays closed until an update succeeds."""
+    """Loads weights from a `DeviceSender`, and computes their checksums. After a failure the model is a mixture of
+    versions: the worker stays closed until an update succeeds."""
 
     init_info_cls = DeviceInitInfo
 
@@ -295,7 +292,6 @@ class EngineExtension:
                 self.weight_transfer_engine.forget()
 
     def troupe_loaded_weights(self) -> LoadedWeights:
-        """Weights that this process holds."""
         if not isinstance(self.weight_transfer_engine, LoadingEngine):
             raise RuntimeError("this engine has no back-end that reports the weights it loaded")
         return self.weight_transfer_engine.loaded
@@ -305,7 +301,6 @@ class EngineExtension:
         record_kept_tokens(self.model_runner)
 
     def troupe_gpu_peak(self) -> int:
-        """Peak bytes that torch has allocated on this process's GPU."""
         return torch.cuda.max_memory_allocated()
 
 
