@@ -21,16 +21,12 @@ _WATCH_S = 0.5
 
 
 class EnvironmentWorker:
-    """Holds up to `episodes` episodes. Episodes of one worker wait only for a free episode process.
-
-    Every method names the episode by a key that the caller chose. An episode that no call names within
-    `episode_timeout_s` ends: its engine may have died.
-    """
+    """Holds up to `episodes` episodes, which wait only for a free process. Every method names an episode by the
+    caller's key. One that no call names within `episode_timeout_s` ends: its engine may have died."""
 
     def __init__(self, config: EnvironmentConfig, name: str, policy: ModelConfig | None = None) -> None:
-        """Set up the worker. The chat template of the policy may open the thought of every turn, which reward functions
-        need to know. Raises OSError or ValueError if the policy's tokenizer cannot be loaded, or there is no such
-        interpreter."""
+        """Set up the worker. The policy's template may open the thought of every turn, which reward functions need
+        to know. Raises OSError or ValueError for the tokenizer or interpreter."""
         self._config = config
         self._name = name
         args = environment_with_opened_thoughts(config, policy).args
@@ -51,8 +47,7 @@ class EnvironmentWorker:
         return await self.health()
 
     async def begin(self, episode: str, row: Row) -> EpisodeReply:
-        """Start an episode once a process is free; returns the first observation. Raises EnvironmentGone if the worker
-        can start no more episodes."""
+        """Start an episode once a process is free; returns the first observation. Raises EnvironmentGone."""
         self._waiting.add(episode)
         try:
             process = await self._free_process()
@@ -68,8 +63,7 @@ class EnvironmentWorker:
         return await self._settled(episode, process.start(row, self._config.turn_timeout_s))
 
     async def step(self, episode: str, message: Message) -> EpisodeReply:
-        """The environment's answer to a turn of the policy. Raises EnvironmentGone if there is no such episode (any
-        more)."""
+        """The environment's answer to a turn of the policy. Raises EnvironmentGone without such an episode."""
         process = self._taken.get(episode)
         if process is None:
             raise EnvironmentGone(f"{self._name} has no episode {episode}")
@@ -81,16 +75,14 @@ class EnvironmentWorker:
         self._release(episode)
 
     async def end_all(self, caller: str) -> int:
-        """Close all episodes of a caller that is gone, including waiting ones; returns how many. Their keys begin with
-        it."""
+        """Close all episodes whose keys begin with a caller that is gone, also waiting ones; returns how many."""
         theirs = [episode for episode in (*self._taken, *self._waiting) if episode.partition("/")[0] == caller]
         for episode in theirs:
             await self.end(episode)
         return len(theirs)
 
     async def health(self) -> WorkerHealth:
-        """Health of the worker; an environment worker has no policy version. Raises WorkerGone if the process that
-        loaded the environment has died, so that no episode can start."""
+        """Health of the worker. Raises WorkerGone if the process that loaded the environment has died."""
         if not self._processes.alive:
             raise WorkerGone(f"{self._name}: the process that loaded the environment has died")
         episodes = [process.pid for process in (*self._free, *self._taken.values())]

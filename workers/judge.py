@@ -56,8 +56,7 @@ class JudgeWorker:
         return health
 
     async def answer(self, questions: Sequence[Question]) -> list[JudgeAnswer]:
-        """Answer questions; one that does not fit the model is a failure. Raises WorkerGone if the engine does not
-        serve."""
+        """Answer questions; one that does not fit the model is a failure. Raises WorkerGone."""
         try:
             return list(await asyncio.gather(*map(self._answer, questions)))
         except EngineClosed as error:

@@ -40,11 +40,9 @@ class MeasuredRollout(RolloutWorker):
 
 
 class EngineMeter:
-    """A stat logger of vLLM (`StatLoggerBase`), which does not have to be imported for it.
-
-    It reads the details of iterations, so the engine needs `enable_logging_iteration_details`. An iteration takes the
-    time since the one before it: vLLM's measurement leaves out what overlaps with the scheduler.
-    """
+    """A stat logger of vLLM (`StatLoggerBase`, not imported). It reads the details of iterations
+    (`enable_logging_iteration_details`). An iteration takes the time since the one before: vLLM's own leaves out
+    what overlaps."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -65,8 +65,7 @@ class PolicyWorker(TrainingRank[PolicyConfig]):
         return self._config.loss.distill
 
     def build(self) -> WorkerHealth:
-        """Load the models; see `TrainingRank.build`. Raises ValueError if the environment has variables that prevent
-        sending weights, and StoreFailed if the object store for weights cannot be used."""
+        """Load the models. Raises ValueError if variables prevent sending weights; StoreFailed."""
         config = self._config
         if (check := BACKENDS[config.transfer_backend].check) is not None:
             resolve(check)(os.environ)
@@ -82,8 +81,7 @@ class PolicyWorker(TrainingRank[PolicyConfig]):
         return score_plan(self.engine.module, plan, rollouts, "old_logprobs", self.engine.device, reader)
 
     def teacher_logprobs(self, plan: RankPlan, name: str, *rollouts: pa.Table) -> tuple[ScoreSummary, pa.Table]:
-        """(summary, token_scores table): the plan's rows under the current policy or its average, behind the prompts of
-        this teacher."""
+        """(summary, token_scores table): the rows under the policy or its average, behind this teacher's prompts."""
         teacher, reader = self._config.teachers[name], top_tokens(self._distill.stored_k)
 
         def score(plan: RankPlan, tables: Sequence[pa.Table]) -> tuple[ScoreSummary, pa.Table]:
@@ -97,8 +95,7 @@ class PolicyWorker(TrainingRank[PolicyConfig]):
             return TeacherPrompts(teacher.prompt, self._config.model, longest, most).score(score, plan, rollouts)
 
     def shares_prompts(self) -> bool:
-        """Whether samples of a group train behind one copy of their prompt. They do if it is configured and they are
-        packed."""
+        """Whether samples of a group train behind one copy of their prompt: if configured, and packed."""
         return self._config.share_prompts and self._packs
 
     def prepare(self, request: PrepareRequest, *tables: pa.Table) -> tuple[TrainSummary, pa.Table]:
@@ -110,8 +107,8 @@ class PolicyWorker(TrainingRank[PolicyConfig]):
     def update(
         self, plan: RankPlan, batch: pa.Table, kl_old_coef: float = 0.0, texts: pa.Table | None = None
     ) -> UpdateMetrics:
-        """One optimizer step on the plan's rows of a TRAIN table, and on the rows of `plan.texts` of a TEXTS table
-        (PPO-ptx). Collective. `kl_old_coef`: weight of KL(old || new)."""
+        """One optimizer step on the plan's rows of TRAIN and TEXTS (PPO-ptx); `kl_old_coef` weighs KL(old || new).
+        Collective."""
         table = TokenTable(batch)
         # The texts are trained on even if no row has a signal.
         micro_batches = plan.micro_batches or ((),)
@@ -127,22 +124,22 @@ class PolicyWorker(TrainingRank[PolicyConfig]):
         return replace(metrics, sums=metrics.sums | {"loss": loss})
 
     def token_records(self) -> tuple[int, pa.Table]:
-        """(rows, TOKEN_RECORDS table): results of the updates since the last call; no rows if they are not kept. A
-        row's numbers are from its forward pass, before the optimizer step of that update."""
+        """(rows, TOKEN_RECORDS table) of the updates since the last call, from each row's forward pass; none if not
+        kept."""
         table = TOKEN_RECORDS.empty_table() if self._records is None else self._records.take()
         return table.num_rows, table
 
     def store_distributions(self, plan: RankPlan, batch: pa.Table, stride: int, weights: bool = False) -> None:
-        """Store the current policy's distributions at every `stride`-th state of each micro-batch for `divergence`, and
-        with `weights` also the weights, for `shorten_step`. Collective. Takes states times vocabulary times 4 bytes."""
+        """Store the policy's distributions at every `stride`-th state of each micro-batch (states x vocabulary x 4
+        bytes), and the `weights` for `shorten_step`. Collective."""
         self._weights_before = self.engine.snapshot_weights() if weights else None
         parts = TokenTable(batch).batches(plan)
         batches = [_subsample(stride, part).to(self.engine.device) for part in parts]
         self._stored_distributions = [(part, self._distributions(part)) for part in batches]
 
     def divergence(self) -> tuple[float, int]:
-        """(sum over the stored states, their number) of KL(stored || current) in nats, exact over the vocabulary.
-        Collective. Discards the stored distributions, unless the weights are stored too."""
+        """(sum over the stored states, their number) of the exact KL(stored || current) in nats. Collective.
+        Discards the distributions, unless the weights are stored too."""
         held = self._stored_distributions
         if self._weights_before is None:
             self._stored_distributions = []
@@ -151,7 +148,7 @@ class PolicyWorker(TrainingRank[PolicyConfig]):
 
     def shorten_step(self, factor: float) -> tuple[float, int]:
         """`divergence` after moving the weights to stored + `factor` * (current - stored). Collective. Raises
-        RuntimeError if no weights are stored."""
+        RuntimeError."""
         if self._weights_before is None:
             raise RuntimeError(f"{self._name} holds no weights of before the step")
         self._weights_before.shorten(factor)
@@ -161,8 +158,7 @@ class PolicyWorker(TrainingRank[PolicyConfig]):
         self._stored_distributions, self._weights_before = [], None
 
     def publish_weights(self, version: int, base: str = "") -> WeightUpdate | None:
-        """Write the file of weights as `version`. Collective; only rank 0 returns an update. `base` is the digest of
-        the previous version, if `read_delta` will ask for the difference."""
+        """Write the file of weights as `version`; rank 0 returns an update. `base`: for `read_delta`. Collective."""
         self._version = version
         if self._weight_store is not None:
             self._weight_store.clear()
@@ -253,8 +249,7 @@ class PolicyWorker(TrainingRank[PolicyConfig]):
         return micro_batch, policy_loss(tokens, loss, kl_old_coef)
 
     def _teacher(self, table: TokenTable, micro_batch: TokenBatch) -> LogitsReader:
-        """Reads the divergence from the teacher at the tokens of a micro-batch. Raises ValueError if the table lacks
-        the teacher's tokens."""
+        """Reads the divergence from the teacher at a micro-batch's tokens. Raises ValueError without its tokens."""
         if self._distill.in_process:
             teacher = cast(CausalLogprobs, self._frozen)
             states = teacher.teacher_states(micro_batch)

@@ -112,8 +112,7 @@ class ReferenceModel:
 
 
 class ShardedReference:
-    """A reference model divided over this process and the ones that it starts. A process that ends takes this one with
-    it: the ranks wait for each other in every layer."""
+    """A reference model divided over this process and those that it starts; one that ends takes this one with it."""
 
     def __init__(self, config: ReferenceConfig) -> None:
         """Start the other ranks, join them and load the model. Raises OSError if the model is missing."""
@@ -131,9 +130,8 @@ class ShardedReference:
         """Most tokens of a row."""
 
     def score(self, plan: RankPlan, rollouts: Sequence[pa.Table]) -> tuple[ScoreSummary, pa.Table]:
-        """The log-probs of the plan's rows, whose micro-batches are shared by the ranks. After an error the model
-        cannot be used any more: the other ranks' answers would be taken for the next call's. Raises OSError if an
-        earlier call has failed."""
+        """The log-probs of the plan's rows, shared by the ranks. Raises OSError after an error: the other ranks'
+        answers would be taken for the next call's."""
         own, *others = shares(plan, 1 + len(self._connections))
         try:
             for connection, share in zip(self._connections, others, strict=True):

@@ -64,8 +64,7 @@ class SampleReward:
 
 
 def component_labels(config: RewardConfig) -> tuple[str, ...]:
-    """Names of the reward's components: the functions, then the reward model. Raises ValueError if there is no
-    component, or two have the same label."""
+    """Names of the reward's components: functions, then the model. Raises ValueError for none, or equal labels."""
     labels = [function.component for function in config.functions]
     if config.model is not None:
         labels.append(MODEL_LABEL)
@@ -93,12 +92,9 @@ def reward_spans(
     tokens: int,
     counts: Callable[[Sequence[int]], Sequence[int]],
 ) -> tuple[Step, ...]:
-    """Process rewards of one sample whose components are all ok: at each token, the weighted sum of the steps that end.
-
-    A component without steps ends at the last token. A component with weight 0 is only reported and adds no steps.
-    `counts` maps character positions at which steps end to the numbers of tokens up to them. Raises ValueError if a sum
-    is not finite, or too large.
-    """
+    """Process rewards of one sample: at each token, the weighted sum of the steps that end. A component without
+    steps ends at the last token; one with weight 0 adds none. `counts` maps character positions to numbers of
+    tokens. Raises ValueError if a sum is not finite, or too large."""
     weighted = [(weight, outcome) for weight, outcome in zip(weights, outcomes, strict=True) if weight]
     if not tokens or not any(outcome.steps for _, outcome in weighted):
         return ()
@@ -178,9 +174,8 @@ class RewardWorker:
     def __init__(
         self, config: RewardConfig, name: str, device: Device = "cpu", policy: ModelConfig | None = None
     ) -> None:
-        """Set up the components. A `ScoringConfig` has further reward functions by name. `policy` is the model whose
-        tokenizer made the responses: needed for process rewards, and to know whether its chat template opens the
-        thought of a response."""
+        """Set up the components. `policy`: the model whose tokenizer made the responses, for process rewards, and to
+        know whether its template opens the thought of a response."""
         pickle_tables()
         self.config = config
         self.name = name
@@ -206,9 +201,8 @@ class RewardWorker:
         return self._components[key]
 
     def start(self) -> WorkerHealth:
-        """Load every function and the model, so that errors show before the run. Raises RewardFunctionError if a
-        function cannot be loaded, and ValueError or OSError if the reward model or the policy's tokenizer cannot be
-        loaded, or a judge's cache or key."""
+        """Load every function and the model. Raises RewardFunctionError; ValueError or OSError for the model, the
+        policy's tokenizer, or a judge's cache or key."""
         try:
             if any(rewards.splits_text for rewards in self._rewards.values()):
                 self._tokenizer = _load_tokenizer(self.policy)
@@ -239,14 +233,11 @@ class RewardWorker:
             function.connect(judge)
 
     def score(self, rollouts: pa.Table, rewards: str = "", vote: bool = False) -> tuple[RewardSummary, pa.Table]:
-        """Score one group: from a ROLLOUTS table to a REWARDS table with one row per sample, in order of sample_index.
-
-        `rewards` names a set of reward functions in `ScoringConfig.sets`; empty for the role's. With `vote` the summary
-        records which samples give the same answer (`troupe.workers.rewards.numeric`). Raises ValueError if it is not a
-        rollouts table, or not of exactly one group and attempt, KeyError if there are no reward functions of this name,
-        RuntimeError if there is a reward model, or there are process rewards, and `start` was not called, and JudgeGone
-        if the judge is being replaced.
-        """
+        """Score one group: from a ROLLOUTS table to a REWARDS table with a row per sample, in order. `rewards` names
+        a set of functions in `ScoringConfig.sets`, empty for the role's. With `vote` the summary has which
+        samples give the same answer (`troupe.workers.rewards.numeric`). Raises ValueError for another table, or
+        more than one group and attempt; KeyError; RuntimeError before `start`; JudgeGone if the judge is being
+        replaced."""
         started = time.perf_counter()
         asked = self._rewards[rewards]
         rollouts = _samples_of(_check_group(rollouts))
@@ -371,12 +362,8 @@ def _component(function: RewardFunctionConfig, memory_limit_mib: int) -> Compone
 
 
 def _load_tokenizer(policy: ModelConfig | None) -> Any:
-    """The policy's tokenizer, which locates the end of each token in a response.
-
-    The reward worker maps steps to tokens, although the rollout worker has the tokenizer loaded: only the steps tell
-    which few positions are needed, runs without process rewards pay nothing, and generation does not wait. Raises
-    ValueError if no policy was given, or the tokenizer cannot be loaded.
-    """
+    """The policy's tokenizer, which locates the end of each token in a response. Only steps tell which positions are
+    needed: runs without process rewards pay nothing, and generation does not wait. Raises ValueError."""
     if policy is None:
         raise ValueError("process rewards need the policy's tokenizer, but no policy was given")
     from troupe.workers.data.tokenizer import load_tokenizer

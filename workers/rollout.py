@@ -39,14 +39,10 @@ _TURN_S = 0.1
 
 
 class RolloutWorker:
-    """Samples groups of completions from the policy and records the weight version of every token.
-
-    `generate` calls run concurrently. `update_weights` pauses them, swaps the weights and resumes them. Their KV cache
-    is recomputed, so that every token is sampled from exactly the version it is recorded under. After a failed update
-    the engine stays closed until an update succeeds.
-
-    Tensor parallelism is passed to vLLM, and every rank must confirm the digest. It is untested on GPU.
-    """
+    """Samples groups of completions from the policy and records the weight version of every token. `generate` calls
+    run concurrently; `update_weights` pauses them, swaps the weights and resumes with a recomputed KV cache, so
+    that every token is sampled from its recorded version. After a failed update the engine stays closed until one
+    succeeds. Tensor parallelism is vLLM's (every rank must confirm the digest; untested on GPU)."""
 
     def __init__(self, config: RolloutConfig, name: str) -> None:
         pickle_tables()
@@ -60,12 +56,8 @@ class RolloutWorker:
         """vLLM tells them about every iteration of the engine."""
 
     async def start(self) -> WorkerHealth:
-        """Load the model. This takes minutes and blocks the event loop.
-
-        Raises ValueError if the tokenizer cannot be loaded or has no chat template, or vLLM has no such tool parser, or
-        cannot read the form of `sampling.structured`, EngineDead if the engine's process failed, and other errors if
-        vLLM cannot load the model.
-        """
+        """Load the model, in minutes that block the event loop. Raises ValueError as `load` of generation does,
+        EngineDead, and vLLM's errors."""
         announce(Activity.IMPORT)
         set_environment(self.config.process)
         if self.config.device == "cpu":
@@ -85,17 +77,12 @@ class RolloutWorker:
     async def generate(
         self, request: GroupRequest, prompts: pa.Table, finished: pa.Table | None = None
     ) -> tuple[GroupSummary, pa.Table]:
-        """Sample one group, or the rest of a group with `request.finished` samples, whose rows are in `finished`, of
-        any attempt.
-
-        Returns the summary and the ROLLOUTS table of the whole group: one row per sample, in order, then one per
-        candidate. A prompt that cannot be used gives a summary with `refused` set and an empty table. `response` is the
-        text of all response tokens except special ones, a stop string included: the text that is scored is the text
-        that is trained. `response_ids` includes the end-of-sequence token if it was sampled. Samples have the seeds
-        that they have in a whole group. Raises EngineClosed if the engine does not serve, EngineDead if the engine's
-        process has ended, IndexError if the pool does not have the row, and ValueError if a finished sample has no
-        rows.
-        """
+        """Sample one group, or the rest of one with `request.finished` samples, whose rows are in `finished`, of any
+        attempt. Returns the summary and the ROLLOUTS table of the whole group: one row per sample, in order, then
+        one per candidate. A prompt that cannot be used gives a summary with `refused` and an empty table.
+        `response` is the text of all tokens but special ones, a stop string included: what is scored is what is
+        trained; `response_ids` includes a sampled end-of-sequence token. Seeds are those in a whole group. Raises
+        EngineClosed, EngineDead, IndexError for a row, ValueError for missing ones."""
         return await self.generation.generate(request, prompts, finished)
 
     async def finished_samples(self) -> tuple[tuple[FinishedSamples, ...], pa.Table]:
@@ -129,8 +116,7 @@ class RolloutWorker:
         return await self.weights.finish(version, digest)
 
     async def reset_prefix_cache(self) -> bool:
-        """Forget the states of all prompts that no running request uses; returns whether the engine did. Raises
-        EngineClosed if the engine does not serve, and EngineDead if the engine's process has ended."""
+        """Forget prompts' states that no request uses; whether the engine did. Raises EngineClosed, EngineDead."""
         return await self.engine.call(self.engine.require_open().reset_prefix_cache())
 
     async def sleep(self) -> None:

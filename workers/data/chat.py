@@ -20,9 +20,8 @@ class PromptRefused(ValueError):
 def encode_prompt(
     tokenizer: PreTrainedTokenizerBase, messages: str, longest: int, tools: str | None = None
 ) -> list[int]:
-    """Token ids of a chat up to and including the opening of the response. `messages` and `tools` are JSON lists.
-    Raises PromptRefused if the messages are invalid, empty, do not become 1 to `longest` tokens, or the model has no
-    embedding for one of these."""
+    """Token ids of a chat (`messages`, `tools`: JSON lists) up to and including the opening of the response. Raises
+    PromptRefused if it is invalid, has not 1 to `longest` tokens, or one without an embedding."""
     try:
         turns = json.loads(messages)
     except ValueError as error:

@@ -54,8 +54,7 @@ class ExampleRefused(ValueError):
 def encode_response(
     tokenizer: PreTrainedTokenizerBase, messages: str, prompt_ids: Sequence[int], response: str
 ) -> list[int]:
-    """Token ids of the assistant's response to `messages`, up to the token that ends its turn (see `encode_turns`).
-    Raises as `encode_turns`."""
+    """Token ids of the assistant's response to `messages`, to the end of its turn. Raises as `encode_turns`."""
     return encode_turns(tokenizer, messages, prompt_ids, [{"role": "assistant", "content": response}])[0]
 
 
@@ -68,18 +67,12 @@ def encode_turns(
 ) -> tuple[list[int], list[bool]]:
     """Token ids of the turns that follow `messages`, and a loss mask: True for the assistant's, unless their `weight`
     is 0. The first and the last turn are the assistant's and have a loss.
-
-    The prompt's ids are the same as in a rollout. Prompt and turns together are the chat template's rendering of the
-    whole conversation up to the end of the last turn: what the template writes into the assistant's turns (an empty
-    thought) is part of them, and what it writes between them is there without a loss. If the template writes no end,
-    the last turn ends with the end-of-sequence token. Text behind the end of the last turn (such as a line break) is
-    left out: sampling stops before it.
-
-    A turn whose first tokens the tokenizer would merge with what is before them is tokenized alone, as a policy that
-    samples it sees it. Raises ExampleRefused if the template's rendering of the whole conversation does not continue
-    the prompt of a turn or does not have the turn's text, the template fails, nothing defines how a turn ends, or the
-    model has no embedding for a token.
-    """
+    The prompt's ids are those of a rollout. Prompt and turns are the template's rendering of the conversation up to
+    the end of the last turn: what it writes into the assistant's turns (an empty thought) is part of them, what it
+    writes between has no loss. Without an end the last turn ends with the end-of-sequence token. A turn whose first
+    tokens would merge with those before is tokenized alone, as a policy samples it. Raises ExampleRefused if the
+    rendering does not continue a turn's prompt or lacks its text, the template fails, nothing defines a turn's end,
+    or a token has no embedding."""
     said, trained = json.loads(messages), [turn["role"] == "assistant" and turn.get("weight") != 0 for turn in turns]
     offered = json.loads(tools) if tools else None
     unweighed = ({name: value for name, value in turn.items() if name != "weight"} for turn in turns)
@@ -118,9 +111,8 @@ def encode_turns(
 
 
 def encode_conversation(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]]) -> list[int]:
-    """Token ids of a whole conversation, up to where `encode_turns` ends: a reward model reads its score there. A
-    conversation that does not end with a message of the assistant, or whose last text the template leaves out, ends as
-    the template writes it. A chat template can raise anything."""
+    """Token ids of a conversation, up to where `encode_turns` ends: there a reward model reads its score. One that
+    does not end with the assistant's text ends as the template writes it, which can raise anything."""
     shown = as_text(tokenizer, messages)
     whole = render_as_text(tokenizer, shown, open_turn=False)
     last = shown[-1]
@@ -138,8 +130,7 @@ def encode_conversation(tokenizer: PreTrainedTokenizerBase, messages: list[dict[
 def _behind(
     tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], number: int, tools: list[Any] | None, whole: str
 ) -> tuple[str, str]:
-    """What the template writes behind the text of a turn: to the end of the conversation, and to the next message. The
-    text of a turn with calls ends with the name of its last one, which every template writes once in the turn."""
+    """What the template writes behind a turn's text (or its last call's name): to the end, and to the next message."""
 
     shown, offered = as_text(tokenizer, messages), as_text(tokenizer, tools)
 
@@ -312,8 +303,8 @@ def _encode_steps(
 
 
 def assemble(picks: Picks, examples: pa.Table, config: ExampleConfig) -> tuple[ExampleBatchSummary, pa.Table]:
-    """(summary, EXAMPLE_BATCH table) of the picked examples, in order, the rows of each adjacent.
-    `TrainRow.loss_tokens` is 0 except for the best responses of every example, whose likelihood the loss uses."""
+    """(summary, EXAMPLE_BATCH table) of the picked examples, in order. `loss_tokens` is 0 except for the best
+    responses, whose likelihood the loss uses."""
     owner = examples.column("example").to_numpy()
     starts = np.searchsorted(owner, [number for _, number in picks], side="left")
     ends = np.searchsorted(owner, [number for _, number in picks], side="right")
@@ -335,8 +326,8 @@ def assemble(picks: Picks, examples: pa.Table, config: ExampleConfig) -> tuple[E
 
 
 def _with_mismatched(batch: pa.Table, max_length: int) -> pa.Table:
-    """Add after every row its prompt with the response of the previous row (cyclic), truncated to `max_length`. KTO,
-    arXiv 2402.01306, section 4.1; the same pairing as in TRL. The added row is not its example's best."""
+    """Add after every row its prompt with the previous row's response (cyclic), truncated to `max_length`: KTO,
+    arXiv 2402.01306, section 4.1, paired as in TRL. The added row is not its example's best."""
     rows = batch.to_pylist()
     both = []
     for number, row in enumerate(rows):
@@ -361,8 +352,7 @@ def _train_rows(batch: pa.Table) -> tuple[TrainRow, ...]:
 
 
 def attach(batch: pa.Table, scores: Sequence[pa.Table]) -> pa.Table:
-    """The batch with `ref_logprobs` from token_scores tables in any order and partition. Raises ValueError if a row has
-    no score."""
+    """The batch with `ref_logprobs` from token_scores tables in any order. Raises ValueError if a row has no score."""
     table = pa.concat_tables(scores)
     place = {key: row for row, key in enumerate(identities(table))}
     missing = [key for key in identities(batch) if key not in place]
@@ -422,8 +412,8 @@ class ExampleTable:
 def encode_candidates(
     tokenizer: PreTrainedTokenizerBase, messages: str, prompt_ids: Sequence[int], texts: Sequence[str], longest: int
 ) -> list[list[int]]:
-    """Token ids of every text as a response to `messages`, with the token that ends its turn. Raises PromptRefused if
-    an answer has more tokens, or cannot be encoded."""
+    """Token ids of every text as a response to `messages`, with its turn's end. Raises PromptRefused, also beyond
+    `longest`."""
     encoded = []
     for number, text in enumerate(texts):
         try:

@@ -46,12 +46,9 @@ class _OpenFile:
 
 
 def keep_groups(folder: str | Path, request: KeepRequest, tables: Sequence[pa.Table]) -> tuple[Kept, ...]:
-    """Write the groups' rows of ROLLOUTS, REWARDS and token-score tables; returns where the tables of each group are.
-
-    Rows of other groups are ignored. Groups beyond `max_bytes` (of the tables in memory, which the compressed files do
-    not exceed) are missing at the end. Raises ValueError if a table is of no known kind, and OSError if a file cannot
-    be written.
-    """
+    """Write the groups' rows of ROLLOUTS, REWARDS and token-score tables; returns where the tables of each group
+    are. Groups beyond `max_bytes` in memory are missing at the end. Raises ValueError for another kind of table;
+    OSError."""
     rows = _rows_by_group(request, tables)
     place = Path(folder)
     place.mkdir(parents=True, exist_ok=True)
@@ -79,8 +76,7 @@ def keep_groups(folder: str | Path, request: KeepRequest, tables: Sequence[pa.Ta
 
 
 def read_group(folder: str | Path, kept: KeptTable) -> pa.Table:
-    """The rows of one group from one file. Raises OSError or pa.ArrowInvalid if the file cannot be read, and ValueError
-    if the table has other columns than tables of its kind have in this version."""
+    """The rows of one group. Raises OSError, pa.ArrowInvalid, and ValueError for a table of another version."""
     schemas = {"rollouts": ROLLOUTS, "rewards": REWARDS}
     with pq.ParquetFile(Path(folder) / kept.file) as file:
         table = file.read_row_group(kept.row_group)
@@ -109,8 +105,7 @@ def _rows_by_group(request: KeepRequest, tables: Sequence[pa.Table]) -> Mapping[
 
 
 def write_tables(folder: str | Path, tables: Mapping[str, pa.Table]) -> dict[str, KeptFile]:
-    """Write each table to `folder`/NAME as an Arrow stream; returns size and digest of the files by name. Raises
-    OSError if a file cannot be written."""
+    """Write each table to `folder`/NAME as an Arrow stream; returns the files' size and digest. Raises OSError."""
     return {name: _write(Path(folder) / name, table) for name, table in tables.items()}
 
 

@@ -78,11 +78,8 @@ _known: WeakKeyDictionary[PreTrainedTokenizerBase, _Special] = WeakKeyDictionary
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
-    """Finds the texts of special tokens, the longest first; without any, nothing.
-
-    They are the tokens that are marked as special, and others that the chat template writes around turns or that the
-    model's folder names as ends (`unmarked_control_tokens`).
-    """
+    """Finds the texts of special tokens, the longest first: marked ones, and others that the chat template writes
+    around turns or that the model's folder names as ends (`unmarked_control_tokens`)."""
     return _special(tokenizer).pattern
 
 
@@ -115,8 +112,7 @@ def _special(tokenizer: PreTrainedTokenizerBase) -> _Special:
 
 
 def as_text(tokenizer: PreTrainedTokenizerBase, value: Any) -> Any:
-    """A message, or a part of one, in which no text is a special token; the spec can allow them. The noncharacters that
-    this module uses become U+FFFD."""
+    """A message, or a part, in which no text is a special token; noncharacters that this module uses become U+FFFD."""
     if isinstance(value, str):
         text = _clean(value)
         return text if tokenizer.init_kwargs.get(ALLOW_SPECIAL) is True else _cut(_special(tokenizer), text)
@@ -229,11 +225,8 @@ def _following(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 def response_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
-    """Text of sampled tokens without special tokens, but with the tags of thoughts, as reward functions read it.
-
-    Some models have special tokens for these tags. Without them the numbers of a thought would be the answer's, and a
-    thought that was cut would be an answer.
-    """
+    """Text of sampled tokens without special ones, but with the tags of thoughts, special in some models: without
+    them a thought's numbers would be the answer's, and a cut thought an answer."""
     special = _special(tokenizer)
     if special.tags.isdisjoint(ids):
         return str(tokenizer.decode(list(ids), skip_special_tokens=True))
@@ -241,16 +234,14 @@ def response_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str
 
 
 def token_counts(ends: Sequence[int], text: str, ids: list[int], decode: Callable[[list[int]], str]) -> list[int]:
-    """Number of tokens up to and including the one at each of the increasing character positions in `ends`. The end of
-    the text counts all tokens: the last step includes tokens that print nothing (end of sequence). Raises ValueError if
-    the tokens do not decode to the text."""
+    """Number of tokens up to each of the increasing character positions `ends`; the text's end counts all, as some
+    print nothing. Raises ValueError if the tokens do not decode to the text."""
     if decode(ids) != text:
         raise ValueError("the response's tokens do not decode to its text")
 
     @functools.cache
     def shown(count: int) -> int:
-        """Characters of the text that its first `count` tokens decode to, without a character that is cut in its bytes:
-        the decoder's replacement for it differs from the text."""
+        """Characters of the first `count` tokens' text, without one that is cut in its bytes."""
         part = decode(ids[:count])
         if text.startswith(part):
             return len(part)
@@ -267,8 +258,7 @@ def token_counts(ends: Sequence[int], text: str, ids: list[int], decode: Callabl
 
 
 def unmarked_control_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:
-    """Added tokens that the template writes around turns or that end a sequence, and that are not marked as special.
-    DeepSeek's `<｜User｜>` is such a token."""
+    """Unmarked tokens that the template writes around turns or that end a sequence, as DeepSeek's `<｜User｜>`."""
     decoder = tokenizer.added_tokens_decoder
     unmarked = {token.content for token in decoder.values() if not token.special} - {""}
     ends = {decoder[one].content for one in configured_ends(Path(tokenizer.name_or_path)) if one in decoder}

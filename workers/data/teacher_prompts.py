@@ -25,8 +25,7 @@ class TeacherPrompts:
     """Writes prompts by a template and tokenizes them as the engines tokenize the policy's."""
 
     def __init__(self, template: str, model: ModelConfig, longest: int, micro_batch_tokens: int) -> None:
-        """`model`: has the policy's tokenizer and chat template. `longest`: most tokens of prompt and response.
-        `micro_batch_tokens`: most tokens of a micro-batch."""
+        """`model` has the policy's tokenizer and template; `longest`: most tokens of prompt and response."""
         self._template = template
         self._tokenizer = load_chat_tokenizer(model)
         self._longest = longest

@@ -50,8 +50,8 @@ def template_forms(tokenizer: PreTrainedTokenizerBase) -> TemplateForms:
 def as_read(
     tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], tools: list[Any] | None
 ) -> list[dict[str, Any]]:
-    """The messages of a row of data, with the arguments of calls in their own form if the template reads it. Raises
-    ValueError if the template leaves out tools, calls or results that the row has."""
+    """The messages of a row, with calls' arguments in their own form if the template reads it. Raises ValueError if
+    it leaves out tools, calls or results that the row has."""
     calling = any("tool_calls" in message for message in messages)
     used = {TOOLS: bool(tools), CALLS: calling, RESULTS: any(message["role"] == "tool" for message in messages)}
     if not any(used.values()):

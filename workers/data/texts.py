@@ -20,11 +20,9 @@ MAX_REPORTED = 20
 
 
 def cut_texts(tokenizer: PreTrainedTokenizerBase, texts: pa.Table, max_tokens: int) -> tuple[TextSummary, pa.Table]:
-    """(summary, TEXTS table): every text as tokens with an end-of-sequence token, in pieces of at most `max_tokens`.
-
-    `texts`: columns `text` and `origin`. A last piece of one token predicts nothing and is omitted. A text with a token
-    outside the model's embedding is refused.
-    """
+    """(summary, TEXTS table): every text (columns `text`, `origin`) as tokens with an end-of-sequence token, in
+    pieces of at most `max_tokens`, but no last one of one token. A text with a token outside the embedding is
+    refused."""
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     rows: list[dict[str, Any]] = []
     problems: list[str] = []
@@ -54,8 +52,7 @@ def cut_texts(tokenizer: PreTrainedTokenizerBase, texts: pa.Table, max_tokens: i
 def cut_sources(
     tokenizer: PreTrainedTokenizerBase, texts: pa.Table, cuts: Sequence[TextCut]
 ) -> tuple[tuple[TextSummary, ...], pa.Table]:
-    """A summary of each of several sources, whose texts follow each other in the table, each cut as `cut_texts` does,
-    and one TEXTS table with their pieces."""
+    """A summary of each source, whose texts follow each other, cut as `cut_texts` does, and one TEXTS table."""
     starts = accumulate((cut.rows for cut in cuts), initial=0)
     found = [
         cut_texts(tokenizer, texts.slice(start, cut.rows), cut.max_tokens)

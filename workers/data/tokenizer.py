@@ -24,8 +24,7 @@ PLAIN_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor
 
 
 def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
-    """The model's tokenizer with `model.chat_template`; it may have no template. Raises ValueError if the tokenizer or
-    the template cannot be loaded."""
+    """The model's tokenizer with `model.chat_template`, or without a template. Raises ValueError."""
     from transformers import AutoTokenizer
 
     try:
@@ -49,11 +48,8 @@ def load_chat_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
 
 
 def copy_tokenizer(model: ModelConfig, folder: Path) -> None:
-    """Copies a model's files besides weights and configuration, with `model.chat_template`, as an export has them.
-
-    An export without a template means that the model was trained without one: other tools and later runs do not render
-    conversations for it then.
-    """
+    """Copies a model's files besides weights and configuration, with `model.chat_template`, as an export has them;
+    one without a template was trained without: other tools do not render conversations for it."""
     for file in Path(model.path).iterdir():
         side_file = file.suffix in {".json", ".jinja", ".txt", ".model", ".py"}
         if side_file and file.name not in _UNCOPIED and not file.name.endswith(".index.json"):
@@ -85,9 +81,8 @@ def render(
     open_turn: bool,
     tools: list[Any] | None = None,
 ) -> str:
-    """Text of a conversation, with the opening of the assistant's turn if `open_turn`, and the `tools` it offers. The
-    text is for `token_ids` and for comparisons with others: special tokens that stand in the messages are cut
-    (`troupe.workers.data.plain_text`). A chat template can raise anything."""
+    """Text of a conversation with the `tools` that it offers, for `token_ids` and comparisons: special tokens in
+    messages are cut (`troupe.workers.data.plain_text`). A chat template can raise anything."""
     offered = as_text(tokenizer, tools)
     return render_as_text(tokenizer, as_text(tokenizer, messages), open_turn=open_turn, tools=offered)
 
@@ -105,8 +100,8 @@ def render_as_text(
 
 
 def token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Token ids of rendered text. A chat template writes special tokens itself. Without one, the ones that the
-    tokenizer puts before a text are added, and the ones after a text are not: the text continues."""
+    """Token ids of rendered text, in which a template writes special tokens; without one, those before a text are
+    added."""
     ids = text_ids(tokenizer, text)
     return ids if tokenizer.chat_template != PLAIN_TEMPLATE else [*before_a_text(tokenizer), *ids]
 

@@ -30,17 +30,12 @@ _Pieces = Callable[[int], object]
 
 
 def measure(request: Mapping[str, Any]) -> Iterator[int | str]:
-    """Facts about the tokenizer and the prompts.
-
-    First come the end of a turn that the model's folder does not name (or ""), the text that ends a turn if no token
-    does (else ""), and what the template leaves out of tools (with ";" between), then the numbers of prompts and of
-    answers with special tokens that are read as text, then the length of each prompt in tokens, or why it has none.
-
-    The request has `model`, a ModelConfig as a dictionary, `messages` and `tools` (null without tools) of every prompt,
-    the text of the response after it in `responses` (null without one), whose tokens and end are then counted,
-    `answers` of the data (JSON), `longest`, which no prompt's length reaches, and `seconds`, after which the remaining
-    prompts are left out. Raises ValueError if the tokenizer cannot be loaded or has no chat template.
-    """
+    """Facts about tokenizer and prompts: the end of a turn that the folder does not name (or ""), the text that
+    ends a turn if no token does (or ""), what the template leaves out of tools (";" between), the numbers of
+    prompts and answers with special tokens as text, then each prompt's length in tokens, or why it has none. The
+    request has `model` (a ModelConfig), `messages`, `tools` (or null) and `responses` (or null, else counted with
+    their end) of every prompt, `answers`, `longest`, and `seconds`, after which prompts are left out. Raises
+    ValueError."""
     model = _model_without_torch(request)
     with without_collections():
         tokenizer = load_chat_tokenizer(model)
@@ -68,8 +63,7 @@ def _has_special(tokenizer: PreTrainedTokenizerBase, text: str) -> bool:
 
 
 def decode(request: Mapping[str, Any]) -> Iterator[list[str]]:
-    """Yield the text of every token in `ids`, as one list. A token that is part of a character gives U+FFFD. Raises
-    ValueError if the tokenizer cannot be loaded."""
+    """Yield the texts of the tokens `ids`, U+FFFD for part of a character. Raises ValueError."""
     # A report makes no network requests. The variable is read when the tokenizer's library is imported.
     os.environ["HF_HUB_OFFLINE"] = "1"
     model, ids = _model_without_torch(request), request["ids"]
@@ -78,8 +72,7 @@ def decode(request: Mapping[str, Any]) -> Iterator[list[str]]:
 
 
 def _in_file(model: ModelConfig, ids: Sequence[int]) -> tuple[Any, _Pieces] | None:
-    """The tokenizer of the model's folder and its pieces, or None if its file lacks one of the ids. It is the one
-    behind transformers' class, whose import takes longer than the report."""
+    """The tokenizer in the folder's file, which imports fast, and its pieces, or None if it lacks one of the ids."""
     from tokenizers import Tokenizer
 
     try:

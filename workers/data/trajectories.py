@@ -33,12 +33,9 @@ READABLE = (
 
 
 def join_rewards(tables: Sequence[pa.Table]) -> pa.Table:
-    """Join ROLLOUTS and REWARDS tables, in any order and number, by (prompt_uid, sample_index, attempt); every segment
-    of an episode gets the rewards of its sample.
-
-    Returns one row per row of the ROLLOUTS tables, in their order: their columns, then status, reward, components and
-    reward_spans. Raises ValueError if a table is neither, an identity occurs twice, or a sample has no reward row.
-    """
+    """Join ROLLOUTS and REWARDS tables by (prompt_uid, sample_index, attempt): each row of ROLLOUTS, in order, with
+    its sample's status, reward, components and reward_spans. Raises ValueError for another table, an identity
+    that occurs twice, or a sample without rewards."""
     rollouts: list[pa.Table] = []
     rewards: list[pa.Table] = []
     for table in tables:
@@ -63,8 +60,8 @@ def join_rewards(tables: Sequence[pa.Table]) -> pa.Table:
 
 
 def join_samples(step: int, unscored: Unscored, tables: Sequence[pa.Table]) -> pa.Table:
-    """The SAMPLES table of ROLLOUTS, REWARDS, TRAIN and TOKEN_RECORDS tables in any order and number, with one row per
-    row of the ROLLOUTS tables. Of several records of a row, the last one counts. Raises as `join_rewards`."""
+    """The SAMPLES table, a row per row of ROLLOUTS, of it, REWARDS, TRAIN and TOKEN_RECORDS (the last of a row
+    counts) tables in any order. Raises as `join_rewards`."""
     kinds = {"train": TRAIN, "records": TOKEN_RECORDS}
     found: dict[str, list[pa.Table]] = {"train": [], "records": [], "rest": []}
     for table in tables:
@@ -107,15 +104,12 @@ def _places(keys: Sequence[tuple[Identity, int]], table: pa.Table) -> pa.Array:
 
 
 def write_trajectories(path: str | Path, step: int, unscored: Unscored, tables: Sequence[pa.Table]) -> int:
-    """Write the samples of a step to one Parquet file, atomically; returns its number of rows. Raises as
-    `join_samples`, and OSError if the file cannot be written."""
+    """Write the samples of a step as Parquet, atomically; returns the rows. Raises as `join_samples`; OSError."""
     return _write(Path(path), join_samples(step, unscored, tables))
 
 
 def write_evaluation(path: str | Path, step: int, tables: Sequence[pa.Table]) -> int:
-    """Write the samples of an evaluation for reading: the step and the columns `READABLE`, with the names they have in
-    trajectories, without those with an entry for each token. Raises as `join_rewards`, and OSError if the file cannot
-    be written."""
+    """Write the step and the columns `READABLE` of an evaluation's samples. Raises as `join_rewards`; OSError."""
     table = join_rewards(tables).select(READABLE)
     return _write(Path(path), table.add_column(0, "step", pa.repeat(pa.scalar(step, pa.int64()), table.num_rows)))
 

@@ -45,9 +45,9 @@ _known: WeakKeyDictionary[PreTrainedTokenizerBase, tuple[Any, TurnEnds]] = WeakK
 
 
 def turn_ends(tokenizer: PreTrainedTokenizerBase) -> TurnEnds:
-    """What ends a turn of the assistant, of a tokenizer loaded from the folder of its model. These are the ends that
-    the folder names (the end-of-sequence token of the tokenizer, and `eos_token_id` of its generation configuration, or
-    of its configuration if it has none), and the special token that the chat template writes behind a turn."""
+    """What ends a turn of the assistant: the ends that the model's folder names (the tokenizer's end-of-sequence
+    token, `eos_token_id` of its generation configuration or else its configuration), and the template's token
+    behind a turn."""
     state = (tokenizer.chat_template, tokenizer.eos_token_id, len(tokenizer))
     known = _known.get(tokenizer)
     if known is None or known[0] != state:
@@ -56,9 +56,8 @@ def turn_ends(tokenizer: PreTrainedTokenizerBase) -> TurnEnds:
 
 
 def padding_besides(ends: Collection[int], text_config: Any, tokenizer: PreTrainedTokenizerBase) -> int:
-    """A padding token that ends no turn, the configuration's own if possible. A classifier of transformers reads its
-    score at the last token that is not padding. If padding and end of turn were the same token, it would read the score
-    one token too early."""
+    """A padding token that ends no turn, the configuration's own if possible: a classifier of transformers reads its
+    score at the last token that is not padding."""
     configured = text_config.eos_token_id
     ends = {*ends, *(configured if isinstance(configured, list) else [configured])}
     choices: tuple[Any, ...] = (
@@ -81,8 +80,7 @@ def without_end(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[
 
 
 def name_end(model: ModelConfig, folder: Path) -> None:
-    """Name the chat template's end of a turn in an exported model, if the folder of `model` does not. Without it, other
-    tools do not know the end that the model was trained to write, and never stop."""
+    """Name the template's end of a turn in an exported model, if its folder does not: other tools would never stop."""
     try:
         ends = turn_ends(load_tokenizer(model))
     except ValueError:  # a critic's model may have no tokenizer

@@ -17,9 +17,8 @@ from troupe.workers.environment import EnvironmentWorker
 
 
 def report(request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield episodes as data and as `lines`: with the turns `said`, if there are any, and with random tokens. The
-    request has also the fields of an EnvironmentConfig (`config`) and a ModelConfig (`model`). Raises ValueError if the
-    tokenizer, the parser or the environment cannot be loaded."""
+    """Yield episodes as data and `lines`: with the turns `said`, if any, and with random tokens. The request has the
+    fields of an EnvironmentConfig (`config`) and a ModelConfig (`model`). Raises ValueError."""
     model = ModelConfig(**request["model"])
     config = EnvironmentConfig(**request["config"])
     tokenizer = load_chat_tokenizer(model)

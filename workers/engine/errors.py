@@ -39,11 +39,9 @@ class EngineDead(WorkerGone):
 
 
 class EngineOutOfStep(WorkerGone):
-    """One of several processes of an engine failed in a call; the worker must be replaced.
-
-    vLLM raises the first failure and leaves the answers of the processes after it in their queues. Later calls return
-    their answers to the previous call, including the digests of an earlier update.
-    """
+    """One of an engine's processes failed in a call; the worker must be replaced: vLLM leaves the answers of the
+    processes after it in their queues, and later calls return their answers to the previous one, digests
+    included."""
 
     def __init__(self, name: str, reason: str) -> None:
         super().__init__(name, reason)

@@ -98,9 +98,8 @@ class Generation:
         """Prompts that the thread tokenizes, or that wait for it."""
 
     def load(self) -> None:
-        """Load the tokenizer, and make the readers of episodes in each environment. Raises ValueError if the tokenizer
-        cannot be loaded or has no chat template, vLLM has no such tool parser, or cannot read the form of
-        `sampling.structured`."""
+        """Load the tokenizer, and make the readers of episodes. Raises ValueError if it cannot be loaded or lacks a
+        template, or vLLM has no such tool parser, or cannot read the form of `sampling.structured`."""
         check_structured(self.config.sampling.structured)
         tokenizer = self.tokenizer = load_chat_tokenizer(self.config.model)
         if not self.config.episodes:
@@ -160,8 +159,8 @@ class Generation:
         return summary, merged(request, finished, [*(row for _, rows in built for row in rows), *candidates])
 
     async def answer(self, request: GroupRequest, messages: str) -> tuple[CompletionOutput, PreTrainedTokenizerBase]:
-        """One response to a conversation, and the tokenizer that reads it. Raises PromptRefused if the conversation
-        cannot be used; EngineClosed; EngineDead."""
+        """One response to a conversation, and the tokenizer that reads it. Raises PromptRefused, EngineClosed,
+        EngineDead."""
         self._engine.require_open()
         ids = await self.encode(messages, request.max_tokens)
         self._engine.require_open()  # it may have been closed since
@@ -227,8 +226,7 @@ class Generation:
         return tuple(samples for samples, _ in found), pa.concat_tables(tables).combine_chunks()
 
     async def encode(self, messages: str, max_tokens: int | None) -> list[int]:
-        """Token ids of a prompt that leaves room for a response of so many tokens (None for training's). Raises
-        PromptRefused if it cannot be used."""
+        """Token ids of a prompt that leaves room for `max_tokens` (None: training's). Raises PromptRefused."""
         tokenizer = self._require_tokenizer()
         longest = self.config.engine.max_model_len - (max_tokens or self.config.sampling.max_tokens)
         if len(messages) <= _SHORT_PROMPT and not self._in_thread and not self.config.episodes:
@@ -352,8 +350,8 @@ class Generation:
         open_rows: Callable[[int], Rows] = lambda index: [],
     ) -> dict[int, T]:
         """Outputs of all samples by index; the first failure cancels the others and is raised. Until then
-        `finished_samples` finds the finished ones: `build` makes their rows, `earlier` has older ones, and `open_rows`
-        makes the rows of the others."""
+        `finished_samples` finds the finished ones' rows (`build`), older ones (`earlier`), and those of the
+        others (`open_rows`)."""
         engine = self._engine
         by_index = {index: asyncio.create_task(sample) for index, sample in samples.items()}
         tasks, group = list(by_index.values()), RunningGroup(request, by_index, build, earlier, open_rows)

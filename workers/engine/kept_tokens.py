@@ -35,8 +35,7 @@ _GATHER = 0x0102040810204080
 
 
 def recording_scheduler(vllm_config: VllmConfig, **arguments: Any) -> Scheduler:
-    """vLLM's own scheduler, which passes on what `record_kept_tokens` records (vLLM calls this by its name). The
-    setting of vLLM would also refuse runner V1 and, of each request, a temperature of 0 and no top-k."""
+    """vLLM's scheduler, which passes on what `record_kept_tokens` records. vLLM's own setting refuses more."""
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -47,12 +46,9 @@ def recording_scheduler(vllm_config: VllmConfig, **arguments: Any) -> Scheduler:
 
 
 def record_kept_tokens(runner: Any) -> None:
-    """Make a model runner return the sets with its outputs; called once, in each process of an engine.
-
-    An error here ends no engine: the tokens of that step have no sets, which `kept_tokens` reports for their samples.
-    With runner V1 a step in which no request asks for log-probs, such as a probe's, has none either. Raises
-    RuntimeError if the runner is neither of the two whose samplers are known.
-    """
+    """Make a model runner return the sets with its outputs; called once in each process of an engine. An error ends
+    no engine: that step's tokens have no sets, as without requests for log-probs under runner V1. Raises
+    RuntimeError for a runner whose sampler is not known."""
     from vllm.v1.sample.sampler import Sampler
     from vllm.v1.worker.gpu.sample.output import SamplingMaskTensors
     from vllm.v1.worker.gpu.sample.sampler import Sampler as SamplerV2

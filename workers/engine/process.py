@@ -56,8 +56,8 @@ def import_ahead() -> None:
 
 
 def fork_server() -> None:
-    """Make a fork of this process, with all of its imports, the fork server. The process must have no other thread: a
-    lock that another one holds would stay locked in the fork. Raises RuntimeError if it has one."""
+    """Make a fork of this process, with all imports, the fork server. Raises RuntimeError if it has other threads: a
+    lock that one holds would stay locked."""
     if threads := len(os.listdir("/proc/self/task")) - 1:
         raise RuntimeError(f"a process with {threads} more threads cannot be forked")
     multiprocessing.set_forkserver_preload([])
@@ -101,8 +101,7 @@ def _serve(code: str) -> None:
 
 
 class _ForkedProcess(ForkServerProcess):
-    """A process with the environment and logs of the process that starts it, not the fork server's. The fork server is
-    older than the worker's log: it writes to that of Ray's node."""
+    """A process with the environment and logs of the one that starts it, not of the older fork server."""
 
     def start(self) -> None:
         self._environment = dict(os.environ)
@@ -125,8 +124,7 @@ class _SpawnedProcess(SpawnProcess):
 
 @contextmanager
 def engine_processes(device: Device) -> Iterator[list[BaseProcess]]:
-    """Inside the block, engines of vLLM end with this process, and CPU engines are forked from the fork server. Yields
-    the processes that vLLM creates."""
+    """Inside the block vLLM's engines end with this process, and CPU engines are forked. Yields the processes."""
     utils: Any = import_module("vllm.v1.engine.utils")
     original = utils.get_mp_context
     context: Any = ForkServerContext() if device == "cpu" else SpawnContext()
@@ -161,11 +159,9 @@ def temporary_folder() -> str:
 
 @cache
 def die_with_owner() -> None:
-    """Exit, together with the processes in between, when the rollout worker named in the environment ends.
-
-    vLLM's engine core outlives a killed parent and keeps its memory and cores. What this process shares from now on is
-    named after the owner, which removes it (`private_shared_memory`).
-    """
+    """Exit, with the processes in between, when the rollout worker named in the environment ends: vLLM's engine core
+    outlives a killed parent. What this process shares from now on is named after the owner
+    (`private_shared_memory`)."""
     owner = int(os.environ.get(OWNER_VARIABLE, "0"))
     if owner in (0, os.getpid()):
         return
@@ -177,11 +173,8 @@ def die_with_owner() -> None:
 
 @cache
 def private_shared_memory() -> None:
-    """Name the semaphores of multiprocessing after this process; remove them and what its engine shares when it ends.
-
-    The process of multiprocessing that would remove them is killed together with a worker that is lost. Children that
-    this process starts inherit the prefix of semaphores.
-    """
+    """Name the semaphores of multiprocessing, also of children, after this process; remove them and what its engine
+    shares when it ends. The process that would remove them is killed together with a lost worker."""
     prefix = f"troupe-{os.getpid()}"
     vars(multiprocessing.current_process())["_config"]["semprefix"] = f"/{prefix}"
     remove_at_death(f"/dev/shm/sem.{prefix}-", prefix=True)
@@ -229,11 +222,8 @@ def use_threads() -> None:
 
 
 def progress_without_semaphore() -> None:
-    """Let progress bars of this process use a lock of threads.
-
-    By default their lock is shared by processes, as a semaphore with a name. An engine that is ended does not remove
-    it, and multiprocessing warns of it when the program ends.
-    """
+    """Let progress bars of this process use a lock of threads, not a named semaphore, which an engine that is ended
+    does not remove, so that multiprocessing warns of it."""
     from tqdm import tqdm
 
     tqdm.set_lock(threading.RLock())

@@ -167,8 +167,8 @@ def _status(status: str, *turns: SampledTurn) -> str:
 
 
 def sampled_turn(output: RequestOutput, records: bool = False) -> SampledTurn:
-    """The engine's sampled turn for one prompt; `records`: whether it has the tokens that the sampler left. Raises
-    RuntimeError if vLLM left something out."""
+    """The engine's sampled turn; `records`: with the tokens that the sampler left. Raises RuntimeError for an
+    omission."""
     completion = output.outputs[0]
     timing = output.metrics
     if timing is None or completion.finish_reason is None:
@@ -314,8 +314,8 @@ def recorded_turns(request: GroupRequest, earlier: pa.Table | None) -> dict[int,
 
 
 def merged(request: GroupRequest, finished: pa.Table | None, rows: Rows) -> pa.Table:
-    """The ROLLOUTS table of a whole group, in order of samples and segments, of the new rows and the finished samples'
-    rows among those of other groups. Raises ValueError if a finished sample has no rows."""
+    """The ROLLOUTS table of a group, by sample and segment, of new rows and the finished ones'. Raises ValueError if
+    missing."""
     table = pa.Table.from_pylist(rows, schema=ROLLOUTS)
     if finished is None:
         return table

@@ -61,9 +61,8 @@ class ServingEngine:
         self._family = FamilyPeak()
 
     async def start(self, arguments: AsyncEngineArgs, loggers: Sequence[Any]) -> None:
-        """Create the engine and open it. This takes minutes and blocks the event loop. Raises ValueError if vLLM
-        refuses the settings, EngineDead if the engine's process failed, and other errors if vLLM cannot load the
-        model."""
+        """Create the engine and open it, in minutes that block the event loop. Raises ValueError for settings,
+        EngineDead, and vLLM's errors."""
         from vllm.v1.engine.async_llm import AsyncLLM
 
         try:
@@ -105,8 +104,7 @@ class ServingEngine:
         return engine
 
     async def call(self, call: Awaitable[T]) -> T:
-        """Wait for a call into the engine's processes until it answers or one of them dies. Raises WorkerGone if a
-        process has died, or failed alone in the call, else the error of the call."""
+        """Wait for a call until it answers or a process dies. Raises WorkerGone if one died, or failed alone."""
         task = asyncio.ensure_future(call)
         try:
             while not task.done():
@@ -171,9 +169,8 @@ class ServingEngine:
             await asyncio.to_thread(engine.shutdown, 0.0 if alone else _SHUTDOWN_S)
 
     async def health(self) -> WorkerHealth:
-        """Health of the worker, requested through the engine's process: a hanging engine does not answer. During an
-        update the engine answers when the update has ended. A sleeping engine is healthy. Raises EngineClosed if the
-        engine does not serve, and EngineDead if the engine's process has ended."""
+        """Health of the worker, through the engine's process (a hanging one is silent), after an update that is
+        under way. A sleeping engine is healthy. Raises EngineClosed, EngineDead."""
         version = int(await self.call(self.require_open().get_weight_version()))
         peak, running = await self.peak(), len(self.running)
         return WorkerHealth(self.name, socket.gethostname(), os.getpid(), version, running, peak=peak)

@@ -32,8 +32,7 @@ CPU build is 128, longer than many prompts; its kernels require multiples of 32.
 
 
 def set_environment(engine: EngineProcess) -> None:
-    """Set the environment variables that vLLM reads; call before vLLM is first imported. vLLM's processes inherit them,
-    and end with this one."""
+    """Set the variables that vLLM reads, before its first import. Its processes inherit them, and end with this one."""
     private_shared_memory()
     os.environ |= {OWNER_VARIABLE: str(os.getpid()), FOLDER_VARIABLE: temporary_folder()}
     set_import_environment(engine)
@@ -99,11 +98,8 @@ def engine_args(config: RolloutConfig) -> AsyncEngineArgs:
 
 
 def unread_metrics() -> type[PrometheusStatLogger]:
-    """The stat logger of an engine that replaces vLLM's metrics for Prometheus and records nothing. Imports vLLM.
-
-    An engine whose samples are timed has to collect statistics, and then also updates some thirty Prometheus metrics
-    after every iteration, and one for every token. `AsyncLLM` leaves its own metrics out only if it receives others.
-    """
+    """The stat logger of an engine that records nothing. A timed engine also updates some thirty Prometheus metrics
+    after every iteration, and one for every token, unless `AsyncLLM` receives other loggers. Imports vLLM."""
     from vllm.v1.metrics.loggers import PrometheusStatLogger
 
     class UnreadMetrics(PrometheusStatLogger):
@@ -124,11 +120,8 @@ def receiver_name(backend: TransferBackend) -> str:
 
 
 def adapter_request(version: int, digest: str) -> LoRARequest:
-    """vLLM's reference to the policy's adapters, which every request for a sample must carry.
-
-    vLLM's prefix cache identifies adapters by name: with another name for every version, no request reads what an
-    earlier version has computed.
-    """
+    """vLLM's reference to the policy's adapters, for every request. The prefix cache identifies adapters by name:
+    with one for every version, no request reads what an earlier version has computed."""
     from vllm.lora.request import LoRARequest
 
     return LoRARequest(f"policy-{version}-{digest}", ADAPTER_ID, _NO_PATH)

@@ -49,9 +49,8 @@ class EngineSleep:
         return self.state is MemoryState.AWAKE
 
     async def sleep(self) -> None:
-        """Release memory, until new weights are loaded or `wake` is called. Requests that run continue after that,
-        recomputed; arriving ones wait. A closed engine sleeps as well. After a failure the engine is closed. Raises
-        ValueError if the level is `none`, and EngineDead if the engine's process has ended."""
+        """Release memory until new weights or `wake`; requests continue then, recomputed, and arriving ones wait.
+        After a failure the engine is closed. Raises ValueError if the level is `none`, and EngineDead."""
         engine = self._engine
         async with engine.lock:
             closed = engine.state is Serving.CLOSED
@@ -60,8 +59,7 @@ class EngineSleep:
             engine.state = Serving.CLOSED if closed else Serving.OPEN
 
     async def wake(self) -> None:
-        """Serve again with the weights that the engine has. Raises StaleWake if they were discarded, or not verified,
-        and EngineDead if the engine's process has ended."""
+        """Serve again with the weights that the engine has. Raises StaleWake (discarded, not verified), EngineDead."""
         async with self._engine.lock:
             self._engine.require_open()
             if not self.awake:

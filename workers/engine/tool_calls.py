@@ -25,8 +25,7 @@ _STEP_S = 0.05
 
 
 def tool_parser(name: str | None, tokenizer: PreTrainedTokenizerBase) -> ParseCalls | None:
-    """vLLM's parser of this name (`vllm serve --tool-call-parser`); None without a name. Raises ValueError if vLLM has
-    no such parser, it refuses the tokenizer, or it does not read text."""
+    """vLLM's parser of this name, or None. Raises ValueError if it is unknown, or refuses the tokenizer or texts."""
     if name is None:
         return None
     from vllm.tokenizers.hf import get_cached_tokenizer
@@ -105,9 +104,8 @@ class _Call(threading.Thread):
 
 
 def limit_cpu(seconds: float, function: Callable[..., Any], *args: Any) -> Any:
-    """Return or raise as `function(*args)` does, unless it takes longer than `seconds` of processor time. Time in which
-    other threads or processes run does not count, so a busy machine gives the same result. The caller does not wait for
-    a call that cannot be ended at once. Raises TimeoutError if it takes longer."""
+    """Return or raise as `function(*args)`, within `seconds` of processor time: others' does not count on a busy
+    machine. A call that cannot be ended at once is not waited for. Raises TimeoutError."""
     call = _Call(function, args)
     call.start()
     call.join(_STEP_S)

@@ -51,9 +51,8 @@ class Child:
     """A running child process: a guard and below it the user code (`run_guarded`). It ends when this process ends."""
 
     def __init__(self, entry: str, name: str, keep: Collection[str] = (), python: str | None = None) -> None:
-        """Start the child. `entry` is `package.module:function`, called with the descriptors of the socket and the
-        owner pipe as strings; `keep` names the secrets that the user code may read. Raises OSError if the process
-        cannot be started."""
+        """Start the child: `entry` (`package.module:function`) with the descriptors of socket and owner pipe as
+        strings; `keep` names the secrets that user code may read. Raises OSError."""
         self._name = name
         self.mark = new_mark()
         """Identifies the child and all processes that it starts."""
@@ -81,8 +80,7 @@ class Child:
         output.started()
 
     def load(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Make the child load the user's code; returns what it says about it. One that does not is ended. Raises
-        LoadFailed."""
+        """Make the child load the user's code; returns what it says. One that does not is ended. Raises LoadFailed."""
         try:
             reply = self.exchange(order, LOAD_TIMEOUT_S, first=True)
         except TimeoutError:
@@ -113,12 +111,10 @@ class Child:
         *,
         first: bool = False,
     ) -> dict[str, Any]:
-        """Send one line and receive one line, both JSON objects. `watch` is called about twice a second during the
-        wait; what it raises ends the exchange. With `first`, what the child has written so far is about this request.
-
-        Raises TimeoutError without a reply in time, EOFError or ConnectionError if the child has ended, and
-        InvalidReply if the reply has more than `max_reply` bytes or is no JSON object.
-        """
+        """Send one line and receive one, both JSON objects. `watch` is called about twice a second, and may raise.
+        With `first`, what the child has written so far is about this request. Raises TimeoutError, EOFError or
+        ConnectionError if the child has ended, and InvalidReply beyond `max_reply` bytes or without a JSON
+        object."""
         deadline = time.monotonic() + timeout_s
         if not first:
             self._output.forget()
@@ -194,8 +190,7 @@ class BoundedOutput:
     """A pipe for a process's output, read by a thread for as long as anyone has its other end open."""
 
     def __init__(self, name: str, limit: int = OUTPUT_LIMIT, log: int | None = _LOG) -> None:
-        """Open the pipe of `name`'s output; `limit` bytes are passed on to the descriptor `log`, or none if only the
-        end is wanted."""
+        """Open the pipe of `name`'s output, of which `limit` bytes go to the descriptor `log`, if any."""
         self._tail, self._old = b"", 0
         self._reads = threading.Lock()
         """Held from reading the pipe until the tail has what was read."""

@@ -21,8 +21,8 @@ MARK = "TROUPE_CHILD"
 
 
 def child_environment(mark: str, keep: Collection[str] = (), of: Mapping[str, str] | None = None) -> dict[str, str]:
-    """This process's environment (or `of`) without secrets but those in `keep`, and with the mark of a child process. A
-    variable is secret by its name, or because it is a URL with a user and a password."""
+    """This process's environment (or `of`) with the mark of a child, without variables that are secret by name or by
+    a URL's password, but those in `keep`."""
     inherited = os.environ if of is None else of
     hidden = {
         name for name, value in inherited.items() if is_secret(name) or ("://" in value and has_credentials(value))
@@ -64,11 +64,8 @@ def end_marked(mark: str) -> None:
 
 
 def used_bytes(mark: str, *, at_most: int = 0) -> tuple[int, int]:
-    """Memory of all processes with this mark, and their number.
-
-    Pages that several of them map, as after a fork, count once. The sum of the resident sets, in which they count for
-    each, is cheaper to read: it is returned if it does not exceed `at_most`.
-    """
+    """Memory of all processes with this mark, shared pages counted once, and their number. The sum of resident sets
+    is cheaper to read: it is returned up to `at_most`."""
     resident = [size for pid in marked(mark) if (size := _resident(pid))]
     if sum(resident) <= at_most:
         return sum(resident), len(resident)
@@ -77,13 +74,10 @@ def used_bytes(mark: str, *, at_most: int = 0) -> tuple[int, int]:
 
 
 def run_guarded(owner_pipe: int, mark: str) -> None:
-    """Continue in a child process, in a new session, that this process guards; returns in the child only.
-
-    The guard ends all processes with this mark, and the child's process group, when the child ends or the other end of
-    the pipe closes; then it ends itself as the child did. User code that kills its parent, or the group of its parent,
-    ends the guard and thereby itself, not the worker. Called before user code is imported, while the process is small
-    and has one thread.
-    """
+    """Continue in a child process, in a new session, that this process guards; returns in the child only. The guard
+    ends all processes with this mark, and the child's group, when the child ends or the pipe closes; then itself
+    as the child did. User code that kills its parent or group ends the guard and thereby itself, not the worker.
+    Called while the process is small and has one thread."""
     guard = os.getpid()
     child = os.fork()
     if child:

@@ -17,8 +17,8 @@ F_SETOWN = 8  # not in Python's fcntl module
 
 
 def connection(control: int, owner_pipe: int) -> socket.socket:
-    """Prepare a process for user code: a child of this one, which guards it. Returns the socket to the worker. The
-    process and all that it starts end when the worker closes the other end of the owner pipe."""
+    """Prepare a process for user code, which this one guards; returns the socket to the worker. It and all that it
+    starts end when the worker closes the owner pipe."""
     for descriptor in (control, owner_pipe):  # or processes that user code starts would keep the connection open
         os.set_inheritable(descriptor, False)
     run_guarded(owner_pipe, os.environ[MARK])
@@ -31,11 +31,8 @@ def connection(control: int, owner_pipe: int) -> socket.socket:
 
 
 def die_with(owner_pipe: int) -> None:
-    """Let the kernel end this process group when the other end of the pipe closes, which it does when the worker dies.
-
-    The default action of SIGIO ends the process. A thread that waits for the end of file is not enough: code that holds
-    the interpreter lock, such as a regular expression that backtracks forever, would keep it from running.
-    """
+    """Let the kernel end this process group (SIGIO) when the other end of the pipe closes. A thread that waits is
+    not enough: code that holds the interpreter lock would keep it from running."""
     fcntl.fcntl(owner_pipe, F_SETOWN, -os.getpgrp())
     fcntl.fcntl(owner_pipe, fcntl.F_SETFL, fcntl.fcntl(owner_pipe, fcntl.F_GETFL) | os.O_ASYNC)
     closed = select.poll()
@@ -45,8 +42,8 @@ def die_with(owner_pipe: int) -> None:
 
 
 def limit_memory(limit_mib: int) -> None:
-    """Limit the memory for data to its current size plus `limit_mib`, and disable core files. Addresses are not
-    counted: Node.js, Java and CUDA reserve many gigabytes of them that they never use."""
+    """Limit memory for data to `limit_mib` more, not addresses (Node.js, Java, CUDA reserve many), and disable core
+    files."""
     with open("/proc/self/statm") as statm:
         used = int(statm.read().split()[5]) * PAGE
     limit = used + limit_mib * 2**20

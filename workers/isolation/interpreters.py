@@ -56,8 +56,8 @@ def installed_mark(name: str) -> Path:
 
 
 def interpreter_of(name: str, python: str | None) -> str | None:
-    """The interpreter that an environment runs in, or None for this one: `python`, or, if the environment has a lock,
-    what `troupe env install` has made. Raises NoInterpreter if the user names none that can be run."""
+    """The interpreter of an environment: `python`, or what `troupe env install` has made, or None for this one.
+    Raises NoInterpreter if the user names none that can be run."""
     if python is not None:
         found = Path(python)
         if not os.access(found, os.X_OK) or not found.is_file():
@@ -69,8 +69,7 @@ def interpreter_of(name: str, python: str | None) -> str | None:
 
 
 def python_command(entry: str, *args: str, python: str | None = None) -> list[str]:
-    """The command of a Python process that calls `entry` (`package.module:function`), by default with this process's
-    interpreter and `sys.path`."""
+    """The command of a process that calls `entry`, by default with this interpreter and `sys.path`."""
     if python is None:
         python, code, paths = sys.executable, _HERE, [folder or os.getcwd() for folder in sys.path]
     else:

@@ -15,11 +15,8 @@ from typing import IO
 
 
 def exit_with(owner: int, between: Sequence[int] = ()) -> None:
-    """Exit when the process `owner` ends, and kill the processes `between` it and this one.
-
-    A pidfd becomes readable when its process ends, also if nobody reaps it: under a PID 1 that does not, a dead process
-    keeps its id for good, and a test for the id finds it alive. It never refers to another process that reuses the id.
-    """
+    """Exit when the process `owner` ends, and kill those `between` it and this one. A pidfd becomes readable when
+    its process ends, also if nobody reaps it, and never refers to another process that reuses the id."""
     try:
         owner_fd = os.pidfd_open(owner)
         others = [os.pidfd_open(pid) for pid in between]
@@ -30,8 +27,7 @@ def exit_with(owner: int, between: Sequence[int] = ()) -> None:
 
 @cache
 def exit_with_node() -> None:
-    """Exit when Ray's node that started this worker ends. Ray itself first looks for a head that is gone, for 25 s,
-    and later for the node's process id, which a dead process keeps until it is reaped."""
+    """Exit when Ray's node that started this worker ends. Ray first looks for a lost head for 25 s, then for an id."""
     if node := int(os.environ.get("RAY_RAYLET_PID", 0)):
         exit_with(node)
 
@@ -53,11 +49,8 @@ _owner_pipes: dict[str, IO[bytes]] = {}
 
 
 def remove_at_death(path: str | Path, *, prefix: bool = False) -> None:
-    """Remove a file or folder as soon as this process ends, even by kill -9; with `prefix`, all that begin with `path`.
-
-    A separate process waits for this process's end of a pipe to close, and then removes it. It is no child of this
-    process, so that it is not ended along with it. A path that is guarded already keeps its guard.
-    """
+    """Remove a file or folder (with `prefix`, all that begin so) when this process ends, even by kill -9, by a
+    process that waits for its end of a pipe and is no child of it. A guarded path keeps its guard."""
     if str(path) in _owner_pipes:
         return
     removed = '"$0"*' if prefix else '"$0"'

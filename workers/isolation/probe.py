@@ -16,8 +16,8 @@ _LONGEST = 400
 
 
 class ProbeFailed(Exception):
-    """The process ended, or did not end in time; `replies` are those it gave before. `raised` is the message of the
-    ValueError that the function raised; empty if it raised none."""
+    """The process ended, or was too slow; `replies` came before, `raised` is the message of its ValueError, or
+    empty."""
 
     def __init__(self, reason: str, replies: list[Any], raised: str = "") -> None:
         super().__init__(reason)
@@ -30,8 +30,7 @@ class ProbeTimeout(ProbeFailed):
 
 
 def ask(entry: str, request: Any, timeout_s: float, python: str | None = None) -> list[Any]:
-    """Every reply of a function (`package.module:function`) in another process; it takes the request and yields
-    replies, all JSON-ready. Raises ProbeFailed if the process failed."""
+    """Every reply (JSON-ready) of a function `package.module:function` in another process. Raises ProbeFailed."""
     # The current directory: Ray puts it on the path of its workers.
     text = json.dumps([os.getcwd(), entry, request])
     command = python_command("troupe.workers.isolation.probe:answer", python=python)

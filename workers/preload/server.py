@@ -107,8 +107,8 @@ class _PendingFork:
 
 
 def serve(listener: str, owner: str, engine: str) -> None:
-    """Import, then fork a worker for every connection, until the owner has closed its pipe. The arguments are the
-    descriptors of the listening socket and of the pipe, and an `EngineProcess` on the CPU as JSON."""
+    """Import, then fork a worker for every connection, until the owner's pipe closes. The arguments are the
+    descriptors of listening socket and pipe, and an `EngineProcess` on the CPU as JSON."""
     faulthandler.enable(all_threads=False)  # in its forks, too
     with _ending_with(int(owner)):
         import_ahead(EngineProcess.model_validate_json(engine))
@@ -176,8 +176,8 @@ def _user(connection: socket.socket) -> int:
 
 
 def _fork(request: _Request, asking: _PendingFork) -> None:
-    """Forks the requested worker, unless nobody waits: then it has started without a fork. The fork answers itself: if
-    this process dies now, whoever asked knows that there is a worker."""
+    """Forks the requested worker, unless nobody waits. The fork answers: if this process dies now, there is a
+    worker."""
     if not _is_waited_for(asking.connection):
         return
     if not os.fork():

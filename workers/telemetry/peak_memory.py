@@ -9,17 +9,13 @@ _GROWTH = 1.05
 
 
 def resident_peak(others: Iterable[int] = ()) -> int:
-    """Peak resident bytes of this process plus those of the processes `others`; a process that has ended counts as
-    0."""
+    """Peak resident bytes of this process and `others`; one that has ended counts as 0."""
     return sum(_high_water(pid) for pid in ("self", *others))
 
 
 class FamilyPeak:
-    """Peak resident memory of a process and its forked descendants.
-
-    Pages that several processes hold (libraries, and memory of the parent that a child has not changed) count once, in
-    equal parts, as they take a machine's memory once. Shared memory is left out: weights in it belong to no process.
-    """
+    """Peak resident memory of a process and its forked descendants. Pages that several hold count once, in equal
+    parts. Shared memory is left out: weights in it belong to no process."""
 
     def __init__(self) -> None:
         self._known: dict[int | str, tuple[int, int]] = {}

@@ -38,9 +38,8 @@ def stack_file(folder: Path, pid: int) -> Path:
 
 
 def write_stacks_on_signal(folder: str | Path | None = None) -> None:
-    """From now on, SIGUSR1 appends the stacks of this process to its file; a forked process calls this again. The
-    folder is passed on to descendants; by default it is the parent's, or that of the Ray worker's log that this process
-    writes to; without either no files are written. One that cannot be written costs the stacks and nothing else."""
+    """From now on, SIGUSR1 appends this process's stacks to its file, in the folder, or the parent's, or that of the
+    Ray worker's log; a forked process calls this again. A failure costs the stacks and nothing else."""
     place = folder or stacks_folder()
     if not place:
         return
