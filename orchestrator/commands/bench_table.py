@@ -12,7 +12,7 @@ from troupe.orchestrator.commands.options import UNBOUNDED, fitting_table, outpu
 from troupe.orchestrator.insight.bench.bounds import best_of, bound_of
 from troupe.orchestrator.insight.bench.results import Measures, Result
 from troupe.orchestrator.insight.bench.trainers import TrainResult
-from troupe.orchestrator.plan.balance import Stages, ratio
+from troupe.orchestrator.plan.speed import Stages, ratio
 from troupe.workers.contract.units import GIB
 
 

@@ -9,12 +9,12 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import yaml
 
 from troupe.orchestrator.errors import TroupeError
-from troupe.orchestrator.insight.verdicts import data, ending, learning, speed, updates
+from troupe.orchestrator.insight.verdicts import data, learning, speed, updates
 from troupe.orchestrator.insight.verdicts.history import History
 from troupe.orchestrator.insight.verdicts.verdict import Level, Remedy, Verdict
 from troupe.orchestrator.plan.placement import demand, place, role_sizes
@@ -27,11 +27,45 @@ from troupe.orchestrator.telemetry.console import EndLines
 from troupe.orchestrator.telemetry.event_log import EVALUATION, REWARDS
 from troupe.orchestrator.telemetry.run_folder import RunFolder
 
+FAILED: Final = "failed-run"
+
+
+def failed(run: History) -> Iterator[Verdict]:
+    end = run.end
+    if end.get("how") != "failed":
+        return
+    why = ": ".join(str(end[name]) for name in ("error", "detail") if end.get(name)) or "its error is not recorded"
+    yield Verdict(
+        FAILED,
+        Level.PROBLEM,
+        "The run has failed",
+        f"It ended after step {run.last_step}: {why}",
+        run.last_step,
+        remedies=(
+            Remedy("`troupe why RUN` shows what was known; `troupe run --resume` continues from its checkpoint."),
+        ),
+    )
+
+
+def no_steps(run: History) -> Iterator[Verdict]:
+    how = run.end.get("how")
+    if run.last_step or how == "failed":
+        return
+    yield Verdict(
+        "no-steps",
+        Level.WARNING,
+        "No step is recorded",
+        f"The run was {how} before its first step." if how else "It is starting, or has ended before its first step.",
+        0,
+        remedies=() if how else (Remedy("`troupe why RUN` tells whether it is still starting."),),
+    )
+
+
 logger = logging.getLogger(__name__)
 
 Rule = Callable[[History], Iterator[Verdict]]
 RULES: tuple[Rule, ...] = (
-    *(ending.failed, ending.no_steps),
+    *(failed, no_steps),
     *(learning.entropy_collapse, learning.reward_hacking, learning.no_signal, learning.reward_falls),
     *(learning.penalty_dominates, learning.overfitting),
     *(learning.length_explosion, learning.length_collapse, learning.truncation),
@@ -184,7 +218,7 @@ class RunningVerdicts:
 
     def at_end(self, complete: bool) -> EndLines:
         """What a terminal shows of all verdicts at the end of the run; `healthy` only of a complete one."""
-        verdicts = [one for one in self.final() if complete or one.name != ending.FAILED]  # its error is shown
+        verdicts = [one for one in self.final() if complete or one.name != FAILED]  # its error is shown
         alarms = {one.name for one in verdicts if one.is_alarm}
         over = "; ".join(said.title for name, said in self._said.items() if name not in alarms)
         healthy = f"healthy at the end; no longer an alarm: {over}" if over else HEALTHY
