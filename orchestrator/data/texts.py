@@ -48,9 +48,7 @@ class TextPicks:
 
     table: TableRef
     tokens: tuple[int, ...]
-    """Length of every piece of the table, in tokens."""
     rows: tuple[int, ...]
-    """The pieces picked."""
 
 
 @dataclass(frozen=True)
@@ -69,9 +67,7 @@ class Pieces:
 
     table: TableRef
     tokens: tuple[int, ...]
-    """Length of every piece, in tokens."""
     digest: str
-    """Digest of the texts' content."""
     parts: tuple[SourcePieces, ...] = ()
     """The sources in the order of their rows; empty if there is one."""
 

@@ -218,7 +218,6 @@ class GroupRequest:
 
     prompt_uid: str
     row: int
-    """Row of the prompt pool."""
     attempt: int
     samples: int
     seed: int
@@ -284,7 +283,6 @@ class SampleSummary:
     sample_index: int
     prompt_tokens: int
     response_tokens: int
-    """Everything after the prompt; in an episode also what the environment added."""
     finish_reason: str
     oldest_version: int
     newest_version: int
@@ -333,7 +331,6 @@ class KeepRequest:
     """Request to write groups that a later run takes over (`troupe.workers.data.kept_tables`)."""
 
     part: int
-    """Number of the files that this request writes."""
     groups: tuple[tuple[str, int], ...]
     """(prompt_uid, attempt) of the groups, the most valuable first."""
     max_bytes: int
@@ -345,7 +342,6 @@ class KeptTable:
     """Where the rows of one group are."""
 
     kind: str
-    """See `kind_of`."""
     file: str
     """Name of a Parquet file in the folder of the kept groups."""
     row_group: int
@@ -419,7 +415,6 @@ class ScoreSummary(Answer):
 
     rows: int
     failed: Mapping[SampleKey, str] = field(default_factory=dict)
-    """Why samples have no finite score, by (prompt_uid, sample_index)."""
 
 
 @dataclass(frozen=True)
@@ -451,7 +446,6 @@ class TrainRow:
     """Scalars of one row of a TRAIN table, for planning micro-batches."""
 
     tokens: int
-    """Prompt plus response."""
     loss_tokens: int
     has_signal: bool
     """False if all advantages are zero, and so is the policy-gradient term."""
@@ -512,9 +506,7 @@ class TextCut:
     """How the next texts of a table are cut."""
 
     rows: int
-    """Number of texts."""
     max_tokens: int
-    """Longest piece, in tokens."""
 
 
 @dataclass(frozen=True)
@@ -522,7 +514,6 @@ class TextSummary:
     """Scalars of a TEXTS table."""
 
     tokens: tuple[int, ...]
-    """Number of tokens of each piece."""
     refused: int = 0
     """Texts that the model cannot read."""
     problems: tuple[str, ...] = ()
@@ -558,7 +549,6 @@ class WeightUpdate:
     digest: str
     """xxh3-128 of the digests of the payload's pieces, followed by names, types and shapes."""
     path: str
-    """Shared-memory file on the publisher's node (shm backend)."""
     host: str
     tensors: tuple[TensorSpec, ...]
     nbytes: int
@@ -580,10 +570,8 @@ class WeightsSent:
 
     version: int
     digest: str
-    """Digest of names, types, shapes and the sender's checksums."""
     nbytes: int
     acks: tuple[WeightAck, ...]
-    """The acknowledgement of every engine."""
 
 
 @dataclass(frozen=True)
@@ -592,9 +580,7 @@ class SaveStatus:
 
     done: bool
     failed: str = ""
-    """Why its state is not written."""
     export_failed: str = ""
-    """Why the model is not written, although its state is."""
 
 
 @dataclass(frozen=True)

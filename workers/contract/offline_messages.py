@@ -62,7 +62,6 @@ class ExampleSummary:
     """Result of tokenizing an example pool."""
 
     usable: int
-    """Examples in the table."""
     tokens: int
     refused: int
     problems: tuple[str, ...]

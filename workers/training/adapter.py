@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _NAME = "default"
-"""peft's name of an adapter that is the only one."""
 
 
 class _ScaledInside:

@@ -28,7 +28,6 @@ class Sweep:
     """The values of one field."""
 
     field: str
-    """Its dotted path in the spec."""
     values: tuple[Any, ...]
 
 

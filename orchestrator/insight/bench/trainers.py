@@ -47,9 +47,7 @@ class TrainerMeasures:
     padding: float
     """Share of the computed tokens."""
     host_bytes: int
-    """Peak of the largest worker."""
     gpu_bytes: int
-    """Peak on the GPU; 0 on CPUs."""
 
 
 @dataclass(frozen=True)
@@ -58,13 +56,11 @@ class TrainResult:
 
     steps: int = 0
     step_s: float = 0.0
-    """All updates of a step: the median."""
     sequences: int = 0
     tokens: int = 0
     """Tokens of these sequences, with their prompts."""
     trainers: tuple[TrainerMeasures, ...] = ()
     problem: str = ""
-    """Why nothing was measured; empty if it was measured."""
 
 
 def trainer_measures(role: str, workers: int, steps: Sequence[TrainedStep], peak: Peak) -> TrainerMeasures:
