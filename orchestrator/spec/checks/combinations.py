@@ -31,7 +31,6 @@ ROLLOUT_CHECKS: tuple[Check, ...] = (
     adapters.lora_problems,
     players.player_problems,
 )
-"""The checks of a `RolloutSpec`, in the order of their messages."""
 OFFLINE_CHECKS: tuple[Check, ...] = (
     offline.check_roles,
     offline.check_algorithm,
@@ -43,7 +42,6 @@ OFFLINE_CHECKS: tuple[Check, ...] = (
     shared.output_problems,
     offline.check_evaluation,
 )
-"""The checks of an `OfflineSpec`, in the order of their messages."""
 
 
 def find_problems(spec: RunSpec) -> list[Finding]:
