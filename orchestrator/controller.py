@@ -209,13 +209,16 @@ class Controller:
             await source.close()
             await self.components.recovery.calls.close()
             await self._recorder.close()
-        await source.flush()
+        return await self._end(snapshot)
+
+    async def _end(self, snapshot: SourceSnapshot) -> RunOutcome:
+        await self.components.source.flush()
         await self.parts.saves.last(snapshot, self._moment())
         await self._recorder.close()
-        ledger = self.components.ledger
+        ledger, steps = self.components.ledger, self._spec.schedule.steps
         ledger.check()
-        early = self.parts.best.no_gain if self.version < spec.schedule.steps else ""
-        how = "finished" if self.version >= spec.schedule.steps or early else "stopped"
+        early = self.parts.best.no_gain if self.version < steps else ""
+        how = "finished" if self.version >= steps or early else "stopped"
         self._recorder.events.record("run_ended", how=how, **({"detail": early} if early else {}))
         return RunOutcome(
             self.version,

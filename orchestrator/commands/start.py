@@ -59,6 +59,16 @@ def demo(
     train(example, runs, resume, None)
 
 
+def _columns(listed: list[str]) -> dict[str, str] | None:
+    """The columns of `--column`, by field; None without any."""
+    if wrong := next((one for one in listed if not all(one.partition("="))), None):
+        exit_with(f"error: --column: expected FIELD=COLUMN, got {wrong!r}", USER_ERROR)
+    columns = dict(one.split("=", 1) for one in listed)
+    if len(columns) < len(listed):
+        exit_with("error: --column: a field is named twice", USER_ERROR)
+    return columns or None
+
+
 def init(
     model: Annotated[str | None, typer.Option(help="Model folder in Hugging Face format.")] = None,
     data: Annotated[
@@ -104,13 +114,8 @@ def init(
         return str(typer.prompt(question, default=default or None))
 
     values = None if args is None else read_mapping(args, "{taskset: glossary}")
-    if wrong := next((one for one in column if not all(one.partition("="))), None):
-        exit_with(f"error: --column: expected FIELD=COLUMN, got {wrong!r}", USER_ERROR)
-    columns = dict(one.split("=", 1) for one in column)
-    if len(columns) < len(column):
-        exit_with("error: --column: a field is named twice", USER_ERROR)
     flags = InitFlags(
-        model, data, algorithm, gpus, gpu_type, name, steps, max_tokens, environment, values, columns or None
+        model, data, algorithm, gpus, gpu_type, name, steps, max_tokens, environment, values, _columns(column)
     )
     if from_ is not None and recipe is not None:
         exit_with("error: --from and --recipe name different specs; give one of them", USER_ERROR)

@@ -85,17 +85,7 @@ class RolloutRun:
         profiles = UpdateProfiles(spec.output.profile, self._out)
         updates = RolloutUpdates(spec, policy, self._workers.critic, self._session.console, profiles)
         calls = self._session.launcher.calls
-        recovery = TrainerRecovery(
-            spec=spec,
-            calls=calls,
-            updates=updates,
-            push=sync.push,
-            store=checkpoints.store,
-            restart=self._session.launcher.restart,
-            console=self._session.console,
-            done=done,
-            hold_memory=self._pools.trainer_memory,
-        )
+        recovery = self._recovery(updates)
         calls.recover_with(recovery)
         texts = await self._texts(policy)
         if found is not None:
@@ -136,6 +126,20 @@ class RolloutRun:
             data=data_metrics(data.pools, data.refused),
         )
         return await controller_of(self._session, components, self._own_parts(found))
+
+    def _recovery(self, updates: RolloutUpdates) -> TrainerRecovery:
+        session, checkpoints = self._session, self._session.checkpoints
+        return TrainerRecovery(
+            spec=self._spec,
+            calls=session.launcher.calls,
+            updates=updates,
+            push=self._pools.require_sync().push,
+            store=checkpoints.store,
+            restart=session.launcher.restart,
+            console=session.console,
+            done=checkpoints.done,
+            hold_memory=self._pools.trainer_memory,
+        )
 
     def _evaluator(self, done: int) -> Evaluator | None:
         """Evaluates on the held-out sets and logs the results, or None if the spec has none."""
