@@ -58,8 +58,7 @@ class WorkerLauncher:
         self._progress: _StartProgress | None = None
 
     async def open(self, only: frozenset[str] | None = None, progress: Progress = lambda *_: None) -> Workers:
-        """Reserves resources and starts all workers (or the roles in `only`) at once. Raises DoesNotFit,
-        WorkerError."""
+        """Reserves resources and starts all workers (or the roles in `only`). Raises DoesNotFit, WorkerError."""
         await self._placements.reserve(only)
         await self._download()
         self._progress = _StartProgress(self._cluster.activities, progress, self._placements, self._actors.served)

@@ -38,8 +38,7 @@ def taken() -> bool:
 
 @contextmanager
 def held_back() -> Iterator[None]:
-    """A signal during the block raises KeyboardInterrupt at its end: in an import it can be swallowed, and keeps its
-    lock."""
+    """A signal during the block raises KeyboardInterrupt at its end: an import can swallow it, and keeps its lock."""
     if not taken():
         yield
         return

@@ -107,8 +107,7 @@ class PolicyWorker(TrainingRank[PolicyConfig]):
     def update(
         self, plan: RankPlan, batch: pa.Table, kl_old_coef: float = 0.0, texts: pa.Table | None = None
     ) -> UpdateMetrics:
-        """One optimizer step on the plan's rows of TRAIN and TEXTS (PPO-ptx); `kl_old_coef` weighs KL(old || new).
-        Collective."""
+        """One optimizer step on rows of TRAIN and TEXTS (PPO-ptx); `kl_old_coef` weighs KL(old || new). Collective."""
         table = TokenTable(batch)
         # The texts are trained on even if no row has a signal.
         micro_batches = plan.micro_batches or ((),)
@@ -124,8 +123,7 @@ class PolicyWorker(TrainingRank[PolicyConfig]):
         return replace(metrics, sums=metrics.sums | {"loss": loss})
 
     def token_records(self) -> tuple[int, pa.Table]:
-        """(rows, TOKEN_RECORDS table) of the updates since the last call, from each row's forward pass; none if not
-        kept."""
+        """(rows, TOKEN_RECORDS table) of the updates since the last call, from each row's forward pass."""
         table = TOKEN_RECORDS.empty_table() if self._records is None else self._records.take()
         return table.num_rows, table
 
@@ -147,8 +145,7 @@ class PolicyWorker(TrainingRank[PolicyConfig]):
         return total, sum(len(part.positions) for part, _ in held)
 
     def shorten_step(self, factor: float) -> tuple[float, int]:
-        """`divergence` after moving the weights to stored + `factor` * (current - stored). Collective. Raises
-        RuntimeError."""
+        """`divergence` after moving the weights to stored + `factor` * (current - stored). Collective."""
         if self._weights_before is None:
             raise RuntimeError(f"{self._name} holds no weights of before the step")
         self._weights_before.shorten(factor)

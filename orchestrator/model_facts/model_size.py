@@ -72,8 +72,7 @@ class ModelSize(ModelShape):
         return max(self.largest, self.expert_weights)
 
     def multiplied(self, tokens: float = 1) -> int:
-        """Parameters that so many tokens are multiplied with: experts that one passes through, no embedding looked
-        up."""
+        """Parameters that so many tokens are multiplied with: experts one passes through, no embedding looked up."""
         idle = (1 - self.experts / self.routed) ** tokens if self.routed else 0.0
         looked_up = self.vocabulary * self.hidden if self.head else 0
         return self.parameters - looked_up - int(idle * self.sparse * self.expert_weights)

@@ -128,8 +128,7 @@ class Sizes:
     """Models of unknown size that an earlier stage trains, from another one of unknown size."""
 
     def of(self, model: ModelConfig, *, packed: bool = False) -> ModelSize | None:
-        """Size of the model, or None if unknown. `packed`: the role (a judge's engine) uses quantized weights as
-        they are."""
+        """Size of the model, or None if unknown. `packed`: a judge's engine uses quantized weights as they are."""
         path = model.path
         if path not in self.known and path not in self.unknown:
             try:
@@ -370,8 +369,7 @@ def _asleep(memories: Sequence[WorkerMemory], sleep: Sleep) -> Iterator[WorkerMe
 def _engine_shares(
     policy: Sequence[WorkerMemory], bare: Sequence[WorkerMemory], sleep: Sleep, gpu: int, reserved: int
 ) -> tuple[float, ...]:
-    """Shares of its GPU that the policy leaves an engine there (`bare`: without a cache): with room to spare,
-    without."""
+    """Shares of its GPU that the policy leaves an engine (`bare`: without a cache): with room to spare, without."""
     held = PERIODS if sleep == "none" else ("sampling",)
     both = [memory for memory in (*policy, *bare) if memory.where == "gpu"]
     taken = max(sum(memory.during(period) for memory in both) for period in held)

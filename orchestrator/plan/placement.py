@@ -231,8 +231,7 @@ def _labels(role: RoleResources) -> tuple[tuple[str, str], ...]:
 
 
 def _placement(name: str, sharing: Sequence[RoleSize], indices: Sequence[int]) -> Placement:
-    """One placement group: a bundle for each host worker of `indices`, or every N, shared with a colocated one (of N
-    GPUs)."""
+    """One placement group: a bundle for each host worker of `indices`, or every N, shared with a colocated one."""
     ranks = max(role.ranks for role in sharing)
     workers = tuple(
         WorkerPlacement(role.role, index, place // (ranks // role.ranks), role.cpus, role.gpus, role.ranks > 1)

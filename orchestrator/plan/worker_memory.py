@@ -282,8 +282,7 @@ def _offloaded(size: ModelSize, width: int, ranks: int, stage: int) -> Iterator[
 
 
 def _mask_row(size: ModelSize, longest: int, packing: bool) -> int:
-    """Length of a row of the attention mask (none if packed): padded with eager attention, each sequence's for
-    windows."""
+    """Length of a row of the attention mask, 0 if packed: padded with eager attention, each sequence's for windows."""
     return 0 if packing and not (size.windowed or size.eager) else longest
 
 
@@ -299,14 +298,12 @@ def layer_bytes(size: ModelSize, width: int, masked: int) -> int:
 
 
 def _pairs(size: ModelSize, masked: int) -> int:
-    """Bytes that eager attention keeps of one token's pairs: capped logits and probabilities, in bfloat16 also
-    float32 ones."""
+    """Bytes that eager attention keeps of one token's pairs: capped logits and probabilities, also in float32."""
     return 8 * size.heads * masked if size.eager else 0
 
 
 def activations(size: ModelSize, width: int, tokens: int, masked: int, recomputed: int) -> int:
-    """Bytes that the layers keep of `tokens` tokens, and that one layer's backward pass adds; of `recomputed` ones
-    only inputs."""
+    """Bytes that layers keep of `tokens` tokens, and one layer's backward pass adds; of `recomputed` ones inputs."""
     kept = recomputed * width * size.hidden + (size.layers - recomputed + (recomputed > 0)) * layer_bytes(
         size, width, masked
     )
@@ -371,8 +368,7 @@ class Scoring:
 
 
 def scoring(worker: str, model: Scoring) -> tuple[WorkerMemory, ...]:
-    """Memory of a frozen model that scores: weights, and activations of one layer; a divided one gathers what it
-    runs."""
+    """Memory of a frozen model that scores: weights, activations of a layer; a divided one gathers what it runs."""
     size, width, tokens, ranks = model.size, WIDTHS[model.dtype], model.tokens, model.ranks
     if _tiled(size, truncated=model.whole_logits):
         held = (4 if model.gpu else 8) * _tile(size, tokens, model.gpu)
@@ -416,8 +412,7 @@ class Cache:
 
 
 def kv_bytes(size: ModelSize, width: int, ranks: int = 1) -> int:
-    """Bytes that one layer caches of one token on each rank: vLLM divides KV heads (at least one each), no
-    compressed cache."""
+    """Bytes that one layer caches of one token on each rank: vLLM divides KV heads, but no compressed cache."""
     return width * (size.latent or 2 * max(1, size.kv_heads // ranks) * size.head_dim)
 
 

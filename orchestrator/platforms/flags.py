@@ -93,8 +93,7 @@ class SlurmFlags(Flags):
 
 
 def with_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace each dataclass parameter of a Typer command by one option per field, in the signature that Typer
-    reads."""
+    """Replace each dataclass parameter of a Typer command by one option per field, in the signature it reads."""
     hints = get_type_hints(command, include_extras=True)
     groups = {name: hint for name, hint in hints.items() if is_dataclass(hint) and isinstance(hint, type)}
     parameters: list[inspect.Parameter] = []

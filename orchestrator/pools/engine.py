@@ -248,8 +248,7 @@ class PoolWeights:
             await self._bring_up(engine)
 
     async def renewing(self, attempt: Callable[[], Awaitable[None]]) -> None:
-        """Awaits `attempt`, again once damaged weights are renewed; it must leave lock and memory to trainers that
-        restart."""
+        """Awaits `attempt`, again once damaged weights are renewed; it leaves lock and memory to trainers."""
         for renewals in itertools.count():
             try:
                 await attempt()

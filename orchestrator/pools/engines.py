@@ -111,8 +111,7 @@ class EnginePool(ReplicaPool[Engine]):
         return summary, rollouts
 
     async def acquire(self, samples: int) -> Engine:
-        """Reserves `samples` on the least-loaded engine, once one has room. Raises EnginesLost if none is left or
-        starting."""
+        """Reserves `samples` on the least-loaded engine, once one has room. Raises EnginesLost if none is left."""
         waiter = self.dispatch.wait(samples)
         try:
             return await waiter
@@ -122,8 +121,7 @@ class EnginePool(ReplicaPool[Engine]):
             raise
 
     def hold(self) -> Engine | None:
-        """Takes the least-loaded engine out of the dispatch until `end_hold`, with its weights and groups, or
-        returns None if no other would serve."""
+        """Takes the least-loaded engine, with its weights, out of the dispatch; None if no other would serve."""
         engine = self.dispatch.least() if len(self.dispatch) > 1 else None
         if engine is not None:
             engine.held = True

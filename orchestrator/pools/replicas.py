@@ -207,8 +207,7 @@ class ReplicaPool(Generic[ReplicaT]):
         await self._changes.wait_for(lambda: name not in self.starting)
 
     async def lose(self, worker: ReplicaT, error: WorkerError, may_replace: bool = True) -> None:
-        """Ends a lost worker's process and starts a replacement within the budget, unless it is being removed or has
-        left."""
+        """Ends a lost worker's process and starts a replacement within the budget, unless it is to be removed."""
         if worker not in self.workers:
             return
         self.workers.remove(worker)

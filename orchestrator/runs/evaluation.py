@@ -84,8 +84,7 @@ def _whole_model(
 
 
 async def evaluate_offline(request: RunRequest, console: Console) -> dict[str, float]:
-    """Metrics of the spec's model on held-out examples, by the loss of their algorithm. Raises UsageError without
-    data."""
+    """Metrics of the spec's model on held-out examples, by the loss of their algorithm. Raises UsageError."""
     if request.spec.offline.data.eval is None:
         raise UsageError("the spec has no data.eval: there are no held-out examples to evaluate on")
     async with open_session(request, console, reads=True) as session:

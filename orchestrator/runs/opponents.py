@@ -38,8 +38,7 @@ def opponent_step(spec: RunSpec, store: CheckpointStore, done: int) -> int:
 
 
 def with_opponent(spec: SpecT, store: CheckpointStore, step: int) -> tuple[SpecT, str]:
-    """The spec with judges of a step's checkpoint, and that model's digest. Raises CheckpointError if it has
-    changed."""
+    """The spec with judges of a step's checkpoint, and the model's digest. Raises CheckpointError if it changed."""
     folder = store.folder(step)
     try:
         digest = verify_model(folder)

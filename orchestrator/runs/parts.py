@@ -145,8 +145,7 @@ class ChangeEvents(RunPart):
 
 
 class StepSamples(RunPart):
-    """Writes the samples of every step in the background; the step's checkpoint waits for them, so that none is
-    missing."""
+    """Writes the samples of every step in the background; the step's checkpoint waits for them."""
 
     def __init__(self, source: BatchSource) -> None:
         self._source = source

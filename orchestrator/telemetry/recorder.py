@@ -33,8 +33,7 @@ class RunRecorder:
     def __init__(
         self, calls: CallLog, events: EventLog, folder: Path | None = None, resume_at: int = 0, keep_gib: float = 0.0
     ) -> None:
-        """Drops the timeline and samples after `resume_at`. `keep_gib`: GiB that they may take, the oldest go; 0:
-        any."""
+        """Drops the timeline and samples after `resume_at`. `keep_gib`: GiB that they may take; 0: any."""
         self.events = events
         self._calls = calls
         self._folder = folder

@@ -75,7 +75,7 @@ class RunFolder:
         return step_files(self.path / TIMELINES)
 
     def samples(self, step: int, columns: Sequence[str] | None = None) -> pa.Table:
-        """The samples of a step as a SAMPLES table, or these columns; missing ones are null. Raises UsageError,
+        """The samples of a step as a SAMPLES table, or these columns (null if missing). Raises UsageError,
         DataError."""
         file = self.path / TRAJECTORIES / f"step-{step:06d}.parquet"
         if not file.is_file():

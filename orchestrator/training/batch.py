@@ -103,8 +103,7 @@ class EvaluationBesideTraining(Protocol):
     """An evaluation on held-out data that training does not wait for."""
 
     async def begin(self, step: int) -> Coroutine[Any, Any, dict[str, float]] | None:
-        """Begins an evaluation after `step` steps, or None if training has to wait; its result may raise
-        EvaluationLost."""
+        """Begins an evaluation after `step` steps, or None if training has to wait. It may raise EvaluationLost."""
         ...
 
 

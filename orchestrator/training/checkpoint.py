@@ -211,8 +211,7 @@ class CheckpointStore:
         return Checkpoint(step, final, state)
 
     def adopt(self, path: Path) -> Checkpoint:
-        """Publishes `path`, a copy of a whole checkpoint. Raises CheckpointError; InvalidCheckpoint, and removes the
-        copy."""
+        """Publishes `path`, a copy of a checkpoint. Raises CheckpointError; InvalidCheckpoint (the copy is removed)."""
         final = self.directory / path.name.removeprefix(_SAVING)
         with _naming(path):
             _describe_files(path, sync=True)
@@ -375,8 +374,7 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 def _files(path: Path) -> list[Path]:
-    """Every file below a folder but its manifest. Raises InvalidCheckpoint for links and others, which may point
-    outside."""
+    """Every file below a folder but its manifest. Raises InvalidCheckpoint for links, which may point outside."""
     found = []
     for entry in sorted(path.rglob("*")):
         if entry.is_symlink() or not (entry.is_file() or entry.is_dir()):

@@ -43,8 +43,7 @@ class RunEvaluations(RunPart):
         console: Console,
         sinks: MetricSinks,
     ) -> None:
-        """Evaluates nothing yet; no `evaluator` without held-out data, no `beside` if training waits for
-        evaluations."""
+        """Evaluates nothing yet; no `evaluator` without held-out data, no `beside` if training waits for it."""
         self._config = spec.evaluation
         self._steps = spec.schedule.steps
         self._evaluator = evaluator
@@ -131,8 +130,7 @@ class RunEvaluations(RunPart):
             await self.settle()
 
     async def settle(self) -> None:
-        """Waits for the evaluation beside training; a lost one is made up for after the next step. Raises
-        WorkerError."""
+        """Waits for the evaluation beside training; a lost one is made up for later. Raises WorkerError."""
         if self._running is None or self.pending is None:
             return
         running, step = self._running, self.pending

@@ -65,8 +65,7 @@ class Ledger:
         """The first reason of each kind since the start or the resumption."""
 
     def dispatch(self, prompt_uid: str, row: int, draw: int, samples: int) -> int:
-        """Opens a group; returns its attempt number (0). Raises LedgerError if it, or a later prompt of its draw,
-        was."""
+        """Opens a group; returns its attempt number (0). Raises LedgerError if it, or a later prompt, was."""
         if prompt_uid in self._groups or draw <= self._drawn:
             raise LedgerError(f"{prompt_uid} was dispatched before: draw {draw} after draw {self._drawn}")
         self._drawn = draw
@@ -77,8 +76,8 @@ class Ledger:
         return 0
 
     def retry(self, prompt_uid: str) -> int:
-        """Abandons a group's attempt, whose late results `is_current` fences off, and reopens dropped samples;
-        returns the new one."""
+        """Abandons a group's attempt (`is_current` fences its results off), reopens dropped samples; returns the
+        new."""
         group = self._group(prompt_uid)
         self._dropped -= Counter(group.dropped.values())
         self._in_flight += len(group.dropped)

@@ -59,7 +59,7 @@ class RemoteCheckpoints:
     """The checkpoints of one run in an object store; only the run that claimed them writes there."""
 
     def __init__(self, url: str, name: str, keep: int) -> None:
-        """Opens `s3://bucket/folder`, `gs://`, `abfs://` or `file:///`, pyarrow's options as query. Raises
+        """Opens `s3://bucket/folder`, `gs://`, `abfs://`, `file:///`, pyarrow's options as query. Raises
         CheckpointError."""
         self.url = url
         self.keep = keep
@@ -168,8 +168,7 @@ class RemoteCheckpoints:
         send(checkpoint / MANIFEST)
 
     def fetch(self, store: CheckpointStore, after: int) -> Checkpoint | None:
-        """Copies the newest valid checkpoint beyond `after` into a run's folder, or returns None. Raises
-        CheckpointError."""
+        """Copies the newest valid checkpoint beyond `after` into a run's folder, or None. Raises CheckpointError."""
         for step in reversed([step for step in self.steps() if step > after]):
             if (found := self.fetch_step(store, step)) is not None:
                 return found
@@ -222,8 +221,7 @@ class RemoteCheckpoints:
         return self._repeat(find)
 
     def _prune(self, checkpoint: Path, protected: Collection[int]) -> None:
-        """Removes the oldest checkpoints beyond `keep`, but as in the run's folder, and what interrupted uploads
-        left."""
+        """Removes the oldest checkpoints beyond `keep`, as in the run's folder, and what interrupted uploads left."""
         found, newest = self._found(), step_of(checkpoint.name) or 0
         earlier = sorted(step for step, complete in found.items() if complete and step < newest)
         surplus = earlier[: max(0, len(earlier) - (self.keep - 1))]

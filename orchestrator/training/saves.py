@@ -206,8 +206,7 @@ class RunSaves(RunPart):
             await self.settle()
 
     async def end_step(self, now: Moment) -> None:
-        """Saves the step if due, and reports the last one written. Raises TroupeError if too many in a row have
-        failed."""
+        """Saves the step if due, and reports the last one written. Raises TroupeError after too many failures."""
         with now.timers.phase("checkpoint"):
             if self._running is not None and self._running.done():
                 await self.settle()

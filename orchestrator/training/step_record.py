@@ -195,8 +195,7 @@ class StepRecorder(RunPart):
         self._failed = False
 
     def begin(self, done: int) -> None:
-        """Removes what was kept after step `done`, and digests the weights in the background: `settle` before they
-        change."""
+        """Removes what was kept after step `done`, and digests the weights in the background until `settle`."""
         if self._keeps:
             self._writing = asyncio.create_task(self._begin(done), name=f"begin to keep steps after {done}")
 
@@ -276,8 +275,7 @@ class StepRecorder(RunPart):
         return {group.role: digest for group, digest in zip(trainers, digests, strict=True)}
 
     def _publish(self, unfinished: Path, step: int, kept: Callable[[], StepRecord]) -> int:
-        """Names the folder, removes the oldest steps beyond the bounds (or this one if alone beyond); returns its
-        bytes."""
+        """Names the folder, removes the oldest steps beyond the bounds (or this one); returns its bytes."""
         write_atomic(unfinished / RESOLVED_SPEC, self._text, PRIVATE)
         (unfinished / STEP).write_text(kept().model_dump_json())
         nbytes = size_of(unfinished)

@@ -16,8 +16,7 @@ class NameProblem(ValueError):
 
 
 def locate(name: str, shipped: Mapping[str, str], kind: str, form: str) -> tuple[str, str]:
-    """Module and attribute of a `shipped` name or of `package.module:attribute`. Raises NameProblem if it is
-    neither."""
+    """Module and attribute of a `shipped` name or of `package.module:attribute`. Raises NameProblem."""
     module, colon, attribute = shipped.get(name, name).partition(":")
     if colon and all(part.isidentifier() for part in [*module.split("."), attribute]):
         return module, attribute

@@ -411,8 +411,7 @@ class ExampleTable:
 def encode_candidates(
     tokenizer: PreTrainedTokenizerBase, messages: str, prompt_ids: Sequence[int], texts: Sequence[str], longest: int
 ) -> list[list[int]]:
-    """Token ids of every text as a response to `messages`, with its turn's end. Raises PromptRefused, also beyond
-    `longest`."""
+    """Token ids of every text as a response to `messages`, to its turn's end. Raises PromptRefused."""
     encoded = []
     for number, text in enumerate(texts):
         try:

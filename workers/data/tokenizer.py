@@ -99,8 +99,7 @@ def render_as_text(
 
 
 def token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Token ids of rendered text, in which a template writes special tokens; without one, those before a text are
-    added."""
+    """Token ids of rendered text, with the special tokens before a text if there is no template."""
     ids = text_ids(tokenizer, text)
     return ids if tokenizer.chat_template != PLAIN_TEMPLATE else [*before_a_text(tokenizer), *ids]
 

@@ -159,8 +159,7 @@ class Generation:
         return summary, merged(request, finished, [*(row for _, rows in built for row in rows), *candidates])
 
     async def answer(self, request: GroupRequest, messages: str) -> tuple[CompletionOutput, PreTrainedTokenizerBase]:
-        """One response to a conversation, and the tokenizer that reads it. Raises PromptRefused, EngineClosed,
-        EngineDead."""
+        """One response to a conversation, and its tokenizer. Raises PromptRefused, EngineClosed, EngineDead."""
         self._engine.require_open()
         ids = await self.encode(messages, request.max_tokens)
         self._engine.require_open()  # it may have been closed since

@@ -164,8 +164,7 @@ def _status(status: str, *turns: SampledTurn) -> str:
 
 
 def sampled_turn(output: RequestOutput, records: bool = False) -> SampledTurn:
-    """The engine's sampled turn; `records`: with the tokens that the sampler left. Raises RuntimeError for an
-    omission."""
+    """The engine's sampled turn; `records`: with the tokens that the sampler left. Raises RuntimeError."""
     completion = output.outputs[0]
     timing = output.metrics
     if timing is None or completion.finish_reason is None:
@@ -310,8 +309,7 @@ def recorded_turns(request: GroupRequest, earlier: pa.Table | None) -> dict[int,
 
 
 def merged(request: GroupRequest, finished: pa.Table | None, rows: Rows) -> pa.Table:
-    """The ROLLOUTS table of a group, by sample and segment, of new rows and the finished ones'. Raises ValueError if
-    missing."""
+    """The ROLLOUTS table of a group, by sample and segment, of new and finished rows. Raises ValueError."""
     table = pa.Table.from_pylist(rows, schema=ROLLOUTS)
     if finished is None:
         return table

@@ -42,8 +42,7 @@ def die_with(owner_pipe: int) -> None:
 
 
 def limit_memory(limit_mib: int) -> None:
-    """Limit memory for data to `limit_mib` more, not addresses (Node.js, Java, CUDA reserve many), and disable core
-    files."""
+    """Limit memory for data to `limit_mib` more (not addresses, which Node.js and CUDA reserve); no core files."""
     with open("/proc/self/statm") as statm:
         used = int(statm.read().split()[5]) * PAGE
     limit = used + limit_mib * 2**20

@@ -16,8 +16,7 @@ _LONGEST = 400
 
 
 class ProbeFailed(Exception):
-    """The process ended, or was too slow; `replies` came before, `raised` is the message of its ValueError, or
-    empty."""
+    """The process ended, or was too slow; `replies` came before, `raised` is the message of its ValueError."""
 
     def __init__(self, reason: str, replies: list[Any], raised: str = "") -> None:
         super().__init__(reason)

@@ -99,8 +99,7 @@ def takes_segments(model: PreTrainedModel, device: Device) -> bool:
 
 
 def _share_rows(module: ModelModule, model: PreTrainedModel, device: Device, sequence: SequenceGroup) -> None:
-    """Divide packed rows among the workers of a group, tested by running a whole model, unless it amplifies
-    rounding."""
+    """Divide packed rows among the workers of a group, tested by running a model, unless it amplifies rounding."""
     sequence_parallel.install(model, sequence)
     module.sequence = sequence
     if model.device.type != device or any(map(is_partitioned, model.parameters())):

@@ -58,8 +58,7 @@ def _mixture(first: torch.Tensor, second: torch.Tensor, share: float) -> torch.T
 
 
 def bucketed(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """[T, k + 1]: log-probs of the tokens `ids` [T, k] and of all others together, of logits [T, V]. Raises
-    ValueError."""
+    """[T, k + 1]: log-probs of the tokens `ids` [T, k] and all others together, of logits [T, V]. Raises ValueError."""
     if ids.shape[-1] >= logits.shape[-1]:
         raise ValueError(f"algorithm.distill.k must be less than the vocabulary, {logits.shape[-1]} tokens")
     if len(ids) and int(ids.max()) >= logits.shape[-1]:

@@ -27,8 +27,7 @@ hand."""
 
 
 class Float32Head(nn.Linear):
-    """A linear layer of few outputs that multiplies in float32 whatever its weights' type: values need the
-    precision."""
+    """A linear layer of few outputs that multiplies in float32 whatever its weights' type: values need it."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """float32 [..., out_features] of [..., in_features]. Every row is summed alone: libraries choose how to sum
@@ -57,8 +56,7 @@ class Float32Logits(nn.Linear):
 
 
 def share_gradient(model: PreTrainedModel) -> None:
-    """Adds the gradient of an embedding to the tied head's row by row, not as a tensor that is 0 but for some
-    tokens."""
+    """Adds the gradient of an embedding to the tied head's row by row, not as a tensor of mostly 0."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if isinstance(embedding, nn.Embedding) and isinstance(head, Float32Logits) and embedding.weight is head.weight:
         embedding.sparse = True
@@ -89,8 +87,7 @@ class _Product(torch.autograd.Function):
 
 
 def float32_logits(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """float32 [T, V] = input [T, in] @ weight [V, in]^T of 16-bit factors on the CPU, the weight converted in
-    blocks."""
+    """float32 [T, V] = input [T, in] @ weight [V, in]^T of 16-bit factors on the CPU, converted in blocks."""
     rows, found = input.float(), torch.empty(len(input), len(weight))
     size = max(1, _BLOCK_NUMBERS // max(rows.shape))
     block = rows.new_empty(min(size, len(weight)), rows.shape[1])

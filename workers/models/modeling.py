@@ -328,8 +328,7 @@ def _of_sampler(logits: torch.Tensor, temperature: float, kept: Ragged | None) -
 
 
 def left_out(kept: Ragged, vocabulary: int, device: torch.device) -> torch.Tensor:
-    """bool [T, vocabulary] on `device`: True on tokens not left to the T sampled ones. Raises ValueError for another
-    vocabulary."""
+    """bool [T, vocabulary] on `device`: True on tokens not left to the T sampled ones. Raises ValueError."""
     recorded = kept.lengths > 0
     maps = torch.zeros_like(recorded)
     maps[recorded] = kept.values[kept.starts[recorded]] == BITMAP

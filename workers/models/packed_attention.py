@@ -137,8 +137,7 @@ def attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """An attention function of transformers: [1, heads, N, head size] to [1, N, heads, head size]. Raises
-    ValueError."""
+    """An attention function of transformers: [1, heads, N, size] to [1, N, heads, size]. Raises ValueError."""
     if attention_mask is None or not is_table(attention_mask):
         return _sdpa()(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
     segments = parse(attention_mask)

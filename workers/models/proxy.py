@@ -103,8 +103,7 @@ def _configs(config: PreTrainedConfig, count: int) -> Iterator[PreTrainedConfig]
 
 @torch.no_grad()
 def randomize(model: PreTrainedModel) -> None:
-    """Draw the weights of a small copy so that layers have effects: usually every token attends to all others
-    equally."""
+    """Draw the weights of a small copy so that layers have effects: usually tokens attend to all others equally."""
     for parameter in model.parameters():
         if parameter.dim() > 1:
             parameter.normal_(std=_GAIN * parameter.shape[-1] ** -0.5)

@@ -58,8 +58,7 @@ def ragged(column: pa.ChunkedArray | pa.Array) -> Ragged:
 
 
 def ragged_view(column: pa.ChunkedArray | pa.Array) -> Ragged:
-    """As `ragged`, but int32 and float32 values stay in the object store, to be read only: no batch is copied for a
-    few rows."""
+    """As `ragged`, but int32 and float32 values stay in the object store, to be read only."""
     flat, lengths = _flattened(column)
     if len(flat) == 0 or not (pa.types.is_int32(flat.type) or pa.types.is_float32(flat.type)):
         return ragged(column)

@@ -177,8 +177,7 @@ class _Gather(torch.autograd.Function):
 
 
 def install(model: PreTrainedModel, sequence: SequenceGroup) -> None:
-    """Make the layers divide their heads among the workers of the group. Raises ValueError if it does not divide
-    them."""
+    """Make the layers divide their heads among the workers of the group. Raises ValueError if that fails."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 

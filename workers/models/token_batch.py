@@ -38,8 +38,7 @@ def score_table(
     lengths: torch.Tensor,
     read: Sequence[tuple[pa.Field, torch.Tensor]] = (),
 ) -> pa.Table:
-    """A `token_scores` table: the identity of `rows`, their flat values under `column`, and the fields `read` [T,
-    n]."""
+    """A `token_scores` table: identity of `rows`, their flat values under `column`, and fields `read` [T, n]."""
     floats = list_column(values.float(), lengths, pa.float32())
     fields = [field for field in (*IDENTITY, SEGMENT) if field.name in rows.column_names]
     added = [
@@ -297,8 +296,7 @@ def _segments(
 
 
 def segment_table(starts: torch.Tensor, lengths: torch.Tensor, prefixes: torch.Tensor) -> torch.Tensor:
-    """int64 [1, 1, S, 4]: the mask of a packed row: first token and tokens of each segment that has some, and of its
-    prefix."""
+    """int64 [1, 1, S, 4]: the mask of a packed row: first and number of tokens of each segment, and of its prefix."""
     table = torch.cat([starts[:, None], lengths[:, None], prefixes], 1)
     return table[lengths > 0][None, None]
 
@@ -309,8 +307,7 @@ def is_table(mask: torch.Tensor | None) -> bool:
 
 
 def prompt_numbers(uids: Sequence[str], prompts: Ragged) -> list[int]:
-    """A number for each row, equal for rows of one group with the same prompt, which environments and templates
-    change."""
+    """A number for each row, equal for rows of one group with the same prompt, which environments change."""
     ends = prompts.lengths.cumsum(0).tolist()
     starts = [0, *ends[:-1]] if ends else []
     values = prompts.values.numpy()

@@ -174,8 +174,7 @@ def _user(connection: socket.socket) -> int:
 
 
 def _fork(request: _Request, asking: _PendingFork) -> None:
-    """Forks the requested worker, unless nobody waits. The fork answers: if this process dies now, there is a
-    worker."""
+    """Forks the requested worker, unless nobody waits. The fork answers: if this process dies, there is a worker."""
     if not _is_waited_for(asking.connection):
         return
     if not os.fork():

@@ -54,8 +54,7 @@ class Adapter:
     """The adapters of a model. Only they train of it, and the score head of a reward model or critic, whole."""
 
     def __init__(self, model: PreTrainedModel, config: LoraConfig, seed: int = 0) -> None:
-        """Put adapters (B is 0) around the targets of a model, whose parameters are frozen. Raises ValueError for no
-        layer."""
+        """Put adapters (B is 0) around targets of a model, whose parameters are frozen. Raises ValueError."""
         from peft import LoraConfig as PeftConfig
         from peft import inject_adapter_in_model
         from peft.tuners.tuners_utils import BaseTunerLayer
@@ -91,8 +90,7 @@ class Adapter:
                 yield PREFIX + name.replace(f".{_NAME}.", "."), parameter
 
     def start_from(self, adapter: AdapterFolder) -> None:
-        """Start from the tensors of an adapter. Raises ValueError if they do not match, or for a reward model under
-        ZeRO-3."""
+        """Start from an adapter's tensors. Raises ValueError: no match, or a reward model under ZeRO-3."""
         own = dict(self.named_parameters())
         if adapter.config.get("task_type") == SCORES and any(map(is_partitioned, own.values())):
             raise ValueError(f"{adapter.path}: the adapter of a reward model cannot be trained on under ZeRO-3")
@@ -113,8 +111,7 @@ class Adapter:
 
     @contextmanager
     def as_started(self) -> Iterator[None]:
-        """Inside the block the model is the one that training started from. Raises RuntimeError for an adapter under
-        ZeRO-3."""
+        """Inside the block the model is the one that training started from. Raises RuntimeError under ZeRO-3."""
         if not self._start:
             with self.off():
                 yield
@@ -211,8 +208,7 @@ class ModelAdapter(Adapter):
         return as_bytes(Description(base=self.base, config=self.peft_config("")).to_json())
 
     def write(self, folder: Path, base: str, weights: Mapping[str, torch.Tensor]) -> None:
-        """Write peft's folder of an adapter, which transformers, peft and vLLM load; `base`: folder of the model
-        below."""
+        """Write peft's folder of an adapter, for transformers, peft and vLLM; `base`: folder of the model below."""
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {name: tensor for name, tensor in weights.items() if name != DESCRIPTION}
         save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt", BASE_DIGEST: self.base})

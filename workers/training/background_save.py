@@ -64,8 +64,7 @@ class BackgroundWriter:
         return self._thread is not None and self._thread.is_alive()
 
     def start(self, name: str, state: Sequence[Write], exports: Sequence[Write]) -> None:
-        """Begin to write a checkpoint, the folder `name`; exports may fail. Raises RuntimeError if one is being
-        written."""
+        """Begin to write a checkpoint, the folder `name`; exports may fail. Raises RuntimeError if one is under way."""
         if self.writes:
             raise RuntimeError(f"{self._name} is still being written")
         self._name, self._failed, self._export_failed = name, "", ""
@@ -74,8 +73,7 @@ class BackgroundWriter:
         self._thread.start()
 
     def status(self, name: str) -> SaveStatus:
-        """Whether this folder's checkpoint is written, and what failed. Raises RuntimeError if another was begun
-        last."""
+        """Whether this folder's checkpoint is written, and what failed. Raises RuntimeError for an earlier one."""
         if self._thread is None or name != self._name:
             raise RuntimeError(f"{name} is not being written")
         return SaveStatus(not self.writes, self._failed, self._export_failed)

@@ -57,8 +57,7 @@ def require(file: Path, world: int) -> None:
 
 
 def read_shard(file: Path, *, mapped: bool = False) -> dict[str, Any]:
-    """Contents of a file of DeepSpeed's, on the CPU; `mapped` from disk. Raises ValueError if damaged or of other
-    types."""
+    """Contents of a file of DeepSpeed's, on the CPU; `mapped` from disk. Raises ValueError if damaged."""
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address

@@ -219,8 +219,7 @@ class TrainEngine:
         return norm, True
 
     def offload_states(self) -> int:
-        """Move what only an update needs to host memory, until the next computation; returns the free bytes on the
-        device."""
+        """Move what only an update needs to host memory, until the next computation; returns the free bytes."""
         if self._states.offloaded:
             return 0
         if self.gathers:

@@ -57,8 +57,7 @@ def _within_node(address: str) -> Iterator[None]:
 
 
 def join_group(rendezvous: Rendezvous, device: Device, store: TCPStore | None = None) -> None:
-    """Make this process a rank of the training group, before it builds a `TrainEngine`. `store`: its own
-    (`open_store`)."""
+    """Make this process a rank of the group, before it builds a `TrainEngine`. `store`: its own (`open_store`)."""
     os.environ |= {
         "DS_ACCELERATOR": device,
         "RANK": str(rendezvous.rank),

@@ -91,8 +91,7 @@ class StateOffload:
 
 
 def optimizer_states(engine: Any, stage: int) -> Iterator[torch.Tensor]:
-    """Master weights and moments of DeepSpeed's `engine`; in float32 with ZeRO-3 or none, the model's own are not in
-    it."""
+    """Master weights and moments of DeepSpeed's `engine`, without those that are the model's own (float32)."""
     held = [getattr(parameter, "ds_tensor", parameter) for parameter in engine.module.parameters()]
     model = {tensor.untyped_storage().data_ptr() for tensor in held}
     if stage == 3:

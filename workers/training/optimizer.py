@@ -49,8 +49,7 @@ def adamw(module: nn.Module, config: TrainerConfig) -> torch.optim.AdamW:
 
 
 def deepspeed_config(config: TrainerConfig, stage: int, dtype: torch.dtype, numbers: int) -> dict[str, Any]:
-    """The DeepSpeed configuration; `numbers` of parameters bound the bucket. From ZeRO-1 on gradients add up in
-    float32."""
+    """The DeepSpeed configuration; `numbers` bound the bucket. From ZeRO-1 on gradients add up in float32."""
     zero: dict[str, Any] = {"stage": stage, "reduce_bucket_size": min(REDUCE_BUCKET, numbers)}
     if config.offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
@@ -87,8 +86,7 @@ class LossScale:
         return self.value / 2 ** (ranks - 1).bit_length()
 
     def overflows(self, skipped: bool) -> bool:
-        """Record an update; returns whether a gradient that is not finite is an overflow, which at a scale of 1 it
-        is not."""
+        """Record an update; returns whether a gradient that is not finite is an overflow (never at a scale of 1)."""
         overflowed = skipped and self.value > 1.0
         if skipped:
             self.value, self.finite = max(self.value / 2.0, 1.0), 0

@@ -176,8 +176,7 @@ class TrainingRank(ABC, Generic[ConfigT]):
         return adapter
 
     def _train_policy(self, reference: ModelConfig | None, temperature: float, entropy_grad: bool = False) -> None:
-        """Load a causal language model into DeepSpeed, and a frozen reference, if any: with adapters, the model
-        below."""
+        """Load a causal language model into DeepSpeed, and a frozen reference, with adapters the model below."""
         announce(Activity.MODEL)
         model = load_causal(self._below, partitioner_for(self._config.model, self._config.trainer))
         adapter = self._train(self._logprobs(model, temperature, entropy_grad), model, model.dtype)

@@ -45,8 +45,7 @@ ZERO_3 = StateKeys("optimizer_state_dict", "fp32_flat_groups")
 
 
 def share(shards: Sequence[torch.Tensor], size: int, rank: int, width: int) -> torch.Tensor:
-    """A rank's copied share of `width` elements of a tensor cut into `shards` in order, zeros beyond `size`. Raises
-    ValueError."""
+    """A rank's share of `width` elements of a tensor cut into `shards`, zeros beyond `size`. Raises ValueError."""
     held = sum(shard.numel() for shard in shards)
     if held < size:
         raise ValueError(f"the shards have {held} elements, expected at least {size}")
@@ -125,8 +124,7 @@ def reshard(saved: Sequence[State], keys: StateKeys, cut: Cut, param_groups: Seq
 
 
 def flattened(adam: State, weights: Mapping[str, torch.Tensor], shapes: Shapes) -> State:
-    """What is resharded of the state that one rank saves under ZeRO 1 or 2, from an Adam by parameter. Raises
-    ValueError."""
+    """What is resharded of a rank's state under ZeRO 1 or 2, from an Adam by parameter. Raises ValueError."""
     states: dict[int, State] = {}
     for index, (group, names) in enumerate(zip(adam["param_groups"], shapes, strict=True)):
         members: list[State] = [adam["state"].get(number, {}) for number in group["params"]]
@@ -236,8 +234,7 @@ class ReshardingLoader:
 def reshard_average(
     files: Sequence[Path], parameters: Sequence[nn.Parameter], average: Sequence[torch.Tensor], stage: int
 ) -> list[torch.Tensor]:
-    """This rank's part of the moving average in all ranks' files, read by parameter; `average`: what it holds now,
-    or none."""
+    """This rank's part of the moving average in all ranks' files; `average`: what it holds now, or none."""
     with contextlib.ExitStack() as stack:
         handles = [stack.enter_context(opened(file)) for file in files]
         names = [f"average.{number}" for number in range(len(average))]

@@ -55,8 +55,7 @@ def buckets_of(shapes: Sequence[Shape], limit: int = BUCKET_BYTES) -> tuple[Buck
 
 
 def pack(bucket: Bucket, tensors: Iterator[tuple[str, torch.Tensor]], buffer: torch.Tensor) -> torch.Tensor:
-    """Copy the bucket's tensors, next of `tensors`, into the buffer; returns uint8 [bucket.nbytes]. Raises
-    ValueError."""
+    """Copy the bucket's tensors into the buffer; returns uint8 [bucket.nbytes]. Raises ValueError."""
     packed = buffer[: bucket.nbytes]
     for spec in bucket.tensors:
         name, tensor = next(tensors, ("", None))

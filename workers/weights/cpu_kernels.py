@@ -45,8 +45,7 @@ def logits_in_blocks() -> None:
 
 
 def multiply_single_tokens_alike() -> None:
-    """Make vLLM in this process multiply a step's only token as one among others (`product`), but in compiled
-    models."""
+    """Make vLLM in this process multiply a step's only token as one among others, but in compiled models."""
     multiply = _custom_ops.onednn_mm
 
     @wraps(multiply)

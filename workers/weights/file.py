@@ -141,8 +141,7 @@ class WeightPublisher:
         return update
 
     def delta(self, update: WeightUpdate) -> Bytes:
-        """The changes of `update`, the last version published, since its base; empty if all is cheaper, or it is not
-        the last."""
+        """The changes of `update`, the last one published, since its base; empty if all is cheaper, or another."""
         if self._published != update or self._changes is None:
             return NOTHING
         changes, self._changes = self._changes, None

@@ -47,8 +47,7 @@ class EngineWeights:
         """The policy's adapters that the engine has loaded."""
 
     def require_adapter(self) -> LoRARequest | None:
-        """The adapters of the current version, or None if it has whole weights. Raises EngineClosed if none is
-        loaded."""
+        """The adapters of the current version, or None if it has whole weights. Raises EngineClosed."""
         if self._adapts and self._adapter is None:
             raise EngineClosed(self._engine.name, "it has not loaded the policy's adapters yet")
         return self._adapter
@@ -108,8 +107,7 @@ class EngineWeights:
         await self._engine.call_or_close(received)
 
     async def finish(self, version: int, digest: str) -> WeightAck:
-        """Serve the weights received as `version`. Raises WeightDigestMismatch if a process has others; it stays
-        closed."""
+        """Serve the weights received as `version`. Raises WeightDigestMismatch if a process has others."""
         engine, started = self._engine.require_live(), time.monotonic()
         await self._engine.call_or_close(engine.finish_weight_update(str(version)))
         await self._engine.call_or_close(self.confirm(version, digest))
@@ -178,8 +176,7 @@ class NodeFile:
         self._kept = update.path, update.digest
 
     async def change(self, update: WeightUpdate, delta: Bytes | StoredBytes) -> bool:
-        """Change the last file into that of `update`, for engines to verify; False without the delta's base on this
-        node."""
+        """Change the last file into that of `update`, for engines to verify; False without the delta's base."""
         from troupe.workers.weights.delta import DeltaRefused, base_of
         from troupe.workers.weights.file import change_payload
 

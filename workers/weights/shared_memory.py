@@ -86,8 +86,7 @@ def open_existing(path: str | Path, *, change: bool = False) -> Iterator[tuple[i
 
 
 class FileMapping:
-    """The pages of a weight file, kept mapped between versions, also if it is replaced: mapping costs as much as
-    hashing."""
+    """The pages of a weight file, kept mapped between versions: mapping costs as much as hashing."""
 
     def __init__(self, prot: int) -> None:
         """`prot`: `mmap.PROT_READ`, and `PROT_WRITE`."""
@@ -95,8 +94,7 @@ class FileMapping:
         self.drop()
 
     def of(self, fd: int, size: int) -> Bytes:
-        """uint8 [size] of an open, locked file of at least that size: with full memory growing by a mapping ends the
-        process."""
+        """uint8 [size] of an open, locked file of that size: with full memory growing by a mapping ends the process."""
         status = os.fstat(fd)
         file = (status.st_dev, status.st_ino, size)  # a mapped inode is not reused for another file
         if file != self._file:

@@ -64,8 +64,7 @@ class AdapterTransferEngine(FileReader):
         self.loaded = LoadedWeights(version=None, digest="", mismatch="")
 
     def receive_weights(self, update_info: FileUpdateInfo) -> None:
-        """Verify a version and keep it. Raises WeightDigestMismatch, AdapterRefused (another model, incomplete),
-        OSError."""
+        """Verify a version and keep it. Raises WeightDigestMismatch, AdapterRefused, OSError."""
         update = update_info.update()
         with self._verified(update) as weights:
             # vLLM scales B in place, and the next version is written to the same memory.

@@ -64,8 +64,7 @@ class Need:
 
 
 def memory(runs: Sequence[PlannedRun], groups: Sequence[PodGroup], options: KubernetesOptions) -> dict[str, PodMemory]:
-    """Memory of the head pod (`head`) and of each group's, for every run. Raises UsageError if /dev/shm does not
-    fit."""
+    """Memory of the head pod (`head`) and of each group's, for every run. Raises UsageError if shm does not fit."""
     needs: dict[str, list[Need]] = {}
     for group, need in _needs(runs, options):
         needs.setdefault(group, []).append(need)

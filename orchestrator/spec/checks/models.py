@@ -92,8 +92,7 @@ def _is_something_else(file: Path) -> bool:
 
 
 def too_long(models: Mapping[str, ModelConfig], lengths: Mapping[str, int]) -> Iterator[Finding]:
-    """Limits on sequences, by field, above what a model can take. `models` read them, by path; the trained one
-    first."""
+    """Limits on sequences, by field, above what `models` (by path, the trained one first) can take."""
     for section, model in models.items():
         whose = "the model" if section == "model" else section
         config = _text_config(Path(model.path))

@@ -141,8 +141,7 @@ def _same_files(source: HubFiles, pinned: HubFiles) -> bool:
 
 
 def model_overrides(spec: RunSpec, path: Path) -> list[str]:
-    """Overrides that replace the trained model, or add an adapter to it; a reference on offline data keeps its
-    model."""
+    """Overrides that replace the trained model, or add an adapter; a reference on offline data keeps its model."""
     if (path / ADAPTER_CONFIG).is_file():
         overrides = [f"model.adapter={json.dumps(str(path))}", *template_overrides(spec, path)]
     else:

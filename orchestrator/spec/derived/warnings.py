@@ -19,8 +19,7 @@ _LENGTHS = frozenset({"overlong", "length"})
 
 
 def warnings_of(spec: RunSpec) -> list[str]:
-    """One line for each setting that is allowed and likely not meant: adapters, templates, data, rates, prices,
-    roles."""
+    """One line for each allowed setting that is likely not meant: adapters, templates, data, rates, prices, roles."""
     return [
         *unverified_adapters(spec.models()),
         *forgotten_templates(spec.models()),
