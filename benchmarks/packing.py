@@ -21,7 +21,7 @@ import pyarrow as pa
 from benchmarks.support.harness import NotCorrect, Report, Turn, command_parser, run_benchmark, take_turns
 from benchmarks.support.policy_worker import add_arguments, policy_worker
 from benchmarks.support.processes import Meter
-from troupe.orchestrator.insight.bench.batches import GroupLengths, train_batch
+from benchmarks.support.train_rows import GroupLengths, train_batch
 from troupe.orchestrator.training.micro_batches import plan_update
 from troupe.workers.contract.messages import RankPlan, TrainRow
 

@@ -225,7 +225,7 @@ def _updates(rank: int, meeting: Queue[Any], case: Case, folder: str, table: pa.
 
 def batch(rows: int) -> pa.Table:
     """A TRAIN table; every second row is one token shorter, so that micro-batches have padding as real ones do."""
-    from troupe.orchestrator.insight.bench.batches import GroupLengths, train_batch  # would count in the ranks' memory
+    from benchmarks.support.train_rows import GroupLengths, train_batch  # would count in the ranks' memory
 
     lengths = [GroupLengths(PROMPT_TOKENS, (ROW_TOKENS - PROMPT_TOKENS - number % 2,)) for number in range(rows)]
     return train_batch(lengths, VOCABULARY, seed=1)[1]

@@ -35,9 +35,9 @@ from benchmarks.support.harness import (
     take_turns,
 )
 from benchmarks.support.processes import Meter
+from benchmarks.support.train_rows import train_row
 from benchmarks.support.workload import encode_prompts
 from troupe.orchestrator.data.prompts import load_pools
-from troupe.orchestrator.insight.bench.batches import train_row
 from troupe.orchestrator.roles.settings import policy_config
 from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.orchestrator.spec.rollout import RolloutSpec

@@ -22,8 +22,8 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
 from benchmarks.support.bare_engines import engine_arguments, generate_all
+from benchmarks.support.train_rows import train_row
 from benchmarks.support.workload import TASKS, Group, TaskName
-from troupe.orchestrator.insight.bench.batches import train_row
 from troupe.orchestrator.training.micro_batches import cut_micro_batches, plan_update
 from troupe.workers.contract.config import PolicyConfig, RolloutConfig
 from troupe.workers.contract.messages import TRAIN, TrainRow

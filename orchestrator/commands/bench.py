@@ -33,7 +33,6 @@ from troupe.orchestrator.spec.locations import is_url
 if TYPE_CHECKING:
     from troupe.orchestrator.insight.bench.engines import BenchRequest
     from troupe.orchestrator.insight.bench.results import Result
-    from troupe.orchestrator.insight.bench.trainers import TrainResult
 
 
 def bench(
@@ -45,9 +44,6 @@ def bench(
         int | None, typer.Option(min=1, help="Prompts of a batch (default: schedule.prompts_per_step).")
     ] = None,
     batches: Annotated[int, typer.Option(min=1, help="Measured batches of every point.")] = 3,
-    train: Annotated[
-        bool, typer.Option("--train", help="Also measure the trainers alone, on sequences as long as those sampled.")
-    ] = False,
     set_: SetOption = [],  # noqa: B006
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="JSON file for the results (default: runs/NAME/bench.json).")
@@ -58,8 +54,8 @@ def bench(
     """Measure rollouts without training: tokens/s, latencies, caches and the bottleneck, for every point of a sweep.
 
     Only engines (and environments) are started, and points that differ in sampling or in the number of engines share
-    them. --train measures the fastest point afterwards. Writes the results as JSON after every point, so that they
-    also hold what was measured before an interruption. The exit code is 1 if something could not be measured.
+    them. Writes the results as JSON after every point, so that they also hold what was measured before an
+    interruption. The exit code is 1 if something could not be measured.
     """
     if taken():
         exit_on_signals()  # until Ray starts, there is nothing to end in order
@@ -72,29 +68,25 @@ def bench(
     with started_ahead(points[0].spec, address):  # it imports while this process does
         from troupe.orchestrator.insight.bench.engines import BenchRequest
 
-        complete = _measure(BenchRequest(points, batches, address), file, train, as_json)
+        complete = _measure(BenchRequest(points, batches, address), file, as_json)
     if not complete:
         sys.exit(FAILURE)
 
 
-def _measure(rollouts: BenchRequest, file: Path, train: bool, as_json: bool) -> bool:
+def _measure(rollouts: BenchRequest, file: Path, as_json: bool) -> bool:
     """Measure, write the results after every point, and print everything; whether all could be measured."""
-    from troupe.orchestrator.insight.bench.bounds import best_of
     from troupe.orchestrator.insight.bench.engines import bench as measure
-    from troupe.orchestrator.insight.bench.trainers import measure_trainers
     from troupe.orchestrator.telemetry.console import Console
 
     console = Console(sys.stderr)
     cores = None if cluster_to_join(rollouts.address) is not None else os.cpu_count()
     measured = _Measured(file, cores)
     try:
-        measure(rollouts, console, measured.keep_rollouts)
-        if train and (fastest := best_of(measured.rollouts)) is not None:
-            measured.keep_trainers(measure_trainers(fastest, rollouts, console))
+        measure(rollouts, console, measured.keep)
     finally:
         if measured.rollouts:
             measured.show(as_json=as_json)
-    return not measured.is_incomplete
+    return not any(result.problem for result in measured.rollouts)
 
 
 class _Measured:
@@ -105,22 +97,14 @@ class _Measured:
         self._file = file
         self._cores = cores
         self.rollouts: Sequence[Result] = ()
-        self._train: TrainResult | None = None
 
-    @property
-    def is_incomplete(self) -> bool:
-        """Whether something could not be measured."""
-        return any(result.problem for result in [*self.rollouts, *([] if self._train is None else [self._train])])
-
-    def keep_rollouts(self, results: Sequence[Result]) -> None:
+    def keep(self, results: Sequence[Result]) -> None:
         """Keep the results of the points instead of the ones before."""
-        self.rollouts = results
-        self._write()
+        from troupe.workers.contract.atomic_file import write_atomic
 
-    def keep_trainers(self, result: TrainResult) -> None:
-        """Keep the result of the trainers."""
-        self._train = result
-        self._write()
+        self.rollouts = results
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(self._file, json_text(self._record()))
 
     def show(self, *, as_json: bool) -> None:
         """Print everything to standard output."""
@@ -129,19 +113,13 @@ class _Measured:
         if as_json:
             echo_json(self._record())
             return
-        show(self.rollouts, self._cores, self._train)
+        show(self.rollouts, self._cores)
         typer.echo(f"wrote {self._file}")
-
-    def _write(self) -> None:
-        from troupe.workers.contract.atomic_file import write_atomic
-
-        self._file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(self._file, json_text(self._record()))
 
     def _record(self) -> dict[str, Any]:
         from troupe.orchestrator.insight.bench.bounds import record_of
 
-        return record_of(self.rollouts, self._cores, self._train)
+        return record_of(self.rollouts, self._cores)
 
 
 def _points(path: Path, sweeps: list[Sweep], overrides: list[str], prompts: int | None) -> list[Point]:

@@ -11,9 +11,6 @@ from rich.table import Table
 from troupe.orchestrator.commands.options import UNBOUNDED, fitting_table, output_width
 from troupe.orchestrator.insight.bench.bounds import best_of, bound_of
 from troupe.orchestrator.insight.bench.results import Measures, Result
-from troupe.orchestrator.insight.bench.trainers import TrainResult
-from troupe.orchestrator.plan.speed import Stages, ratio
-from troupe.workers.contract.units import GIB
 
 
 @dataclass(frozen=True)
@@ -43,58 +40,12 @@ COLUMNS = (
 )
 
 
-def show(results: Sequence[Result], cores: int | None, train: TrainResult | None) -> None:
+def show(results: Sequence[Result], cores: int | None) -> None:
     """Print everything to standard output."""
     console = Console(highlight=False, markup=False, width=output_width())
     console.print(render(results, console.width))
     for line in advice(results, cores):
         console.print(line, soft_wrap=True)
-    if train is not None and train.problem:
-        console.print(f"trainers: not measured: {train.problem}", soft_wrap=True)
-    elif train is not None:
-        console.print(render_trainers(train, console.width))
-        console.print(balance(results, train), soft_wrap=True)
-
-
-def balance(results: Sequence[Result], train: TrainResult) -> str:
-    """A step of the fastest point if sampling and training overlap: its length, who waits, and when nobody would."""
-    best = best_of(results)
-    if best is None or best.measures is None or best.measures.tokens_per_s <= 0:
-        return ""
-    found, spec = best.measures, best.point.spec
-    drain = max(1.0, found.most_running / max(found.running, 1e-9))
-    sampling_s = found.sequences * found.response_tokens / found.tokens_per_s / drain
-    stages = Stages(sampling_s, train.step_s, group_s=found.latency_s.p99, drain=drain)
-    limit = max(1, spec.schedule.max_staleness)
-    engines, trainers = stages.waits(limit)
-    each = sampling_s * best.point.workers / (train.step_s * spec.roles.policy.workers)
-    return (
-        f"balance: a step takes {stages.step_s(0):.1f} s in turn and {stages.step_s(limit):.1f} s with max_staleness "
-        f"{limit}: engines wait {engines:.0%} of it, trainers {trainers:.0%}, samples are "
-        f"{stages.mean_staleness(limit):.1f} versions old; {ratio(each)} engines to policy workers are equally fast"
-    )
-
-
-def render_trainers(train: TrainResult, width: int = UNBOUNDED) -> Table:
-    """A row for each role that trains; for each number if they are too wide."""
-    heads = ["trainer", "workers", "tok/s", "MFU", "padding", "host GiB", "GPU GiB", "step s"]
-    rows = [
-        [
-            one.role,
-            str(one.workers),
-            f"{one.tokens_per_s:.0f}",
-            "" if one.mfu is None else f"{one.mfu:.1%}",
-            f"{one.padding:.1%}",
-            f"{one.host_bytes / GIB:.2f}",
-            f"{one.gpu_bytes / GIB:.2f}" if one.gpu_bytes else "",
-            f"{train.step_s:.2f}",
-        ]
-        for one in train.trainers
-    ]
-    kept = [i for i in range(len(heads)) if any(row[i] for row in rows)]
-    table = fitting_table("", [heads[i] for i in kept], [[row[i] for i in kept] for row in rows], width)
-    table.caption = f"{train.sequences} sequences, {train.tokens} tokens a step"
-    return table
 
 
 def render(results: Sequence[Result], width: int = UNBOUNDED) -> Table:

@@ -6,15 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from troupe.orchestrator.insight.bench.points import WORKERS, Point
 from troupe.orchestrator.insight.bench.results import Measures, Result
 from troupe.orchestrator.roles.settings import rollout_config
 from troupe.orchestrator.spec.sections import environment_role
-
-if TYPE_CHECKING:
-    from troupe.orchestrator.insight.bench.trainers import TrainResult
 
 MAX_NUM_SEQS = "roles.rollout.max_num_seqs"
 _FULL = 0.9
@@ -248,7 +245,7 @@ _EXPLAIN = {
 }
 
 
-def record_of(results: Sequence[Result], cores: int | None, train: TrainResult | None = None) -> Json:
+def record_of(results: Sequence[Result], cores: int | None) -> Json:
     """The whole benchmark. `cores`: the machine's, or None for a cluster, whose free resources are unknown."""
     spec, best = results[0].point.spec, best_of(results)
     return {
@@ -260,7 +257,6 @@ def record_of(results: Sequence[Result], cores: int | None, train: TrainResult |
         "fields": list(results[0].point.settings),
         "best": None if best is None else results.index(best),
         "points": [_point(result, bound_of(result, results, cores)) for result in results],
-        "train": None if train is None else asdict(train),
     }
 
 

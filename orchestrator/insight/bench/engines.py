@@ -16,7 +16,7 @@ from troupe.orchestrator.data.pools import Pool
 from troupe.orchestrator.data.prompts import load_train_pool
 from troupe.orchestrator.errors import DoesNotFit, StopRequested, TroupeError, WorkerError
 from troupe.orchestrator.hub.resolve import fetch
-from troupe.orchestrator.insight.bench.batches import BatchPrompts, GroupLengths, SamplingBatches
+from troupe.orchestrator.insight.bench.batches import BatchPrompts, SamplingBatches
 from troupe.orchestrator.insight.bench.points import Point, launch_spec, launches, measured_spec
 from troupe.orchestrator.insight.bench.results import MeasuredBatch, Result, measures_of
 from troupe.orchestrator.roles.names import role_of
@@ -160,7 +160,6 @@ class _PointBench:
         return Result(
             self._point,
             measures_of(self._point, measured[self._unmeasured :]),
-            groups=measured[-1].groups,
             peak=await self._peak(),
             gpu_type=self._session.cluster.gpu_type() if spec.device == "cuda" else "",
         )
@@ -171,8 +170,7 @@ class _PointBench:
         await self._readings()
         batch = await sampling.run()
         readings = tuple(await self._readings())
-        groups = tuple(GroupLengths.of(group.summary) for group in batch.groups)
-        return MeasuredBatch(batch.seconds, batch.response_tokens, readings, groups)
+        return MeasuredBatch(batch.seconds, batch.response_tokens, readings)
 
     async def _peak(self) -> Peak:
         calls = (engine.handle.call(RolloutEngine.health, _METER_TIMEOUT_S) for engine in self._engines)

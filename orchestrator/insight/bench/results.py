@@ -8,7 +8,6 @@ from statistics import fmean, median
 
 import numpy as np
 
-from troupe.orchestrator.insight.bench.batches import GroupLengths
 from troupe.orchestrator.insight.bench.points import Point
 from troupe.workers.contract.measurements import EngineReading, FinishedSequence
 from troupe.workers.contract.messages import Peak
@@ -23,7 +22,6 @@ class MeasuredBatch:
     seconds: float
     response_tokens: int
     engines: tuple[EngineReading, ...]
-    groups: tuple[GroupLengths, ...] = ()
 
     @property
     def tokens_per_s(self) -> float:
@@ -95,7 +93,6 @@ class Result:
     point: Point
     measures: Measures | None
     problem: str = ""
-    groups: tuple[GroupLengths, ...] = ()
     peak: Peak = _NO_PEAK
     """Memory of the largest engine of its launch so far."""
     gpu_type: str = ""

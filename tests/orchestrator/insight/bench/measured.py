@@ -10,7 +10,6 @@ from typing import Any
 from tests.conftest import ROOT
 from troupe.orchestrator.insight.bench.points import Point
 from troupe.orchestrator.insight.bench.results import MeasuredBatch, Result, measures_of
-from troupe.orchestrator.insight.bench.trainers import TrainerMeasures, TrainResult
 from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.workers.contract.measurements import EngineReading, FinishedSequence
 
@@ -45,12 +44,3 @@ def result(settings: Mapping[str, Any] | None = None, seconds: float = 1.0, **re
     engines = tuple(replace(BUSY, **reading, engine=f"rollout-{number}") for number in range(own.workers))
     batch = MeasuredBatch(seconds, sum(engine.response_tokens for engine in engines), engines)
     return Result(own, measures_of(own, [batch]))
-
-
-TRAINED = TrainResult(
-    steps=3,
-    step_s=0.5,
-    sequences=64,
-    tokens=4500,
-    trainers=(TrainerMeasures("policy", 1, 9000.0, None, 0.0, host_bytes=1 << 30, gpu_bytes=0),),
-)

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from tests.orchestrator.insight.bench.measured import GRPO, point, result
 from troupe.orchestrator.cli import app
 from troupe.orchestrator.errors import DoesNotFit, StopRequested, WorkerDied, WorkerError
-from troupe.orchestrator.insight.bench import engines, trainers
+from troupe.orchestrator.insight.bench import engines
 from troupe.orchestrator.insight.bench.engines import BenchRequest, bench
 from troupe.orchestrator.insight.bench.points import Point
 from troupe.orchestrator.insight.bench.results import Result
@@ -102,18 +102,3 @@ def test_what_was_measured_before_an_interruption_is_written_and_shown(
     assert "max_tokens 5: bound by" in ended.stdout and f"wrote {file}" in ended.stdout
     record = json.loads(file.read_text())
     assert [one["settings"] for one in record["points"]] == [{TOKENS: 4}, {TOKENS: 5}]
-
-
-def test_rollouts_are_kept_where_the_measurement_of_the_trainers_is_stopped(
-    cluster: Any, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def stop(*_: Any) -> Any:
-        raise StopRequested("stopped")
-
-    monkeypatch.setattr(trainers, "measure_trainers", stop)
-    file = tmp_path / "new" / "bench.json"
-    command = ["bench", str(GRPO), "--set", f"model.path={tiny_model}", "--train", "--json", "-o", str(file)]
-    ended = CliRunner().invoke(app, command)
-    assert isinstance(ended.exception, StopRequested)
-    record = json.loads(ended.stdout)
-    assert record == json.loads(file.read_text()) and len(record["points"]) == 1
