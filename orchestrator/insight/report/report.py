@@ -25,8 +25,8 @@ from troupe.workers.contract.text import valid_text
 from troupe.workers.contract.units import MIB
 
 SCRIPTS = (
-    *("dom.js", "colors.js", "ticks.js", "chart.js", "runs.js", "verdicts.js", "evaluations.js", "curves.js"),
-    *("tokens.js", "list.js", "samples.js", "tables.js", "main.js"),
+    *("dom.js", "colors.js", "ticks.js", "chart.js", "runs.js", "sweep.js", "verdicts.js", "evaluations.js"),
+    *("curves.js", "tokens.js", "list.js", "samples.js", "tables.js", "main.js"),
 )
 _ASSETS = files("troupe.orchestrator.insight.report") / "assets"
 _ESCAPES = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
