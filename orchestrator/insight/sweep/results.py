@@ -25,7 +25,6 @@ class TrialResult:
     """What became of a trial."""
 
     name: str
-    setting: int
     seed: int
     folder: str
     status: Status
@@ -67,15 +66,6 @@ class SettingResult:
         return asdict(self) | {"complete": self.complete, "mean": mean, "low": found.low, "high": found.high}
 
 
-@dataclass(frozen=True)
-class Best:
-    """The best setting of those that are complete."""
-
-    setting: SettingResult
-    inseparable: tuple[SettingResult, ...]
-    """Other complete settings whose intervals overlap with its own, or that have none."""
-
-
 def metric_value(metric: str, lines: Lines) -> float | None:
     """A metric of a run up to a step: the last evaluation, or the mean over the last third of its steps; None without
     a finite value."""
@@ -93,26 +83,20 @@ def default_metric(runs: Iterable[Lines]) -> str | None:
     return next((name for name in DEFAULTS if name in shared), None)
 
 
-def best_of(settings: Sequence[SettingResult], sign: float) -> Best | None:
-    """The complete setting with the best mean, or None without one. `sign`: 1 if the highest is best, else -1."""
+def best_of(settings: Sequence[SettingResult], sign: float) -> list[SettingResult]:
+    """The complete setting with the best mean, then other complete ones whose intervals overlap with its own, or are
+    not known; empty without a complete one. `sign`: 1 if the highest mean is best, else -1."""
     known = [(one, estimate) for one in settings if one.complete and (estimate := one.estimate) is not None]
     if not known:
-        return None
+        return []
     best, top = max(known, key=lambda pair: sign * pair[1].value)
-    return Best(best, tuple(one for one, estimate in known if one is not best and _overlap(top, estimate)))
+    return [best, *(one for one, estimate in known if one is not best and _overlap(top, estimate))]
 
 
 def _overlap(one: MeanEstimate, other: MeanEstimate) -> bool:
-    """Whether two intervals overlap. One that is not known overlaps with all, unless its values are equal."""
-    (low, high), (other_low, other_high) = (
-        (estimate.low, estimate.high)
-        if estimate.low is not None and estimate.high is not None
-        else (estimate.value, estimate.value)
-        if estimate.prompts > 1
-        else (-math.inf, math.inf)
-        for estimate in (one, other)
-    )
-    return low <= other_high and other_low <= high
+    if one.low is None or one.high is None or other.low is None or other.high is None:
+        return True
+    return one.low <= other.high and other.low <= one.high
 
 
 def frontier(trials: Iterable[TrialResult]) -> list[tuple[float, float]]:
@@ -130,18 +114,12 @@ def interval(low: float | None, high: float | None) -> str:
     return "" if low is None else f"{low:.4g} to {high:.4g}"
 
 
-def sentence(best: Best | None, metric: str) -> str:
+def sentence(best: Sequence[SettingResult], metric: str) -> str:
     """The best setting with its interval, and which others cannot be told from it."""
-    if best is None:
+    if not best or (found := best[0].estimate) is None:
         return "no setting is complete with all its seeds"
-    seeds, found = len(best.setting.trials), best.setting.estimate
-    said = f"best: {best.setting.label}: {metric} {found.value:.4g}" if found else ""
-    said += (
-        f" ({interval(found.low, found.high)}, 95% interval over {seeds} seeds)"
-        if found and found.low is not None
-        else ""
-    )
-    said += ", one seed, so without an interval" if seeds == 1 else ""
-    others = ", ".join(one.label for one in best.inseparable[:4])
-    more = f" and {len(best.inseparable) - 4} more" if len(best.inseparable) > 4 else ""
-    return f"{said}; not separable from {others}{more}" if others else said
+    seeds, bounds = len(best[0].trials), interval(found.low, found.high)
+    said = f"best: {best[0].label}: {metric} {found.value:.4g}"
+    said += f" ({bounds}, 95% interval over {seeds} seeds)" if bounds else ", without an interval"
+    others = ", ".join(one.label for one in best[1:5]) + (f" and {len(best) - 5} more" if len(best) > 5 else "")
+    return f"{said}; not separable from {others}" if others else said

@@ -109,8 +109,8 @@ class SweepRun:
         return {
             "folder": str(self.request.folder),
             "metric": metric,
-            "best": None if best is None else best.setting.label,
-            "inseparable": [] if best is None else [one.label for one in best.inseparable],
+            "best": best[0].label if best else None,
+            "inseparable": [one.label for one in best[1:]],
             "sentence": sentence(best, metric),
             "settings": [one.record() for one in settings],
             "frontier": frontier(trial for one in settings for trial in one.trials),
@@ -199,7 +199,7 @@ class SweepRun:
         status, reason = self._ended.get(trial.name, ("running" if trial.name in self._running else "waiting", ""))
         step = max((line["step"] for line in lines if isinstance(line.get("step"), int)), default=0)
         values = [metric_value(name, lines) for name in (metric, KL, REWARD)]
-        return TrialResult(trial.name, trial.setting, trial.spec.seed, str(trial.folder), status, reason, step, *values)
+        return TrialResult(trial.name, trial.spec.seed, str(trial.folder), status, reason, step, *values)
 
     def _keep_spec(self, trial: Trial) -> None:
         """Write a trial's spec beside its folder. Raises UsageError if another one is there."""

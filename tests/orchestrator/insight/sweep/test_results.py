@@ -24,7 +24,7 @@ from troupe.orchestrator.insight.sweep.results import (
 
 def setting(label: str, *values: float | None, status: Status = "complete", **of: Any) -> SettingResult:
     trials = (
-        TrialResult(f"{label}-{i}", 0, i, "", status if value is None else "complete", value=value, **of)
+        TrialResult(f"{label}-{i}", i, "", status if value is None else "complete", value=value, **of)
         for i, value in enumerate(values)
     )
     return SettingResult(label, {}, tuple(trials))
@@ -55,35 +55,32 @@ def test_an_interval_is_student_s() -> None:
 def test_the_best_setting_and_those_that_cannot_be_told_from_it() -> None:
     high, near, low = setting("high", 0.9, 0.92), setting("near", 0.6, 0.9), setting("low", 0.1, 0.11)
     best = best_of([low, near, high], 1.0)
-    assert best is not None and best.setting is high and best.inseparable == (near,)
+    assert best == [high, near]
     said = sentence(best, "eval/accuracy")
-    assert said.startswith("best: high: eval/accuracy 0.91 (0.78") and said.endswith(
-        "over 2 seeds); not separable from near"
-    )
-    lowest = best_of([low, near, high], -1.0)
-    assert lowest is not None and lowest.setting is low and lowest.inseparable == (near,)
+    assert said.startswith("best: high: eval/accuracy 0.91 (0.78")
+    assert said.endswith("over 2 seeds); not separable from near")
+    assert best_of([low, near, high], -1.0) == [low, near]
     assert sentence(best_of([high, low], 1.0), "x").endswith("95% interval over 2 seeds)")
 
 
-def test_without_several_seeds_nothing_is_separable() -> None:
-    best = best_of([setting("a", 0.9), setting("b", 0.1)], 1.0)
-    assert best is not None and [one.label for one in best.inseparable] == ["b"]
-    assert sentence(best, "m") == "best: a: m 0.9, one seed, so without an interval; not separable from b"
-    equal = best_of([setting("a", 0.9, 0.9), setting("b", 0.1, 0.1)], 1.0)
-    assert equal is not None and not equal.inseparable
+def test_without_several_different_values_nothing_is_separable() -> None:
+    one, other = setting("a", 0.9), setting("b", 0.1)
+    assert best_of([one, other], 1.0) == [one, other]
+    assert sentence([one, other], "m") == "best: a: m 0.9, without an interval; not separable from b"
+    equal = setting("a", 0.9, 0.9)
+    assert best_of([equal, other], 1.0) == [equal, other], "equal values have no interval"
 
 
 def test_a_setting_that_lost_seeds_is_not_the_best() -> None:
     lost, whole = setting("lost", 0.9, None, status="failed"), setting("whole", 0.1, 0.2)
-    best = best_of([lost, whole], 1.0)
-    assert best is not None and best.setting is whole
+    assert best_of([lost, whole], 1.0) == [whole]
     assert sentence(best_of([lost], 1.0), "m") == "no setting is complete with all its seeds"
 
 
 def test_the_frontier_is_what_no_other_run_beats_in_both() -> None:
     points = [(0.3, 0.5), (0.1, 0.2), (0.2, 0.6), (0.1, 0.3), (0.9, 0.6), (1.0, 0.7)]
-    trials = [TrialResult("", 0, 0, "", "complete", kl=kl, reward=reward) for kl, reward in points]
-    unknown = TrialResult("", 0, 0, "", "failed", reward=9.0)
+    trials = [TrialResult("", 0, "", "complete", kl=kl, reward=reward) for kl, reward in points]
+    unknown = TrialResult("", 0, "", "failed", reward=9.0)
     assert frontier([*trials, unknown]) == [(0.1, 0.3), (0.2, 0.6), (1.0, 0.7)]
 
 
