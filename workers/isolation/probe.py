@@ -8,8 +8,10 @@ import json
 import os
 import subprocess
 import sys
+import traceback
 from typing import Any
 
+from troupe.workers.contract.text import one_line
 from troupe.workers.isolation.interpreters import python_command, with_programs
 
 _LONGEST = 400
@@ -61,7 +63,11 @@ def answer() -> None:
     folder, entry, request = json.load(sys.stdin)
     sys.path.append(folder)
     module, function = entry.split(":")
-    for reply in vars(importlib.import_module(module))[function](request):
-        replies.write(json.dumps(reply) + "\n")
-        replies.flush()
+    try:
+        for reply in vars(importlib.import_module(module))[function](request):
+            replies.write(json.dumps(reply) + "\n")
+            replies.flush()
+    except Exception as error:
+        traceback.print_exc()
+        sys.exit(one_line(f"{type(error).__name__}: {error}"))  # the last line: a message may have several
     gc.freeze()  # nothing that ends with the process is collected
