@@ -75,6 +75,7 @@ class _RolloutRow:
     ids: torch.Tensor
     """int64 [1, L]: prompt and response."""
     start: int
+    """Length of the prompt."""
     sampled: torch.Tensor
     """bool [response tokens]: which of them the policy sampled."""
     words: tuple[bytes, ...] | None = None

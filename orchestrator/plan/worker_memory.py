@@ -28,9 +28,12 @@ from troupe.workers.contract.units import GIB, MIB
 Where = Literal["gpu", "host"]
 Phase = Literal["always", "pass", "step"]
 Period = Literal["sampling", "update", "transfer"]
+"""Periods of a step on a shared GPU: engines sample and models score; trainers update; weights are
+sent."""
 PERIODS: tuple[Period, ...] = ("sampling", "update", "transfer")
 
 WIDTHS: dict[Dtype, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
+"""Bytes per number."""
 
 LIVE = 1_000_000_000
 """DeepSpeed's `stage3_max_live_parameters`: parameters that stay gathered between modules."""
@@ -97,6 +100,7 @@ class Training:
     ranks: int
     gpu: bool
     longest: int
+    """Tokens of the longest sequence."""
     values: bool = False
     """Whether the head returns one value instead of log-probs (critic, reward model)."""
     scaled: bool = False
@@ -356,11 +360,14 @@ class Scoring:
     size: ModelSize
     dtype: Dtype
     tokens: int
+    """Tokens of a micro-batch."""
     longest: int
+    """Tokens of the longest sequence."""
     gpu: bool
     values: bool = False
     """Whether the head returns one value instead of log-probs (reward model)."""
     process: int = 0
+    """Host memory of the process with its libraries and no model."""
     whole_logits: bool = False
     """Whether a chunk of logits exists as a whole, from which the likeliest tokens are read."""
     ranks: int = 1

@@ -36,6 +36,7 @@ class Request:
     name: str | None = None
     """Name of the job, or None for the spec's."""
     out: Path | None = None
+    """Run folder as pods or nodes see it, or None for the spec's."""
 
 
 def deployment(

@@ -46,6 +46,7 @@ class Submission:
     """What to submit with a spec. Raises UsageError if a path does not exist, or the requirements hold a password."""
 
     job: str | None = None
+    """Submission id, or None if Ray generates one."""
     working_dir: Path | None = None
     """Folder to upload, or None for the spec alone."""
     requirements: Path | None = None

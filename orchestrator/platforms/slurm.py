@@ -20,6 +20,7 @@ from troupe.orchestrator.spec.chain import PlannedRun
 from troupe.workers.contract.units import GIB
 
 _LARGEST = 100_000
+"""Upper limit of every resource number: a larger one is a typing error."""
 _RAY_GIB = 1
 """Memory of Ray's own processes on a node."""
 _HEADROOM = 1.1
@@ -58,6 +59,7 @@ class SlurmOptions:
     requeues: int = 20
     """Times that the job is queued again at its time limit."""
     join_timeout_s: int = 600
+    """Longest wait for the nodes to join, in seconds."""
     notice_s: int = 300
     """Seconds before the time limit at which Slurm signals the run to save and exit."""
 

@@ -154,6 +154,7 @@ class EngineQueue:
     name: str
     state: str
     outstanding: int
+    """Samples that the engine has not returned."""
 
 
 @dataclass(frozen=True)
@@ -217,6 +218,7 @@ _RENEWALS = 2
 """Times that the weights are published again for one engine that starts."""
 
 BringUp = Callable[[Engine], Awaitable[None]]
+"""Loads the current weights into a new engine. Raises UpdateDamaged if they have to be published again."""
 Renew = Callable[[], Awaitable[None]]
 """Makes the trainers publish the current weights again, after a restart if one of them is lost."""
 

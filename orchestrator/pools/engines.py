@@ -43,6 +43,7 @@ from troupe.workers.contract.roles import RolloutEngine, TableRef
 logger = logging.getLogger(__name__)
 
 _RETRY_S = 5.0
+"""Wait after a replacement that did not start."""
 
 Spawn = Callable[[str], Awaitable[Engine]]
 """Starts an engine under this name (placement, constructor and `start`)."""

@@ -27,6 +27,7 @@ LinkT = TypeVar("LinkT")
 _HEALTH_TIMEOUT_S = 60.0
 _DRAIN_POLL_S = 0.5
 _MARGIN_S = 10.0
+"""Time that an answer of `Watched.watch` may take beyond its own bound."""
 
 
 @dataclass(frozen=True)

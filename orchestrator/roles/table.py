@@ -29,6 +29,7 @@ class Restarts:
     name: str
     """The number is the field `{name}_restarts` of `failures`."""
     limit: Callable[[Any], int]
+    """Reads this field."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class Role:
     kind: str
     worker: str
     protocol: type[Any]
+    """Protocol of its workers' calls."""
     settings: Callable[[Any], WorkerSettings | Mapping[str, WorkerSettings] | None]
     """Settings of the workers of a spec, by `ROLE.NAME` if the section may be a map; None if the spec has no
     workers of this role."""
@@ -55,6 +57,7 @@ class Role:
     trains: bool = False
     """Whether the workers are ranks that train one model together."""
     concurrent: bool = False
+    """Whether a worker runs several calls at once."""
     engine: bool = False
     """Whether a worker is a vLLM engine, which cannot serve when a process that it started is stopped."""
     quantized: bool = False
@@ -189,8 +192,11 @@ ROLES: dict[str, Role] = {
 }
 
 NAMES: tuple[RoleName, ...] = tuple(dict.fromkeys(row.section for row in ROLES.values()))
+"""The roles that a spec can have, in the order of the data."""
 TRAINERS: tuple[RoleName, ...] = tuple(dict.fromkeys(row.section for row in ROLES.values() if row.trains))
+"""The roles whose workers train a model."""
 ENGINES: tuple[RoleName, ...] = tuple(dict.fromkeys(row.section for row in ROLES.values() if row.engine))
+"""The roles whose workers are engines."""
 SAMPLERS: tuple[RoleName, ...] = tuple(dict.fromkeys(row.section for row in ROLES.values() if row.samples))
 """The roles whose workers sample what is trained on."""
 TRAINED = (*TRAINERS, "reward_model")

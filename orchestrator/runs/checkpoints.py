@@ -23,6 +23,7 @@ class RunCheckpoints:
 
     store: CheckpointStore
     found: Checkpoint | None = None
+    """The one that the run resumes from, or None if it starts from the beginning."""
     remote: RemoteCheckpoints | None = None
     """The copies in an object store, if the spec has one."""
 
@@ -36,6 +37,7 @@ class SavedRun:
     """Progress of a run, from the checkpoints in its folder."""
 
     step: int
+    """Step of the newest one, or 0 without one."""
     complete: bool
     """Whether it is the last step of the spec, or the one at which the run has ended early, valid, and has the exported
     model."""

@@ -17,6 +17,7 @@ from troupe.orchestrator.starter.demo import named_models
 from troupe.workers.contract.imports import missing_package
 
 Say = Callable[[str], object]
+"""Called with a line for each step that takes long."""
 
 
 def ready(document: Document, say: Say, out: Path | None = None, *, resume: bool = False) -> tuple[PlannedRun, ...]:

@@ -30,6 +30,7 @@ class Resumption:
     differences: tuple[FieldDifference, ...] | None
     """Differences between the folder's spec and the given one, or None if the folder has no readable spec."""
     problems: tuple[str, ...]
+    """Other reasons why the run cannot resume."""
 
     def lines(self) -> list[str]:
         """Lines that the run prints at its start. Raises UsageError with a line for every reason not to resume."""

@@ -78,6 +78,7 @@ class RunRequest:
     """The user's request."""
 
     spec: RunSpec
+    """With every name on the hub pinned to a commit."""
     out: Path
     resume: bool
     address: str | None
@@ -106,6 +107,7 @@ class Session:
 
     request: RunRequest
     spec: RunSpec
+    """With models that are folders."""
     cluster: Cluster
     launcher: WorkerLauncher
     workers: Workers
@@ -114,6 +116,7 @@ class Session:
     """Set when the run must save and exit."""
     checkpoints: RunCheckpoints
     read: RunData | None = None
+    """The data sets, or None if this kind of run reads none."""
     observer: RunObserver | None = None
     """Answers `troupe why`, or None if the run does not train."""
 

@@ -95,6 +95,7 @@ _OWN_FIELDS = frozenset(
         "gpu_memory_utilization",
     )
 )
+"""Options that are fields of the role."""
 
 _QUANTIZED = (
     "engines would round the weights after their digest is verified, and sample from another policy than the one that "

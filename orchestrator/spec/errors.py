@@ -16,6 +16,7 @@ from troupe.orchestrator.spec.migration import counterpart, former_advice
 from troupe.orchestrator.spec.sources import LIST, MAP, SECTION
 
 Path = tuple[str | int, ...]
+"""Keys and list indices from the top of the spec."""
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from troupe.workers.isolation.interpreters import cache_folder
 
 PREFIX = "examples:"
 MODELS_VARIABLE = "TROUPE_MODELS"
+"""Environment variable with the folder of the example models."""
 FOLDER = Path(__file__).resolve().parents[2] / "deploy" / "specs"
 RECIPES = "recipes/"
 """Beginning of the names of known results. Each has a folder in `deploy/recipes/`, with rows of its data."""

@@ -120,6 +120,7 @@ FORMER_FIELDS: Mapping[str, Former] = {
     "roles.rollout.autoscale": Former((None,), "change roles.rollout.workers while the run trains: troupe scale"),
     **{f"roles.{role}.lora.{name}": former for role in ("policy", "critic") for name, former in _LORA.items()},
 }
+"""The fields by their path."""
 _NONE = Former((), "")
 
 

@@ -27,6 +27,7 @@ _ROWS = "troupe.workers.agents.environments.base:rows"
 _TIMEOUT_S = 600.0
 _ROWS_OF_A_SPEC = 1000
 _SHOWN_S = 10.0
+"""Seconds between two lines of progress."""
 
 
 def install(name: str, further: Sequence[str], say: Callable[[str], None]) -> Path:

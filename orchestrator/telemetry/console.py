@@ -60,13 +60,17 @@ class Progress:
     """Where a run is."""
 
     steps: int
+    """Steps that have ended."""
     total: int
     phase: str
+    """The current phase; empty before the first."""
     done: int
+    """Parts of the phase that have ended."""
     parts: int
     phase_s: float
     """Seconds since the phase began."""
     step_s: float
+    """Seconds since the last step ended."""
 
 
 class _Phase(NamedTuple):

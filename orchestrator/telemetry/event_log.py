@@ -17,6 +17,7 @@ from troupe.orchestrator.errors import StopRequested
 from troupe.workers.contract.atomic_file import write_atomic
 
 _MOST_WAITING = 10_000
+"""Lines that are kept while a file cannot be written."""
 
 
 class JsonLinesFile:
@@ -104,6 +105,7 @@ EVALUATION, REWARDS = "evaluation", "rewards"
 _MOST_EARLY = 10_000
 """Events that are kept until the file is open."""
 _LONGEST_REASON = 2000
+"""Characters of an error's message in an event."""
 
 
 class EventLog:

@@ -24,6 +24,7 @@ from troupe.workers.contract.units import GIB
 logger = logging.getLogger(__name__)
 
 _MOST_WAITING = 1000
+"""Timelines that are kept while the disk is slow."""
 _FLUSH_S = 60.0
 
 

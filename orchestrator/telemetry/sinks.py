@@ -36,6 +36,7 @@ _CONNECTIONS, _IDLE_S = 128, 30.0
 _MOST_WAITING = 1000
 """Steps that wait while the server does not answer; further ones are missing there."""
 CLOSE_S = 30.0
+"""Longest wait at the end of a run."""
 _FILES = itertools.count()  # distinguishes event files that one process starts within the same second
 _STEP = "step"
 _URI = "MLFLOW_TRACKING_URI"

@@ -19,7 +19,9 @@ from troupe.orchestrator.roles.names import is_worker, role_of
 from troupe.workers.contract import roles
 
 DRIVER = "driver-0"
+"""The name under which the controller's own phases are recorded."""
 OK = "ok"
+"""Status of a call that returned."""
 PHASES = (
     *("start", "generate", "score", "prepare", "update", "publish", "load", "sync", "evaluate", "checkpoint"),
     "other",
@@ -71,6 +73,7 @@ _METHODS: Mapping[str, tuple[Callable[..., object], ...]] = {
 }
 _PHASE_OF = {method.__name__: phase for phase, methods in _METHODS.items() for method in methods}
 _MOST_SPANS = 200_000
+"""Ended calls that are kept until `drain`."""
 _PROBES = frozenset({roles.Worker.health.__name__, roles.Watched.watch.__name__, roles.Trainer.save_status.__name__})
 """Methods whose successful calls are not kept: they ask, thousands of times, whether a worker lives or has written."""
 
@@ -79,11 +82,14 @@ class Span(NamedTuple):
     """A call that has ended."""
 
     worker: str
+    """Role and index, as in `rollout-0`."""
     method: str
     """Method of the worker, or a phase of the controller if the worker is the driver."""
     start: float
+    """Seconds since 1970."""
     end: float
     status: str
+    """`ok`, or the class of the error."""
     detail: str
 
 
@@ -109,8 +115,10 @@ class OpenCall(NamedTuple):
     """A call that has not ended."""
 
     worker: str
+    """Role and index, as in `rollout-0`."""
     method: str
     since: float
+    """Seconds since 1970."""
     timeout_s: float
     """Bound on the call; 0 if it has none."""
     detail: str

@@ -38,7 +38,9 @@ class SourceSnapshot:
     """State of a source and of its untrained work, for a checkpoint."""
 
     state: dict[str, Any]
+    """JSON-ready state from which a run resumes after the last trained batch."""
     ledger: dict[str, Any]
+    """State of the ledger at the same moment."""
     samples: int = 0
     """Finished samples of open groups."""
     write: Callable[[Path], Awaitable[int]] | None = None

@@ -38,7 +38,9 @@ STATE = "state.json"
 MANIFEST = "manifest.json"
 FORMAT = 1
 _JSON_BYTES = 256 << 20
+"""Largest manifest or state that is read."""
 _REASON = 200
+"""Characters of an error's message that are shown."""
 _NAME = re.compile(r"step-(\d{6,})")
 _SAVING = ".saving-"
 _TRIAL = "trial"
@@ -76,6 +78,7 @@ class Checkpoint:
     step: int
     path: Path
     state: dict[str, Any]
+    """The state passed to `commit`."""
     damaged: frozenset[str] = frozenset()
     """Files of the folder `samples` that are missing or changed, by path relative to the checkpoint."""
 

@@ -29,9 +29,11 @@ class Tokenized:
     """Size and digest of a tokenized pool, for the order of examples."""
 
     rows: int
+    """Number of usable examples."""
     digest: str
     """Digest of the contents of the pool."""
     parts: Mapping[str, Tokenized] = field(default_factory=dict)
+    """The sources of a mixture by name, in the order of their rows."""
 
 
 @dataclass(frozen=True)

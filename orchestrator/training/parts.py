@@ -24,10 +24,12 @@ class UpdatedStep:
     """A step whose updates are made."""
 
     number: int
+    """Counted from 1."""
     batch: Batch
     before: PenaltyState
     """The penalty before the updates."""
     updates: Sequence[Metrics]
+    """Metrics of each update."""
     timers: PhaseTimers
 
 
@@ -36,7 +38,9 @@ class Moment:
     """A run between two steps."""
 
     step: int
+    """Steps done."""
     timers: PhaseTimers
+    """Of the next step."""
     states: Callable[[], Mapping[str, Any]]
     """Returns the states of the parts, by name."""
 
@@ -47,6 +51,7 @@ class RunPart:
     name = ""
     """Key of its state in checkpoints, or empty if it has none."""
     state: Any = None
+    """A frozen model; every change is a new one."""
 
     def restore(self, state: Any) -> None:
         """Takes over the state of the checkpoint that the run resumes from. Raises ValueError: it has another form."""

@@ -40,6 +40,7 @@ Push = Callable[[int], Awaitable[object]]
 HoldMemory = Callable[[], AbstractAsyncContextManager[None]]
 """Gives the trainers the memory of GPUs that they share with engines. Engines that slept need weights afterwards."""
 RestartGroups = Callable[[Sequence[TrainerGroup[Any]]], Awaitable[None]]
+"""Ends the processes of these groups, and starts the same ranks with their initial model."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class _Trained:
     step: int
     batch: Batch
     state: PenaltyState
+    """Before the updates."""
 
 
 class TrainerRecovery:

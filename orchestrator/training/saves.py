@@ -151,9 +151,12 @@ class SaveContext:
 @dataclass(frozen=True)
 class _Saving:
     step: int
+    """Steps done."""
     parts: Mapping[str, Any]
+    """The states of the parts, by name."""
     snapshot: SourceSnapshot
     started: float
+    """Time of the event loop, in seconds."""
 
 
 class RunSaves(RunPart):

@@ -24,6 +24,7 @@ class BestState(Frozen):
     """The best evaluations so far, by one metric."""
 
     metric: str = ""
+    """Empty before the first one."""
     mode: Literal["max", "min"] = "max"
     steps: tuple[SavedStep, ...] = ()
     """The best steps, whose checkpoints are kept; the best one first. Step 0 is none of them."""
@@ -34,6 +35,7 @@ class BestState(Frozen):
     held_out: str = ""
     """Digest of how the evaluations were made, or empty if unknown."""
     rows: str = ""
+    """Digest of the held-out rows, or empty if unknown."""
 
     def of(self, config: BestConfig, held_out: str = "", rows: str = "") -> BestState:
         """This state if it belongs to this metric and to evaluations of these digests, else an empty one."""
@@ -81,6 +83,7 @@ class PenaltyState(Frozen):
     """The penalty on KL(old || new)."""
 
     kl_old_coef: float = 0.0
+    """Its coefficient."""
     kl_old_start: float | None = None
     """Its initial value, or None without a penalty or in a state of an earlier version."""
 

@@ -42,6 +42,7 @@ from troupe.workers.contract.messages import KEPT_BATCH, KEPT_TEXTS, KeptFile, T
 from troupe.workers.contract.units import GIB
 
 REPLAY = "replay"
+"""Folder of the kept steps in the folder of a run."""
 STEP = "step.json"
 _PREFIX = "step-"
 
@@ -53,10 +54,13 @@ class StepRecord(Frozen):
 
     format: Literal[1] = 1
     step: int
+    """Counted from 1, as in metrics.jsonl."""
     software: tuple[str, ...]
+    """Versions of the packages, and the processor."""
     working_folder: str
     """Folder that relative paths of the spec refer to."""
     state: PenaltyState
+    """Before the updates."""
     rows: tuple[TrainRow, ...]
     units: tuple[tuple[int, ...], ...] | None
     text_rows: tuple[int, ...]
@@ -69,6 +73,7 @@ class StepRecord(Frozen):
     after: dict[str, str]
     """Digest of the weights after the updates, by role."""
     updates: tuple[dict[str, float], ...]
+    """Metrics of each update."""
 
 
 @dataclass(frozen=True)

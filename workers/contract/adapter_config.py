@@ -83,6 +83,7 @@ _TYPES: dict[str, tuple[Callable[[object], bool], str]] = {
     "use_rslora": (lambda value: isinstance(value, bool | None), "true or false"),
     "base_model_name_or_path": (lambda value: isinstance(value, str | None), "text"),
 }
+"""What the values of settings have to be: a test, and its text."""
 
 
 def _shown(value: object) -> str:

@@ -70,12 +70,15 @@ class AdvantageState(Frozen):
     kl_start: float | None = None
     """Start value; None if `kl_coef` is None, and in the state of an earlier version."""
     rewards: Moments = Moments()
+    """Sequence rewards of all batches, as the reward workers returned them."""
     returns: Moments = Moments()
+    """Sequence returns of all batches: scaled, clipped, with their KL penalty."""
     sources: Mapping[str, SourceMoments] = Field(default_factory=dict)
     """These statistics of each source, if they are computed within sources; then the ones above are not used."""
     players: Mapping[str, Mapping[str, float]] = Field(default_factory=dict)
     """Moving average of the returns by source (empty over all samples) and player (baseline player_average)."""
     prompts: Mapping[int, PromptHistory] = Field(default_factory=dict)
+    """Histories by row of the prompt pool."""
 
     def kl_coef_from(self, start: float) -> float:
         """The adaptive KL coefficient of the next batch, with a start value that may differ from the state's."""

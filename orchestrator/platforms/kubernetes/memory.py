@@ -49,7 +49,9 @@ class PodMemory:
 
     limit: int
     shm: int
+    """Size of /dev/shm, part of the limit."""
     store: int
+    """Ray's object store, part of /dev/shm."""
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,9 @@ class Limits:
     """The largest pods. A worker that needs more gets a pod of that size."""
 
     gpus: int = 8
+    """GPUs of a pod."""
     cpus: int = 16
+    """CPUs of a pod without GPUs."""
 
 
 @dataclass(frozen=True)

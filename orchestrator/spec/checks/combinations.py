@@ -31,6 +31,7 @@ ROLLOUT_CHECKS: tuple[Check, ...] = (
     adapters.lora_problems,
     players.player_problems,
 )
+"""The checks of a `RolloutSpec`, in the order of their messages."""
 OFFLINE_CHECKS: tuple[Check, ...] = (
     offline.check_roles,
     offline.check_algorithm,
@@ -42,6 +43,7 @@ OFFLINE_CHECKS: tuple[Check, ...] = (
     shared.output_problems,
     offline.check_evaluation,
 )
+"""The checks of an `OfflineSpec`, in the order of their messages."""
 
 
 def find_problems(spec: RunSpec) -> list[Finding]:

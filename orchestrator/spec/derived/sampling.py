@@ -51,6 +51,7 @@ class HeldOutSettings:
     """Name of its section in `data`: `eval`, or `eval.NAME`."""
     sampling: EvalSampling
     functions: tuple[RewardFunctionConfig, ...]
+    """Its reward functions."""
     own_rewards: bool
     """Whether these are its own, instead of `roles.reward`'s."""
     solved_at: float | None

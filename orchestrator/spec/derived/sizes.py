@@ -13,6 +13,7 @@ from troupe.orchestrator.spec.rollout import RolloutSpec
 _KEPT_BYTES = 1024
 """Room for the tokens that the sampler left to one token: 256 of them, more than most distributions have on average."""
 _NEW_PROCESS_S = 10.0
+"""Start of the process of a reward function, with room for what the function imports."""
 
 
 class PromptRoom(NamedTuple):
