@@ -53,18 +53,25 @@ class RunComponents:
     source: BatchSource
     updates: Updates
     recovery: TrainerRecovery
+    """Restarts the trainers in place when one of them is lost."""
     sync: WeightSync | None
     """None if no engine serves the trained weights."""
     evaluator: HeldOutEvaluation | None
     ledger: Ledger
     step_recorder: StepRecorder
+    """Keeps what the last steps trained on, for `troupe replay`."""
     scaler: WorkerScaler | None = None
     """Scales roles while the run is running, or None if the number of workers is fixed."""
     budgets: Sequence[RestartBudget] = ()
+    """Restarts of the other roles."""
     peaks: PeakMemory = field(default_factory=PeakMemory)
+    """Peak memory as reported by the workers."""
     data: Mapping[str, float] = field(default_factory=dict)
+    """Counts of the data's rows, a metric of every step."""
     recorder: RunRecorder = field(default_factory=lambda: RunRecorder(CallLog(), EventLog()))
+    """Records events and the timeline."""
     held_out_rows: str = ""
+    """Digest of the rows that are evaluated, or empty if there are none."""
     beside: EvaluationBesideTraining | None = None
     """Evaluates while training continues (`evaluation.beside`), or None if training waits."""
 
@@ -91,6 +98,7 @@ class RunOutcome:
     stopped: bool
     first_eval: dict[str, float]
     last_eval: dict[str, float]
+    """Of the step `evaluated`."""
     ledger: dict[str, int]
     drop_reasons: dict[str, int]
     peak_memory: str
@@ -98,9 +106,11 @@ class RunOutcome:
     ended_early: str = ""
     """Why the run has ended before its last step, or empty if it has not or was stopped."""
     best: BestState = field(default_factory=BestState)
+    """The best evaluations."""
     interrupted: bool = False
     """Whether it was asked to stop, if only while its workers were closed: verdicts are left to `troupe report`."""
     evaluated: int | None = None
+    """The step that was evaluated last, or None if none was."""
 
     def summary(self, out: Path) -> dict[str, str]:
         counts = self.ledger

@@ -28,6 +28,7 @@ from troupe.workers.contract.messages import WorkerHealth
 logger = logging.getLogger(__name__)
 
 _SHOWN = 6
+"""Names of workers that a message lists."""
 _LOOK_S = 1.0
 """Time between two looks at what the workers do that are starting."""
 

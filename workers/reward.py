@@ -48,7 +48,9 @@ if TYPE_CHECKING:
 MODEL_LABEL = "reward_model"
 _SUM = "sum"
 _VOTE_S = 30.0
+"""Longest comparison of the answers of a group."""
 Component = EnvironmentReward | JudgeReward | RewardProcess
+"""Computes one component of the reward of samples."""
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from troupe.workers.weights.store import StoredBytes
 
 _TURN_S = 0.1
+"""Time for the event loop to send its answers."""
 
 
 class RolloutWorker:

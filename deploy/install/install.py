@@ -28,6 +28,7 @@ TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 NVIDIA = Path("/proc/driver/nvidia/version")
 """Exists if NVIDIA's driver is loaded."""
 PROGRESS_S = 10
+"""Seconds between lines of progress."""
 OLDEST: tuple[int, int] = (3, 11)
 PIN = re.compile(r'^([a-z0-9-]+)==([^;\s]+)(?:; platform_machine == "(\w+)")?$')
 
@@ -184,6 +185,7 @@ class TorchSource:
 
     say: str
     arguments: tuple[str, ...]
+    """For `pip install`."""
 
 
 def torch_sources(version: str) -> list[TorchSource]:

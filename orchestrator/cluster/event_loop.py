@@ -29,6 +29,7 @@ _Waits = dict[asyncio.Timeout, float]
 """Waits with one timeout in the order in which they began, each with its deadline (time of the loop)."""
 
 _by_loop: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[float, _Waits]] = WeakKeyDictionary()
+"""Running waits by event loop and timeout; every timeout in it has a timer."""
 
 
 async def within(timeout_s: float, answer: Awaitable[T]) -> T:
@@ -76,6 +77,7 @@ _YOUNG = 1
 
 
 _M_ARENA_MAX = -8
+"""Parameter of glibc's mallopt: the most heaps of a process."""
 
 
 def share_heap() -> None:

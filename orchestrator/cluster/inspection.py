@@ -24,10 +24,13 @@ from troupe.orchestrator.cluster.stack_dumps import Thread, read_from_outside, r
 
 SHARED_MEMORY = Path("/dev/shm")
 _SAMPLE_S = 1.0
+"""Time over which CPU seconds are counted."""
 _SETTLE_S = 0.3
 """Time after which the request for stacks no longer changes the state of a thread."""
 _STACK_S = 1.5
+"""Longest wait for stacks, from the beginning of the sample."""
 _DISK_S = 0.5
+"""Longest wait for a file system."""
 _TICKS = os.sysconf("SC_CLK_TCK")
 _SERVICES = ("gcs_server", "raylet")
 _LONGEST_TITLE = 60
@@ -50,6 +53,7 @@ class ProcessFacts:
     state: str
     """The kernel's letter: R runs, S sleeps, D waits for a device, T is stopped, Z has ended; empty if unknown."""
     cpu: float = 0.0
+    """CPU seconds used in the last second."""
     waits_in: str = ""
     """The kernel's function in which it sleeps."""
     waits_for_device: bool = False
@@ -95,11 +99,13 @@ class InspectRequest:
     """Processes and folders to inspect on a node."""
 
     roots: Mapping[int, str]
+    """Workers by process id; their descendants are included."""
     stacks: Path
     """Folder of the files of stacks."""
     session: str = ""
     """Folder of Ray's session on this node, to find its own processes."""
     paths: tuple[Path, ...] = ()
+    """Folders whose disks matter."""
 
 
 def inspect_node(request: InspectRequest) -> NodeReport:

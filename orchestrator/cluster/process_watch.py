@@ -43,10 +43,13 @@ _ROUND_S = 10.0
 _ANSWER_S = 60.0
 """Time beyond a round in which the actor must answer. Ray finds lost nodes itself."""
 _WITH_DESCENDANTS = named(lambda row: row.engine)
+"""Roles whose worker cannot serve when a process that it started is stopped."""
 _FETCH_S = 1.0
+"""Longest wait for what a node has answered."""
 _NAMED = re.compile(r"^\s*pid: (\d+)$.*^\s*ip: (\S+)$", re.MULTILINE | re.DOTALL)
 """Process and address in Ray's error about the death of an actor."""
 _RUNNING = frozenset({"PENDING_CREATION", "ALIVE"})
+"""States of Ray's actors whose process runs."""
 _LOCATE_S = 5.0
 """Time after which the process of a worker that has not answered is looked up in Ray's table of actors."""
 
@@ -56,6 +59,7 @@ class Process:
     """Node and process id of a worker."""
 
     node: str
+    """Ray's id of the node."""
     pid: int
 
 

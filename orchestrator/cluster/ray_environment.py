@@ -33,6 +33,7 @@ LOCAL_SETTINGS = {
 _LONGEST_SOCKET = 107
 """Bytes of the path of a socket that Linux accepts."""
 _SOCKET = "/ray/session_2026-01-01_00-00-00_000000_1000000/sockets/plasma_store"
+"""Longest path of a socket that Ray appends to the temporary folder."""
 
 
 def temporary_folder() -> str:

@@ -46,6 +46,7 @@ _SLOW_START = "timed out during startup"
 _ORDERLY_END = "Raylet received SIGTERM"
 """Words that Ray's agents look for in the log of the raylet."""
 _LONGEST_REASON = 1000
+"""Characters."""
 _GPU_TYPE = "accelerator_type:"
 """Prefix of the Ray resource that names a node's GPU type."""
 

@@ -25,12 +25,14 @@ _LIBRARIES = tuple(
     {f"{path}/" for name in ("stdlib", "platstdlib", "purelib", "platlib") if (path := sysconfig.get_path(name))}
 )
 _READ = 2**17
+"""Longest part of a file that is read, in bytes."""
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<function>.*)')
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x[0-9a-f]+")
 _LONGEST_SOURCE = 120
 _LOOKS, _BETWEEN_S = 5, 0.01
 """Number of looks at a process, and seconds between them: most that run at one moment only answer something."""
 _SPY_S = 1.0
+"""Longest wait for py-spy, which takes a tenth of it."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ class Frame:
     line: int
     function: str
     source: str = ""
+    """The line of code, if the file can be read."""
 
     @property
     def origin(self) -> Origin:
@@ -60,6 +63,7 @@ class Thread:
     """The stack of one thread."""
 
     frames: tuple[Frame, ...]
+    """Innermost first."""
 
     def innermost(self, origin: Origin) -> Frame | None:
         return next((frame for frame in self.frames if frame.origin == origin), None)

@@ -89,6 +89,7 @@ class WorkerHandle(Protocol[W_co]):
 
 
 Link = Callable[[Sequence[WorkerHandle[RolloutEngine]]], EngineLink]
+"""Creates the link from the trainer to these engines."""
 
 
 class ScoreTokens(Protocol):
@@ -303,6 +304,7 @@ class PolicyGroup(TrainerGroup[Policy]):
     shares_prompts = False
     """Whether the samples of a group are trained behind one copy of their prompt."""
     updates = 0
+    """Updates that have begun: while their number is the same, so are the weights."""
 
     async def start(self, timeout_s: float) -> None:
         """Starts the ranks and asks whether their model can share prompts exactly."""

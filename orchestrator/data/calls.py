@@ -11,6 +11,7 @@ from troupe.orchestrator.data.bad_rows import BadRow
 from troupe.workers.contract.environments import read_tools
 
 CALLED = '"tool_calls": ['
+"""What the JSON of messages with calls has, and no text in it."""
 
 
 def tool_schemas(value: Any) -> list[dict[str, Any]]:

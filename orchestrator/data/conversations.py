@@ -22,6 +22,7 @@ _FURTHER = {
     "assistant": frozenset({"tool_calls", "function_call", "reasoning_content", "weight"}),
     "tool": frozenset({"tool_call_id", "name"}),
 }
+"""Fields that are read of a speaker's message, besides its role and content."""
 
 
 _SPOKEN = (re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):"), re.compile(r"(?:\A\s*|\n?)### (Human|Assistant):"))
@@ -29,6 +30,7 @@ _SPOKEN = (re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):"), re.compile(r"(?:\A\s
 
 
 STEP_END = "ки"
+"""Ends each step in a text of Math-Shepherd."""
 
 
 def require_whole(text: str, name: str) -> None:

@@ -36,6 +36,7 @@ class Pool:
     """Every usable row of a source."""
 
     table: pa.Table
+    """Prompts, examples or texts."""
     digest: str
     """Digest of the rows' content; equal pools have equal digests."""
     bad_rows: int = 0
@@ -54,6 +55,7 @@ class Pool:
     alike: int = 0
     """Rows with another pool's question in another form: with another system message or template."""
     shared: int = 0
+    """Rows whose prompt an earlier source of the mixture has."""
     contradicted: int = 0
     """Rows whose prompt has another answer in an earlier row, of this source or another, those left out among them."""
     parts: Mapping[str, Pool] = field(default_factory=dict)
@@ -76,6 +78,7 @@ class Collected(Generic[RowT]):
     deduped: int = 0
     skipped: Counter[str] = field(default_factory=Counter)
     wrong: list[tuple[str, str]] = field(default_factory=list)
+    """Field and reason of each row in another form than the spec's."""
     shared: int = 0
     contradicted: int = 0
 
@@ -265,6 +268,7 @@ class RowTable(Generic[T]):
     """One entry for each source of a pool, found by the number of a row: sources follow each other."""
 
     starts: tuple[int, ...]
+    """First row of each source, ascending from 0."""
     entries: tuple[T, ...]
 
     @classmethod

@@ -20,12 +20,15 @@ from troupe.workers.isolation.interpreters import NoInterpreter, interpreter_of
 from troupe.workers.isolation.probe import ProbeFailed, ask
 
 PROMPTS = 100
+"""Prompts of a section that are rendered to see whether any can be used: the first ones."""
 COUNTED = 20_000
 """Most prompts of a section that are rendered to count unusable ones."""
 _COUNT_S = 20.0
+"""Time for rendering prompts."""
 _ENTRY = "troupe.workers.data.tokenizer_probe:measure"
 _TIMEOUT_S = 120.0
 _IMPORT_S = 30.0
+"""Time for the imports of an environment, besides that of its first turn."""
 _READ_AS_TEXT = "which are read as text; where they are meant as tokens, set model.allow_special: true"
 _UNNAMED = (
     "which the model's folder does not name as an end: sampling stops there as well, and the generation configuration "

@@ -32,8 +32,10 @@ class PromptPick:
     """One prompt drawn from a pool."""
 
     prompt_uid: str
+    """Unique in the run."""
     row: int
     epoch: int = 0
+    """Pass over its source."""
     draw: int = 0
     """Draws until this one, skipped prompts included: a later prompt of the same order has a higher number."""
 

@@ -58,6 +58,7 @@ class RawRow:
     answer: Any = None
     metadata: dict[str, Any] = field(default_factory=dict)
     error: str = ""
+    """Why the row could not be read; empty if it could."""
     left_out: bool = False
     """Whether the row does not meet `where`."""
     candidates: Any = None
@@ -71,6 +72,7 @@ class RawValues:
 
     origin: str
     values: dict[str, Any] = field(default_factory=dict)
+    """The values by column."""
     error: str = ""
     left_out: bool = False
     padded: bool = False
@@ -79,6 +81,7 @@ class RawValues:
 
 TableSource = TableFile | DatasetsFolder | HubFiles
 Fields = Mapping[str, str] | None
+"""Column of each field of a source, or None for every column."""
 
 
 def read_rows(source: DataSource, label: str) -> Iterator[RawRow]:
@@ -441,6 +444,7 @@ _SUFFIXES = {".parquet": "parquet", ".jsonl": "jsonl", ".csv": "csv", ".tsv": "c
 """Format of a file by the end of its name, without the suffix of a compression."""
 _COMPRESSED = (".gz", ".zst")
 _NOT_DATA = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json")
+"""Files that describe a dataset."""
 
 
 def file_format(name: str) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 from troupe.orchestrator.data.bad_rows import BadRow
 
 Step = tuple[str, Any]
+"""The text of a step and its rating."""
 
 
 def branches(tree: Any) -> Iterator[list[Step]]:

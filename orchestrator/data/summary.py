@@ -15,8 +15,10 @@ from troupe.orchestrator.data.texts import load_texts
 from troupe.orchestrator.spec.base import RunSpec
 
 _SHOWN = 3
+"""Bad rows that are shown."""
 
 Pools = Mapping[str, Pool]
+"""The pools of a run by the name of their section in `data`."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,7 @@ class RunData:
 
     train: Pool
     held_out: Mapping[str, Pool]
+    """The pools by the name of their section in `data`."""
     texts: Pool | None = None
     refused: Mapping[str, int] = field(default_factory=dict)
     """Prompts and examples rendered before the start that do not fit the model, by the name of their section. Examples

@@ -48,7 +48,9 @@ class TextPicks:
 
     table: TableRef
     tokens: tuple[int, ...]
+    """Length of every piece of the table, in tokens."""
     rows: tuple[int, ...]
+    """The pieces picked."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,9 @@ class Pieces:
 
     table: TableRef
     tokens: tuple[int, ...]
+    """Length of every piece, in tokens."""
     digest: str
+    """Digest of the texts' content."""
     parts: tuple[SourcePieces, ...] = ()
     """The sources in the order of their rows; empty if there is one."""
 

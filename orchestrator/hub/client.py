@@ -39,8 +39,10 @@ hub_logging.disable_propagation()  # it prints its messages itself
 _ATTEMPTS = 4
 """Attempts at a download; each resumes or repeats only the files that are not complete."""
 _PAUSE_S = 2.0
+"""Pause before the second attempt; it doubles before each further one."""
 
 Progress = Callable[[int, int], None]
+"""Called with the bytes received and the bytes in total."""
 
 
 class HubError(TroupeError):
@@ -71,6 +73,7 @@ class Snapshot:
     repo: Repo
     commit: str
     allow: tuple[str, ...]
+    """Patterns of the files to download."""
     ignore: tuple[str, ...] = ()
     """Patterns of files among them to leave out."""
     cache: str = field(default_factory=lambda: str(Path(constants.HF_HUB_CACHE).resolve()))

@@ -41,6 +41,7 @@ _CODE_FILES = ("*.py",)
 _NOT_LOADED = ("*/*", "consolidated*.safetensors", "adapter_*")
 """Copies of the weights in other formats, and adapters beside them: neither belongs to the model."""
 _SPLITS = ("train", "training", "test", "testing", "eval", "evaluation", "validation", "valid", "val", "dev")
+"""Words that name a split in a file's path."""
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ from troupe.workers.contract.config import NO_TEMPLATE
 from troupe.workers.contract.roles import TableRef
 
 Digests = Mapping[str, str]
+"""Digest of the weights, by role."""
 _TIMED = frozenset({"tokens_per_s", "mfu"})
 """Metrics of an update that depend on how long it took."""
 
@@ -44,6 +45,7 @@ class ReplayPlan:
     checkpoint: Checkpoint | None
     """Where it starts, or None for the initial model."""
     folders: tuple[RecordedStep, ...]
+    """The steps to repeat, in order."""
 
     @property
     def origin(self) -> str:
@@ -135,6 +137,7 @@ class Repeated:
     recorded_updates: tuple[Mapping[str, float], ...]
     updates: tuple[Mapping[str, float], ...]
     seconds: float
+    """Time of the updates."""
 
     @property
     def equal(self) -> bool:
@@ -208,6 +211,7 @@ def _same(first: Any, second: Any) -> bool:
 
 
 Each = Callable[[Repeated], None]
+"""Called with every step that was repeated."""
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,12 @@ CONVERSATION_COLUMNS = (
     *("status", "reward", "components", "finish_reason", "response_ids", "loss_mask", "weight_versions", "trained"),
     *("advantages", "player"),
 )
+"""What `show_samples` needs."""
 _INVISIBLE = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
+"""Unicode categories of characters that steer a terminal or change how other text is shown."""
 _ROLE_STYLES = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}
 _LONGEST_CELL = 80
+"""Characters of a cell of a table."""
 
 
 def visible(text: str) -> str:

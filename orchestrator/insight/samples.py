@@ -23,6 +23,7 @@ from troupe.orchestrator.telemetry.run_folder import RunFolder
 from troupe.workers.contract.samples import SAMPLES
 
 _LONGEST = 2000
+"""Characters of a condition."""
 _TIES = ("step", "prompt_uid", "sample_index", "segment")
 """The order of samples whose sort columns are equal."""
 _UNREADABLE = "reading the Arrow source failed: "
@@ -43,6 +44,7 @@ class SampleQuery:
     group: str | None = None
     """Number of a group of the step, from 0, or its prompt_uid."""
     where: str | None = None
+    """An SQL expression over the columns of SAMPLES."""
     sort: str | None = None
     """Columns, separated by commas; descending with a leading `-`, or None for the order written."""
     limit: int | None = None

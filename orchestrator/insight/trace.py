@@ -20,9 +20,11 @@ from troupe.workers.contract.atomic_file import replacing
 
 Event = dict[str, Any]
 Row = Mapping[str, Any]
+"""A row of a TIMELINE table."""
 _ORDER = ("driver", *NAMES)
 """Processes from top to bottom; others follow by name."""
 _STEPS = "steps"
+"""Name of the process that shows the steps."""
 _MICRO = 1e6
 Interval = tuple[float, float]
 

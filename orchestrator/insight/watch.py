@@ -26,6 +26,7 @@ _WATCHED = ("metrics.jsonl", "events.jsonl", "spec.yaml", "trajectories")
 _RETRY_S = 60.0
 """After this a tokenizer that did not answer is asked again: it may only be slow while a run loads its models."""
 _STEP_BYTES = 8 * MIB
+"""Samples of one step that the page gets."""
 
 
 class LiveData:
@@ -93,6 +94,7 @@ _HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
 }
 Answer = tuple[HTTPStatus, str, str]
+"""Status, type of the content, content."""
 
 
 class WatchServer(ThreadingHTTPServer):

@@ -20,6 +20,7 @@ from troupe.orchestrator.spec.yaml_reader import Document
 _ROLE = re.compile(r"[a-z_]+|environment\.[a-z0-9-]+")
 _READ_AT_START = "it is read only when a run starts; stop this run, which saves it, and resume with --resume"
 _LONGEST = 120
+"""Most characters of a value that are shown."""
 _REFUSALS = {"roles.rollout.workers": "rollout is colocated with the policy, whose workers set the number of engines"}
 
 

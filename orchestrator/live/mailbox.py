@@ -19,6 +19,7 @@ from troupe.orchestrator.errors import UsageError
 from troupe.workers.contract.atomic_file import PRIVATE, replacing, write_atomic
 
 LONGEST = 64 * 1024
+"""Longest request, in bytes."""
 
 _REQUEST, _ANSWER = "request-", "answer-"
 _POLL_S = 0.05
@@ -33,6 +34,7 @@ class PostedRequest:
     key: str
     """Common part of the names of its file and its answer's."""
     content: bytes | None
+    """None if it cannot be read."""
 
     @property
     def too_long(self) -> bool:

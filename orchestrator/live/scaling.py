@@ -28,7 +28,9 @@ class RoleState:
 
     role: str
     wanted: int
+    """Workers the role is scaled to: the spec's number, or the rest of it after a failed start."""
     running: int
+    """Workers that receive work now."""
     scaling: bool
     """Whether workers are being added or removed."""
     min_workers: int
@@ -47,6 +49,7 @@ class RoleState:
 logger = logging.getLogger(__name__)
 
 _FAILURES = (TroupeError, TimeoutError)
+"""Errors with which a worker may fail to start."""
 CLOSE_TIMEOUT_S = 10.0
 
 

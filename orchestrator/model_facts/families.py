@@ -28,6 +28,7 @@ _PATTERNS = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6}
 _WINDOWED = ("mistral", "mixtral")
 """Families in which every layer has the window, if there is one."""
 _CAPPED, _SINKS = ("gemma2", "vaultgemma"), ("gpt_oss",)
+"""Families whose attention only the eager implementation computes."""
 _TWO_MORE_NORMS = ("gemma2", "gemma3", "gemma3_text")
 _HEAD_NORMS = ("qwen3", "qwen3_moe", "gemma3", "gemma3_text")
 _LATENT = ("deepseek_v2", "deepseek_v3")
@@ -54,6 +55,7 @@ class ModelShape:
     experts: int = 0
     """Routed experts that one token passes through; 0: the layers are dense."""
     routed: int = 0
+    """All routed experts of a layer."""
     sparse: int = 0
     """Layers with routed experts."""
     expert_weights: int = 0
@@ -61,6 +63,7 @@ class ModelShape:
     latent: int = 0
     """Numbers of one token's entry in a compressed KV cache (latent attention); 0: keys and values are cached."""
     window: int = 0
+    """Tokens of the sliding window."""
     windowed: int = 0
     """Layers that attend to the window only."""
     extra_norms: int = 0
@@ -76,6 +79,7 @@ class Count:
 
     backbone: int
     head: int
+    """0 if the head shares the embedding's weight."""
     largest: int
 
 

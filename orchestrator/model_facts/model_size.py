@@ -51,7 +51,9 @@ class ModelSize(ModelShape):
     """A causal language model's shape and size. Counts are of numbers, not of bytes."""
 
     backbone: int = 0
+    """Parameters without the output head."""
     head: int = 0
+    """Parameters of the output head; 0 if it shares the embedding's weight."""
     largest: int = 0
     """Numbers in the largest tensor."""
     counted: bool = False

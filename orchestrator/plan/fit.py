@@ -32,6 +32,7 @@ class NodeMemory:
     parts: tuple[Part, ...]
     """The parts by role, then what the roles share."""
     capacity: int
+    """0: not known."""
 
     @property
     def total(self) -> int:
@@ -72,10 +73,14 @@ class MemoryPlan:
 
     workers: tuple[WorkerMemory, ...]
     caches: Mapping[str, Cache]
+    """KV cache by engine."""
     nodes: tuple[NodeMemory, ...]
     unknown: tuple[UnknownModel, ...]
+    """Models whose size is not known; their workers are not counted."""
     misfit: Misfit | None
+    """The first thing that does not fit."""
     warnings: tuple[str, ...]
+    """GPUs and nodes that are nearly full."""
     shared: tuple[SharedUse, ...] = ()
     """GPUs whose workers hold parts of their memory in some periods of a step only."""
 

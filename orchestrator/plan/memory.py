@@ -107,6 +107,7 @@ class PlacedWorker:
     """Its placement group."""
     bundle: int
     node: str
+    """Empty if there is no room."""
 
     @property
     def role(self) -> str:

@@ -14,6 +14,7 @@ from troupe.workers.contract.units import MIB
 _TIMEOUT_S = 20.0
 _QUERY = "name,memory.total,memory.used,compute_cap,driver_version,index,uuid"
 _VENDOR = "0x10de"
+"""NVIDIA's number among PCI vendors."""
 _DISPLAY = "0x03"
 """First digits of the PCI class of graphics and compute devices."""
 
@@ -24,7 +25,9 @@ class Gpu:
 
     name: str
     memory: int
+    """Bytes."""
     used: int
+    """Bytes that processes hold now."""
     capability: tuple[int, int]
     """CUDA compute capability."""
 
@@ -34,11 +37,17 @@ class Graphics:
     """NVIDIA GPUs and their driver."""
 
     devices: int = 0
+    """NVIDIA GPUs on the PCI bus or among the device files."""
     gpus: tuple[Gpu, ...] = ()
+    """The GPUs that the driver shows."""
     driver: str = ""
+    """Version of the driver; empty if none answers."""
     driver_cuda: tuple[int, int] | None = None
+    """Newest CUDA version that the driver supports."""
     error: str = ""
+    """Why nvidia-smi gave no answer."""
     visible: str | None = None
+    """CUDA_VISIBLE_DEVICES."""
 
 
 def graphics() -> Graphics:

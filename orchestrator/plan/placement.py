@@ -20,6 +20,7 @@ from troupe.orchestrator.spec.sections import EngineRole, RoleResources, ScaledR
 
 Strategy = Literal["PACK", "SPREAD"]
 ACCELERATOR = "ray.io/accelerator-type"
+"""Ray's label for the type of a node's GPUs."""
 
 CPUS_PER_NODE = 128
 """CPUs of a node with GPUs whose cores are not known."""
@@ -89,6 +90,7 @@ class Placement:
     strategy: Strategy
     workers: tuple[WorkerPlacement, ...]
     labels: tuple[tuple[str, str], ...] = ()
+    """Labels that the nodes of its bundles must have."""
 
     @property
     def role(self) -> str:
@@ -109,11 +111,15 @@ class Node:
     cpus: float
     gpus: float
     memory: int = 0
+    """Host memory, bytes; 0: not known."""
     gpu_memory: int = 0
+    """Memory of each GPU, bytes; 0: not known."""
     labels: Mapping[str, str] | None = None
+    """Ray's labels of the node, or None if unknown."""
     accelerator: str | None = None
     """Type of its GPUs, if no other label is known."""
     id: str = ""
+    """Ray's id of the node; empty if unknown."""
 
     @property
     def gpu_type(self) -> str:

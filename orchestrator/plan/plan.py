@@ -38,6 +38,7 @@ class Plan:
     memory: MemoryPlan
     steps: int
     remedies: tuple[MisfitRemedy, ...] = ()
+    """Changes after which the misfit is gone."""
     predicted: Prediction | None = None
     """The speed of a run that fits; None without a known type of GPU and size of the model."""
     balance: Division | None = None

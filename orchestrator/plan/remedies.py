@@ -35,6 +35,7 @@ class Misfit:
     """A worker that is larger than every node; workers that do not divide their model; an engine whose cache holds no
     sequence; a full GPU; a full node; a reservation without room."""
     where: str
+    """The placement group, worker or node."""
     roles: tuple[str, ...]
     """Whose settings can change it, the largest first; of a node also what the roles share."""
     problem: str

@@ -30,6 +30,7 @@ class ScoreRequest:
     """Request to score sampled tokens in plain float32 transformers."""
 
     model: ModelConfig
+    """The model of the run: tokenizer, chat template, data type and precision of the head."""
     weights: str
     """Folder with the weights that sampler and trainer must have."""
     previous: str | None
@@ -41,6 +42,7 @@ class ScoreRequest:
     compare_prompts: bool
     """Whether the prompts are chats as the data has them, so that their tokens can be compared."""
     threads: int = 0
+    """Compute threads; 0 keeps the default of the process."""
     adapter: str | None = None
     """Folder of the adapter on `weights` that sampler and trainer must have."""
     previous_adapter: str | None = None
@@ -55,6 +57,7 @@ class PromptDifference:
     position: int
     """Position of the first token that differs."""
     expected: str
+    """Text of transformers' tokens from there on, cut."""
     found: str
 
 
@@ -82,4 +85,5 @@ class TokenScores:
     engine: tuple[str, ...]
     """Name of the engine that sampled each token."""
     prompts: int
+    """Prompts whose tokens were compared."""
     prompt_differences: tuple[PromptDifference, ...]

@@ -74,9 +74,11 @@ class Row:
     """One row of the data, as an environment sees it."""
 
     messages: tuple[Message, ...]
+    """The prompt."""
     answer: str = ""
     """The correct answer, in the form of the data; empty if there is no answer."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    """Further columns."""
     seed: int = 0
     """Seed of this episode, the same in every run of a spec; use it for everything random."""
 

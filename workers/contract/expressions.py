@@ -43,6 +43,7 @@ _COMPARE: Mapping[type[ast.cmpop], Callable[[Any, Any], Any]] = {
 }
 """`is` compares as `==`: data that come from another process have no identity."""
 _INTEGER_BITS = 2**20
+"""Bits of the largest integer that arithmetic may give."""
 _ITEMS = 2**20
 """Most values in a sequence that is repeated, with those inside its items, and most that a sum of sequences copies."""
 _CONTAINERS = (str, bytes, list, tuple, set, frozenset, dict)

@@ -40,6 +40,7 @@ _PEAKS = {
     "V100": GpuPeaks(125e12, 900e9, 150e9),
     "T4": GpuPeaks(65e12, 320e9, 16e9),
 }
+"""By a part of the GPU's name without spaces, in capitals; the first entry that fits counts."""
 
 
 def gpu_peaks(name: str) -> GpuPeaks | None:

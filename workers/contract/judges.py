@@ -65,7 +65,9 @@ class JudgeAnswer:
 
     text: str = ""
     failure: str = ""
+    """Why there is no answer; empty if there is one."""
     said: str = ""
+    """Part of what came instead of an answer."""
     tokens: tuple[AnswerToken, ...] = ()
     """Its tokens if their log-probs were asked for, else empty."""
 

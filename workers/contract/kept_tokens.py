@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 BITMAP = -1
+"""First word of a bitmap; no token has this id."""
 _WORD_BITS = 32
 
 Words = npt.NDArray[np.int32]

@@ -34,10 +34,13 @@ class EngineReading:
     prefill_s: float
     """Time of the iterations that computed prompts."""
     prefill_tokens: int
+    """Prompt tokens that these iterations computed."""
     decode_s: float
     """Time of the iterations that computed no prompt."""
     decode_tokens: int
+    """Tokens that these iterations sampled."""
     running: float
+    """Sequences in an iteration, on average over their time."""
     most_running: int
     waiting: float
     """Sequences that waited in the engine for an iteration, on average over its time."""

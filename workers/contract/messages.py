@@ -218,6 +218,7 @@ class GroupRequest:
 
     prompt_uid: str
     row: int
+    """Row of the prompt pool."""
     attempt: int
     samples: int
     seed: int
@@ -283,6 +284,7 @@ class SampleSummary:
     sample_index: int
     prompt_tokens: int
     response_tokens: int
+    """Everything after the prompt; in an episode also what the environment added."""
     finish_reason: str
     oldest_version: int
     newest_version: int
@@ -331,6 +333,7 @@ class KeepRequest:
     """Request to write groups that a later run takes over (`troupe.workers.data.kept_tables`)."""
 
     part: int
+    """Number of the files that this request writes."""
     groups: tuple[tuple[str, int], ...]
     """(prompt_uid, attempt) of the groups, the most valuable first."""
     max_bytes: int
@@ -342,6 +345,7 @@ class KeptTable:
     """Where the rows of one group are."""
 
     kind: str
+    """See `kind_of`."""
     file: str
     """Name of a Parquet file in the folder of the kept groups."""
     row_group: int
@@ -415,6 +419,7 @@ class ScoreSummary(Answer):
 
     rows: int
     failed: Mapping[SampleKey, str] = field(default_factory=dict)
+    """Why samples have no finite score, by (prompt_uid, sample_index)."""
 
 
 @dataclass(frozen=True)
@@ -446,6 +451,7 @@ class TrainRow:
     """Scalars of one row of a TRAIN table, for planning micro-batches."""
 
     tokens: int
+    """Prompt plus response."""
     loss_tokens: int
     has_signal: bool
     """False if all advantages are zero, and so is the policy-gradient term."""
@@ -506,7 +512,9 @@ class TextCut:
     """How the next texts of a table are cut."""
 
     rows: int
+    """Number of texts."""
     max_tokens: int
+    """Longest piece, in tokens."""
 
 
 @dataclass(frozen=True)
@@ -514,6 +522,7 @@ class TextSummary:
     """Scalars of a TEXTS table."""
 
     tokens: tuple[int, ...]
+    """Number of tokens of each piece."""
     refused: int = 0
     """Texts that the model cannot read."""
     problems: tuple[str, ...] = ()
@@ -549,6 +558,7 @@ class WeightUpdate:
     digest: str
     """xxh3-128 of the digests of the payload's pieces, followed by names, types and shapes."""
     path: str
+    """Shared-memory file on the publisher's node (shm backend)."""
     host: str
     tensors: tuple[TensorSpec, ...]
     nbytes: int
@@ -570,8 +580,10 @@ class WeightsSent:
 
     version: int
     digest: str
+    """Digest of names, types, shapes and the sender's checksums."""
     nbytes: int
     acks: tuple[WeightAck, ...]
+    """The acknowledgement of every engine."""
 
 
 @dataclass(frozen=True)
@@ -580,7 +592,9 @@ class SaveStatus:
 
     done: bool
     failed: str = ""
+    """Why its state is not written."""
     export_failed: str = ""
+    """Why the model is not written, although its state is."""
 
 
 @dataclass(frozen=True)

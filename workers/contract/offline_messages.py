@@ -62,6 +62,7 @@ class ExampleSummary:
     """Result of tokenizing an example pool."""
 
     usable: int
+    """Examples in the table."""
     tokens: int
     refused: int
     problems: tuple[str, ...]

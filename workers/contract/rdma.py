@@ -18,6 +18,7 @@ class Rdma:
 
     devices: tuple[str, ...] = ()
     missing: str = ""
+    """The library that cannot be loaded; empty if NCCL can use the devices, or if there are none."""
 
     def __str__(self) -> str:
         if not self.devices:

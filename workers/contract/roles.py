@@ -43,6 +43,7 @@ from troupe.workers.contract.offline_messages import EvaluationPart, ExampleBatc
 T = TypeVar("T")
 
 Reply = T | Awaitable[T]
+"""What a method returns: a value, or a coroutine that returns one."""
 
 TableRef = Any
 """An Arrow table for the worker, a reference to it in the object store for the orchestrator."""

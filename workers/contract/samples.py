@@ -21,6 +21,7 @@ TRAINED = (
     pa.field("logprobs", _FLOATS),  # of the policy in the step's last update that had the row
     pa.field("entropy", _FLOATS),  # of the policy in that update
 )
+"""What was trained: over response tokens, null if it was not computed."""
 
 SAMPLES = versioned(
     pa.field("step", pa.int32(), nullable=False),
@@ -28,6 +29,7 @@ SAMPLES = versioned(
     *(field for field in REWARDS if field.name not in IDENTITY_NAMES),
     *TRAINED,
 )
+"""All columns, in order."""
 
 
 def conform(table: pa.Table, schema: pa.Schema, **constants: object) -> pa.Table:

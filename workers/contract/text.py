@@ -25,6 +25,7 @@ def valid_json(value: Any) -> Any:
 
 
 LONGEST_LINE = 300
+"""Characters."""
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
 """Terminal escape sequences (ECMA-48): control sequences such as colours, operating system commands, two characters."""
 

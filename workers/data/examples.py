@@ -44,6 +44,7 @@ _OF_CALLS = (
 )
 
 Picks = Sequence[tuple[str, int]]
+"""(prompt_uid, number of the example) of every example of a batch, in order."""
 
 
 class ExampleRefused(ValueError):

@@ -60,12 +60,14 @@ class _Special:
     state: Any
     """What they were found for."""
     pattern: re.Pattern[str]
+    """Finds them in a text."""
     beginnings: frozenset[str]
     """What could become one together with the text behind it."""
     longest: int
     tokens: Mapping[str, AddedToken]
     """By their text, tokens that have an id and are more than the tokenizer's mark of unknown text."""
     ids: Mapping[int, str]
+    """Their texts by their ids."""
     tags: frozenset[int]
     """Ids of the tokens marked as special that begin or end a thought."""
     hidden: frozenset[int]

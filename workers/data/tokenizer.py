@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _TEMPLATES = ("chat_template.jinja", "chat_template.json")
+"""Files with a tokenizer's chat template."""
 _UNCOPIED = {"config.json", "generation_config.json", "adapter_config.json"}
 """Files that a model writes with its weights."""
 PLAIN_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"

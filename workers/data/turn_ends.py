@@ -25,7 +25,9 @@ class TurnEnds:
     """The tokens that end a turn."""
 
     ids: frozenset[int]
+    """Sampling stops at each of them."""
     texts: tuple[str, ...]
+    """Their texts."""
     own: int | None
     """The end of a written (not sampled) turn."""
     closing: tuple[int, ...]

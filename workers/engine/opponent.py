@@ -21,8 +21,11 @@ class Opponent:
     judge: Callable[[], JudgeLink | None]
     """The current link: judges come and go."""
     seed: int
+    """Seed of the group."""
     index: int
+    """Sample of the group."""
     timeout_s: float
+    """Longest turn."""
 
     async def __call__(self, messages: list[Message], number: int) -> JudgeAnswer:
         """Turn `number` of an episode, by what its player has seen. Waits for a judge until the episode ends."""

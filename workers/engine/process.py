@@ -39,6 +39,7 @@ _NO_COLLECTIONS = "troupe.workers.engine.no_collections"
 THREADS_VARIABLE = "OMP_NUM_THREADS"
 """Environment variable with the compute threads of a process."""
 OWNER_VARIABLE = "TROUPE_ENGINE_OWNER"
+"""Environment variable with the process id of the rollout worker that owns the engine's processes."""
 FOLDER_VARIABLE = "VLLM_RPC_BASE_PATH"
 """vLLM's environment variable with the folder of its sockets."""
 _UNKNOWN = 255

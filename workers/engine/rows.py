@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 Rows = list[dict[str, Any]]
+"""Rows of the ROLLOUTS table."""
 Built = tuple[Sequence[SampleSummary], Rows]
 """The samples of a response or an episode, and their rows."""
 _NOT_FINITE = "a log-prob of the response is not finite"
@@ -55,9 +56,11 @@ class RowBuilder:
     """Builds the rows of one group."""
 
     engine: str
+    """Name of the worker."""
     tokenizer: PreTrainedTokenizerBase
     request: GroupRequest
     prompt: dict[str, Any]
+    """The row of the PROMPTS pool."""
     prompt_ids: list[int]
     records: bool = False
     """Whether the tokens that the sampler left to each token are part of the rows."""
@@ -275,6 +278,7 @@ class RunningGroup(Generic[T]):
     build: Callable[[int, T], Built]
     """Summaries and rows of what a finished task has sampled."""
     earlier: pa.Table | None = None
+    """Rows of `request.finished`."""
     open_rows: Callable[[int], Rows] = lambda index: []
     """Rows of what the unfinished sample of an index keeps of itself; see `FinishedSamples`."""
 

@@ -13,6 +13,7 @@ from troupe.workers.contract.config import Sleep
 from troupe.workers.engine.serving import Serving, ServingEngine
 
 GONE = -1
+"""Version of an engine whose weights were discarded."""
 _WEIGHTS = ["weights"]
 _CACHE = ["kv_cache"]
 
@@ -25,6 +26,7 @@ class MemoryState(Enum):
     """The parts of an engine's weights and KV cache that are in memory."""
 
     AWAKE = "awake"
+    """Both."""
     CACHE_GONE = "cache_gone"
     """The weights, unchanged or verified."""
     WEIGHTS_GONE = "weights_gone"

@@ -21,6 +21,7 @@ _MOST_CPU_S = 20.0
 """A call that takes longer to read is malformed. Some take minutes for a turn that repeats itself; for a call of
 13,000 tokens, the slowest takes 5 s."""
 _STEP_S = 0.05
+"""Interval at which the time of a call is checked."""
 
 
 def tool_parser(name: str | None, tokenizer: PreTrainedTokenizerBase) -> ParseCalls | None:

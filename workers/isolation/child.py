@@ -25,9 +25,12 @@ from troupe.workers.isolation.descendants import child_environment, end_marked, 
 from troupe.workers.isolation.interpreters import python_command, with_programs
 
 LOAD_TIMEOUT_S = 120.0
+"""Maximum duration of the import of user code."""
 MAX_REPLY = 2**22
+"""Default size limit of a reply, in bytes."""
 _CHUNK = 2**16
 _WATCH_S = 0.5
+"""Seconds between two calls of the function that watches an exchange."""
 _GUARD_S = 2.0
 """Time in which the guard of a child ends it."""
 _REAP_S = 1.0
@@ -177,6 +180,7 @@ OUTPUT_LIMIT = 2**20
 """Bytes that one process, with all that it starts, may write to the log."""
 _LOG = 2
 _TAIL = 2**16
+"""Bytes at the end of an output that are kept."""
 _LAST_LINES, _LAST_CHARS = 12, 800
 _FRAME = "at "
 """Begins a frame of a stack in JavaScript and Java; the error stands before them."""

@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 PREFIX = "base_model.model."
+"""What peft puts before a parameter's name in a file."""
 DESCRIPTION = "adapter"
+"""Name of the description among the tensors of a version."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class Description:
     base: str
     """Digest of the files of the model below (`troupe.workers.models.digests`)."""
     config: Mapping[str, Any]
+    """Contents of peft's `adapter_config.json`."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), sort_keys=True)
@@ -61,7 +64,9 @@ class AdapterFolder:
 
     path: Path
     config: Mapping[str, Any]
+    """Contents of `adapter_config.json`."""
     tensors: Mapping[str, torch.Tensor]
+    """By their names in the file, `base_model.model.NAME.lora_A.weight`."""
     base: str
     """Digest of the model below (`troupe.workers.models.digests`); empty if the file has none."""
 

@@ -33,6 +33,7 @@ def base_digest(folder: str | Path) -> str:
 
 _ROW_WORDS = 4096
 _WORD = 4
+"""Bytes of a word of a checksum."""
 
 
 def tensors_digest(tensors: Iterable[torch.Tensor]) -> str:

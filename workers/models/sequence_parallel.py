@@ -48,7 +48,9 @@ class Places:
     chosen: torch.Tensor | slice
     """Which of them the worker has: indices into the tokens asked for."""
     local: torch.Tensor
+    """int64: the index of each chosen one among the worker's own tokens."""
     count: int
+    """Number of tokens asked for."""
     sequence: SequenceGroup | None = None
 
     def of(self, rows: Ragged | None) -> Ragged | None:
@@ -70,8 +72,10 @@ class OwnTokens:
 
     input_ids: torch.Tensor
     attention_mask: torch.Tensor | None
+    """Mask of the whole row."""
     position_ids: torch.Tensor | None
     first: int = 0
+    """Number of the first one in the row."""
     sequence: SequenceGroup | None = None
 
     def find(self, positions: torch.Tensor) -> Places:

@@ -22,7 +22,9 @@ EXIT_CODES = "exit-codes"
 """File beside the socket with a line for each worker that has ended: its process id and exit code, negative for a
 signal."""
 IMPORTS_S = 40.0
+"""Time for the server to finish its imports and answer."""
 _SERVES_S = 90.0
+"""Time for the fork to become a worker, after which Ray starts another one."""
 waiting: list[socket.socket] = []
 """In a fork: the connection to the process that waits until it serves."""
 

@@ -47,6 +47,7 @@ _WITHOUT_THREADS = {THREADS_VARIABLE: "1", "JE_ARROW_MALLOC_CONF": "background_t
 which it does not use by default, one for itself. Each fork sets its number."""
 _LOOK_S = 0.5
 _ASK_S = 10.0
+"""Longest wait for a request, which is sent at once."""
 _MOST_ASKING = 64
 """Requests that arrive at the same time; another one takes the place of the oldest."""
 _CHUNK = 2**16
@@ -60,6 +61,7 @@ class _Request:
     """A worker to fork."""
 
     argv: Sequence[str]
+    """Ray's script and its arguments."""
     environment: Mapping[str, str]
     folder: str
 

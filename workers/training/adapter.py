@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _NAME = "default"
+"""peft's name of an adapter that is the only one."""
 
 
 class _ScaledInside:

@@ -26,6 +26,7 @@ from troupe.workers.contract.messages import SaveStatus
 logger = logging.getLogger(__name__)
 
 Write = Callable[[], object]
+"""Writes files of a checkpoint."""
 _OF_TORCH = re.compile(r"inline_container|PytorchStreamWriter|unexpected pos")
 """In the errors of torch's writer of files."""
 

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 
 Batch = TypeVar("Batch")
 Forward = Callable[..., Any]
+"""The trained module, called with the module's own arguments."""
 
 _TAG = "state"
 _ADAM = ("betas", "eps", "weight_decay")

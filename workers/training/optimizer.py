@@ -78,7 +78,9 @@ class LossScale:
     doubles in the middle of a step, whose gradients are then divided by twice what they were multiplied by."""
 
     value: float = INITIAL_SCALE
+    """The scale of one rank."""
     finite: int = 0
+    """Updates in a row without an overflow since the last change."""
 
     def for_ranks(self, ranks: int) -> float:
         """The scale of so many ranks: DeepSpeed averages gradients, so the loss is multiplied by the ranks besides.

@@ -14,6 +14,7 @@ import torch
 
 _LISTED = 3
 _ROUNDING = 0.02
+"""Relative, of a product in bfloat16."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,9 @@ class LayerAdapter:
     """The adapter of one layer as it was published."""
 
     a: torch.Tensor
+    """[rank, inputs]."""
     b: torch.Tensor
+    """[outputs, rank]."""
 
 
 def missing_parts(adapters: Mapping[str, Mapping[str, torch.Tensor]], rank: int) -> str:

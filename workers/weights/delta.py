@@ -46,7 +46,9 @@ class DeltaRefused(ValueError):
 @dataclass(frozen=True)
 class _Part:
     start: int
+    """First word of the piece."""
     places: npt.NDArray[np.uint32]
+    """Changed words, counted from `start`."""
     steps: npt.NDArray[np.uint16]
     """New minus old bits, modulo 2^16."""
 

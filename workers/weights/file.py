@@ -57,6 +57,7 @@ DTYPES = {
 }
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 WeightSource = NamedTensors | Callable[[], NamedTensors]
+"""Names and tensors that can be iterated once per version, or a function that returns them."""
 
 
 def weight_bytes(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> int:
@@ -161,6 +162,7 @@ class RankWeights:
     tensors: Callable[[], NamedTensors]
     """Names and whole tensors; iterating is collective."""
     shapes: Sequence[tuple[str, torch.dtype, tuple[int, ...]]]
+    """Names, types and whole shapes, in the same order."""
     rank: int
     gathers: bool
     """Whether a tensor is valid only until the next one is requested (ZeRO-3)."""

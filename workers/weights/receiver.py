@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _PROBED = tuple(range(1, 13))
+"""Tokens that show whether an engine's adapters have an effect."""
 _LEAST_EFFECT = 1e-3
 """Nats by which some log-prob must differ. A probe's adapters change them by much more."""
 

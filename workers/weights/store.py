@@ -29,7 +29,9 @@ class StoredBytes:
     """Location of bytes in an object store."""
 
     url: str
+    """URL of the store, with its options."""
     path: str
+    """Path of the object there."""
     nbytes: int
 
     def fetch(self) -> Bytes:

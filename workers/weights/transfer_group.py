@@ -32,11 +32,13 @@ BOUND_S = 120.0
 _GREETING = 4711
 _POLL_S = 0.0005
 _WATCH_S = 0.2
+"""Interval at which a waiting receiver checks for members that have left."""
 _ABORT_S = 5.0
 """Longest wait for a communicator to be freed. Within a node, NCCL may wait until every member frees its own."""
 _HERE, _ALL_HERE, _LEFT = "here", "all here", "left"
 """Keys of the store: how many have come, that all have, and one that has left."""
 _PATIENCE = timedelta(minutes=30)
+"""Timeout of the library, beyond ours."""
 _NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 

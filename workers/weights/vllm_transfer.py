@@ -150,8 +150,10 @@ class DeviceInitInfo(WeightTransferInitInfo):
     """Name, type and whole shape of every tensor, in the order in which they are sent."""
     bucket_bytes: int
     address: str = ""
+    """Host of the transfer group's store."""
     port: int = 0
     first_rank: int = 0
+    """Rank of this engine's first process in the transfer group."""
     world_size: int = 0
 
     def buckets(self) -> tuple[Bucket, ...]:

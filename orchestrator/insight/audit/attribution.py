@@ -88,6 +88,7 @@ class Gap:
 
     side: Side
     worker: str
+    """The engine, or `trainer`."""
     tokens: int
     mean: float
     """Mean |side - scorer| in nats."""

@@ -69,8 +69,10 @@ _UNEXPLAINED = "compare the versions of vLLM and transformers, and whether both 
 _TEMPLATE = "the engine renders prompts in another way than transformers does: check model.chat_template and that all "
 _TEMPLATE += "nodes have the same tokenizer files"
 _SAMPLES = 2
+"""Responses to a prompt: the second reads the prompt from the engine's cache."""
 _LEAST_PROMPTS = 4
 _ROUNDS = 8
+"""Most times that further prompts are sampled because responses are short."""
 Scorer = Callable[..., Coroutine[Any, Any, TokenScores]]
 """Runs the scorer on the policy's node: (request, ROLLOUTS tables, tables of `old_logprobs`)."""
 _SCORER = "troupe.workers.audit:score_tokens"
@@ -89,11 +91,13 @@ class AuditReport:
     version: int
     dtype: str
     gaps: tuple[Gap, ...]
+    """The gap of every engine and of the trainer."""
     between: float
     """Mean |sampler - trainer| in nats."""
     prompts: int
     prompt_differences: tuple[PromptDifference, ...]
     seconds: dict[str, float]
+    """Duration by phase."""
 
     @property
     def passed(self) -> bool:

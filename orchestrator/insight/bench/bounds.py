@@ -25,6 +25,7 @@ _UNEVEN = 0.8
 _DRAINS = 0.6
 """Share of the most sequences that run together below which their mean shows a long end of the batch."""
 _GAIN = 1.03
+"""Least gain in throughput that counts as one."""
 _MOST_GPU_MEMORY = 0.92
 Json = dict[str, Any]
 

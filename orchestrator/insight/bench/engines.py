@@ -40,9 +40,11 @@ class BenchRequest:
     points: Sequence[Point]
     batches: int
     address: str | None
+    """Ray cluster to join, or None to start one on this machine."""
 
 
 OnResults = Callable[[Sequence[Result]], None]
+"""Called after every point with all results so far, in the order of the points."""
 
 
 def bench(request: BenchRequest, console: Console, on_results: OnResults) -> None:

@@ -28,6 +28,7 @@ class Sweep:
     """The values of one field."""
 
     field: str
+    """Its dotted path in the spec."""
     values: tuple[Any, ...]
 
 

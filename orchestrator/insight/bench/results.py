@@ -49,12 +49,15 @@ class Measures:
 
     batches: int
     sequences: int
+    """Sequences of one batch."""
     tokens_per_s: float
     """Sampled tokens per second of all engines: the median of the batches."""
     slowest_batch: float
+    """Tokens per second."""
     fastest_batch: float
     per_engine: float
     per_gpu: float | None
+    """None on CPUs."""
     prefill_per_s: float
     """Prompt tokens per second that all engines compute while they compute prompts."""
     decode_per_s: float
@@ -72,6 +75,7 @@ class Measures:
     queued_s: Spread
     """Seconds that a sequence is queued in the engine."""
     prompt_tokens: float
+    """Mean per sequence."""
     response_tokens: float
     cached: float
     """Share of the prompt tokens that were in the prefix cache."""
@@ -92,7 +96,9 @@ class Result:
 
     point: Point
     measures: Measures | None
+    """None if it could not be measured."""
     problem: str = ""
+    """Why it could not be measured."""
     peak: Peak = _NO_PEAK
     """Memory of the largest engine of its launch so far."""
     gpu_type: str = ""

@@ -24,6 +24,7 @@ from troupe.workers.contract.rdma import Rdma, loads, rdma
 from troupe.workers.contract.units import GIB, MIB
 
 UNLIMITED = -1
+"""A limit that is not set."""
 Level = Literal["ok", "note", "problem"]
 _CGROUP = Path("/sys/fs/cgroup")
 _PROXIES = ("http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "grpc_proxy", "all_proxy", "ALL_PROXY")
@@ -39,6 +40,7 @@ class Finding:
     """`note`: works, but slower or not for everything; `problem`: runs will fail."""
     found: str
     remedy: str = ""
+    """One command or sentence; empty if there is nothing to do."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class Folder:
     """A folder that runs write to, and the room on its file system in bytes."""
 
     use: str
+    """What it is for: `working folder`."""
     path: str
     free: int
     total: int
@@ -61,6 +64,7 @@ class Software:
     torch_cuda: tuple[int, int] | None
     """CUDA version that torch was built for, or None for a CPU build or without torch."""
     compiler: str
+    """Path of the C++ compiler; empty if there is no compiler."""
     python_headers: bool
     numa_library: bool
     """Whether libnuma, which vLLM's CPU build loads, is there."""
@@ -74,12 +78,15 @@ class Resources:
     usable_cpus: float
     """Cores that affinity and control group leave to this process."""
     memory: int
+    """Bytes of the machine."""
     memory_limit: int
+    """Bytes that the control group allows, or `UNLIMITED`."""
     available: int
     """Bytes that new processes can take now, limits included."""
     shm: Folder
     folders: tuple[Folder, ...]
     open_files: tuple[int, int]
+    """Soft and hard limit."""
 
 
 @dataclass(frozen=True)

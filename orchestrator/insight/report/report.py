@@ -28,6 +28,7 @@ SCRIPTS = (
     *("dom.js", "colors.js", "ticks.js", "chart.js", "runs.js", "sweep.js", "verdicts.js", "evaluations.js"),
     *("curves.js", "tokens.js", "list.js", "samples.js", "tables.js", "main.js"),
 )
+"""Code of the report, in the order in which it is joined."""
 _ASSETS = files("troupe.orchestrator.insight.report") / "assets"
 _ESCAPES = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 """Within JSON these characters stand in strings only. Escaped, no text of a model can end the block that holds it."""
@@ -87,8 +88,10 @@ logger = logging.getLogger(__name__)
 
 Json = dict[str, Any]
 REPORT = "report.html"
+"""Name of the file in a run's folder, unless another is given."""
 
 SAMPLE_BYTES = 24 * MIB
+"""Samples that the page holds, over all runs."""
 
 
 def write_report(folders: Sequence[Path], output: Path, budget: int = SAMPLE_BYTES) -> Path:

@@ -23,6 +23,7 @@ class Stretch:
     start: int
     end: int
     ongoing: bool
+    """Whether it reaches to the last value."""
 
     @property
     def until(self) -> int | None:
@@ -154,6 +155,7 @@ class History:
     """The resolved spec as plain data; the rules bear fields that are missing."""
     events: Sequence[Mapping[str, Any]] = ()
     nulls: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Steps at which a metric was not finite."""
 
     @classmethod
     def of(

@@ -69,6 +69,7 @@ class Remedy:
     spec: str = ""
     """Lines of the spec; empty if the change is not in the spec."""
     set: tuple[str, ...] = dataclasses.field(init=False)
+    """The same as values of `--set`."""
 
     def __post_init__(self) -> None:
         fields = _fields(yaml.safe_load(self.spec) or {})
@@ -88,10 +89,13 @@ class Verdict:
     level: Level
     title: str
     summary: str
+    """One or two sentences with the numbers."""
     since: int
+    """First step at which it holds."""
     until: int | None = None
     """Last step at which it held, or None if it holds at the last step of the record."""
     evidence: tuple[str, ...] = ()
+    """Metrics to plot with it."""
     remedies: tuple[Remedy, ...] = ()
 
     @property

@@ -32,6 +32,7 @@ _OUTSIDE_S = 4.0
 """Time that is left for a look from outside."""
 _LAST_EVENTS = 3
 _LONGEST_EVENT = 200
+"""Characters of an event that are shown."""
 _WRITE_S = 0.5
 """Longest wait until the request is written; it takes longer on a disk that hangs."""
 

@@ -25,6 +25,7 @@ from troupe.orchestrator.telemetry.timeline import DRIVER
 _TRAINERS = named(lambda row: row.trains)
 _SERVICES = ("gcs_server", "raylet")
 _FULL_BYTES = 2**22
+"""Free space below which a file system counts as full."""
 _NEARLY = 0.05
 """A file system may cause an error about space below this share of free space."""
 _SLOW = 3.0

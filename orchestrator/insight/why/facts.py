@@ -55,6 +55,7 @@ class RunFacts:
     total: int = 0
     phase: str = ""
     progress: str = ""
+    """Parts of the phase that have ended, as in `3/8`."""
     phase_s: float = 0.0
     step_s: float = 0.0
     """Seconds since the last step ended."""
@@ -118,6 +119,7 @@ class Diagnosis:
     cause: str
     """Name of the rule, for programs."""
     summary: str
+    """A sentence."""
     blocked_by: str = ""
     """The worker, process or node that the run waits for; empty if there is none."""
     evidence: tuple[str, ...] = ()
@@ -131,14 +133,17 @@ class DriverSnapshot:
     """What the driver has last written about itself."""
 
     time: float
+    """Seconds since 1970."""
     host: str
     pid: int
     started: int
     """Start of the driver's process, as the kernel counts: a process id may be reused."""
     facts: Facts
+    """Without processes and nodes."""
     logs: str
     """Log folder of Ray's session on the driver's node."""
     roots: Mapping[int, str] = field(default_factory=dict)
+    """Workers on the driver's node, by process id."""
 
     @property
     def is_local(self) -> bool:
@@ -164,6 +169,7 @@ class DiagnosisReport:
     """The driver that it is about."""
     diagnosis: Diagnosis
     seconds: float = 0.0
+    """Time that it took."""
 
 
 class _File(Generic[T]):

@@ -55,6 +55,7 @@ _TICK_S = 0.5
 _SNAPSHOT_S = 5.0
 """Interval at which the driver writes what it waits for, and looks for slow calls."""
 _NODES_S = 2.0
+"""Longest wait for what other nodes say."""
 _BLOCKED_S = 2.0
 """The event loop counts as blocked if it has not run for this long."""
 SHARE = 0.5
@@ -67,6 +68,7 @@ _PAUSE_S = 60.0
 _MOST_CALLS = 256
 """The oldest calls; thousands of engines have more."""
 _STEPS = 20
+"""Number of steps in the median."""
 
 
 class RunObserver:
