@@ -113,6 +113,7 @@ class RunOutcome:
     """The step that was evaluated last, or None if none was."""
 
     def summary(self, out: Path) -> dict[str, str]:
+        """The lines shown at the end of a run, by label."""
         counts = self.ledger
         note = " (stopped; continue with --resume)" if self.stopped else ""
         note = f" ({self.ended_early})" if self.ended_early else note
@@ -290,6 +291,7 @@ class Controller:
         await asyncio.sleep(0)  # thousands of engines have answered; let the groups that wait for them run first
 
     async def _account(self, step: UpdatedStep) -> None:
+        """The step's samples are trained; the next ones may start."""
         for part in self.parts.all:
             await part.after_update(step)
         self.version = step.number

@@ -169,7 +169,8 @@ class WorkerLauncher:
         return self._placements[name]
 
     async def make_room(self, name: str) -> None:
-        """Reserves resources for one more worker, or reuses those of one that is gone. Raises DoesNotFit."""
+        """Reserves resources for one more worker of a role whose workers are placed one by one. The placement of a
+        worker that is gone is reused. Raises DoesNotFit if the cluster has no room."""
         if name not in self._placements:
             await self._placements.add(name)
             await self._download()

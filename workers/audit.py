@@ -105,7 +105,8 @@ class _RolloutRow:
 
 
 def score_tokens(request: ScoreRequest, *tables: pa.Table) -> TokenScores:
-    """Log-probs of every token sampled in ROLLOUTS `tables`, followed by `old_logprobs` tables. Raises ValueError."""
+    """Log-probs of every token that the policy sampled in ROLLOUTS `tables`, which are followed by as many tables or
+    more of the trainer's `old_logprobs` of their rows. Raises ValueError if a row has no log-probs of the trainer."""
     if request.threads:
         torch.set_num_threads(request.threads)
     rollouts = [row for table in tables if "rollout_logprobs" in table.column_names for row in table.to_pylist()]
@@ -485,7 +486,8 @@ def _compare_prompts(
 
 
 class OlderWeights:
-    """The weights of two versions, in groups: a layer, embedding, head, ...; an engine may hold an older tied head."""
+    """The weights of two versions of a model, in groups: a layer, the embedding, the output head, ... A tied output
+    head is a separate group: an engine may hold a copy of it that is older than the embedding."""
 
     def __init__(self, model: PreTrainedModel, older: PreTrainedModel) -> None:
         """Unties the heads of both models."""

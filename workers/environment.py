@@ -82,7 +82,8 @@ class EnvironmentWorker:
         return len(theirs)
 
     async def health(self) -> WorkerHealth:
-        """Health of the worker. Raises WorkerGone if the process that loaded the environment has died."""
+        """Health of the worker; an environment worker has no policy version. Raises WorkerGone if the process that
+        loaded the environment has died, so that no episode can start."""
         if not self._processes.alive:
             raise WorkerGone(f"{self._name}: the process that loaded the environment has died")
         episodes = [process.pid for process in (*self._free, *self._taken.values())]

@@ -65,7 +65,8 @@ class PolicyWorker(TrainingRank[PolicyConfig]):
         return self._config.loss.distill
 
     def build(self) -> WorkerHealth:
-        """Load the models. Raises ValueError if variables prevent sending weights; StoreFailed."""
+        """Load the models; see `TrainingRank.build`. Raises ValueError if the environment has variables that prevent
+        sending weights, and StoreFailed if the object store for weights cannot be used."""
         config = self._config
         if (check := BACKENDS[config.transfer_backend].check) is not None:
             resolve(check)(os.environ)

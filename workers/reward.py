@@ -201,8 +201,9 @@ class RewardWorker:
         return self._components[key]
 
     def start(self) -> WorkerHealth:
-        """Load every function and the model. Raises RewardFunctionError; ValueError or OSError for the model, the
-        policy's tokenizer, or a judge's cache or key."""
+        """Load every function and the model, so that errors show before the run. Raises RewardFunctionError if a
+        function cannot be loaded, and ValueError or OSError if the reward model or the policy's tokenizer cannot be
+        loaded, or a judge's cache or key."""
         try:
             if any(rewards.splits_text for rewards in self._rewards.values()):
                 self._tokenizer = _load_tokenizer(self.policy)
@@ -362,8 +363,12 @@ def _component(function: RewardFunctionConfig, memory_limit_mib: int) -> Compone
 
 
 def _load_tokenizer(policy: ModelConfig | None) -> Any:
-    """The policy's tokenizer, which locates the end of each token in a response. Only steps tell which positions are
-    needed: runs without process rewards pay nothing, and generation does not wait. Raises ValueError."""
+    """The policy's tokenizer, which locates the end of each token in a response.
+
+    The reward worker maps steps to tokens, although the rollout worker has the tokenizer loaded: only the steps tell
+    which few positions are needed, runs without process rewards pay nothing, and generation does not wait. Raises
+    ValueError if no policy was given, or the tokenizer cannot be loaded.
+    """
     if policy is None:
         raise ValueError("process rewards need the policy's tokenizer, but no policy was given")
     from troupe.workers.data.tokenizer import load_tokenizer

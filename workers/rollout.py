@@ -56,8 +56,12 @@ class RolloutWorker:
         """vLLM tells them about every iteration of the engine."""
 
     async def start(self) -> WorkerHealth:
-        """Load the model, in minutes that block the event loop. Raises ValueError as `load` of generation does,
-        EngineDead, and vLLM's errors."""
+        """Load the model. This takes minutes and blocks the event loop.
+
+        Raises ValueError if the tokenizer cannot be loaded or has no chat template, or vLLM has no such tool parser, or
+        cannot read the form of `sampling.structured`, EngineDead if the engine's process failed, and other errors if
+        vLLM cannot load the model.
+        """
         announce(Activity.IMPORT)
         set_environment(self.config.process)
         if self.config.device == "cpu":
@@ -116,7 +120,8 @@ class RolloutWorker:
         return await self.weights.finish(version, digest)
 
     async def reset_prefix_cache(self) -> bool:
-        """Forget prompts' states that no request uses; whether the engine did. Raises EngineClosed, EngineDead."""
+        """Forget the states of all prompts that no running request uses; returns whether the engine did. Raises
+        EngineClosed if the engine does not serve, and EngineDead if the engine's process has ended."""
         return await self.engine.call(self.engine.require_open().reset_prefix_cache())
 
     async def sleep(self) -> None:

@@ -37,9 +37,11 @@ class Search(Environment):
         self._index, self._passages, self._searches = index, passages, 0
 
     def start(self, row: Row) -> Observation:
+        """The prompt."""
         return self._observation(row.messages)
 
     def step(self, message: Message) -> Observation:
+        """The passages that the turn asks for, or the end."""
         if not (queries := _QUERY.findall(message["content"])):
             return Observation(done=True, info={"searches": self._searches})
         self._searches += 1

@@ -66,11 +66,13 @@ class WorkerPlacements(Mapping[str, tuple[Placement, WorkerPlacement]]):
         self._take(placement)
 
     def release(self, name: str) -> None:
+        """Releases the resources of a worker that has ended, if it has a place."""
         if name in self._placements:
             placement, _ = self._placements.pop(name)
             self._cluster.release(placement.name)
 
     def _take(self, placement: Placement, only: frozenset[str] | None = None) -> None:
+        """Takes the places of a placement, or of the sections in `only` alone."""
         placed_here = [placed for placed in placement.workers if only is None or section_of(placed.role) in only]
         self._placements |= {f"{placed.role}-{placed.index}": (placement, placed) for placed in placed_here}
 
@@ -97,14 +99,17 @@ class RunActors:
         self._gpu_ids: Mapping[str, str] = {}
 
     def follow(self, spec: RunSpec, renewed: Iterable[str]) -> None:
+        """Creates workers with the settings of this spec from now on; the next ones of these names replace none."""
         self._spec = spec
         self.served.difference_update(renewed)
 
     def policy_started(self, gpu_memory: int, gpu_ids: Mapping[str, str]) -> None:
-        """Notes the memory of the policy's smallest GPU in bytes (0: none), and the GPU's number by its rank's name."""
+        """Notes what the policy's ranks report of their GPUs: the memory of the smallest in bytes (0: they have none),
+        and its number on its node by the name of the rank."""
         self._policy_gpu, self._gpu_ids = gpu_memory, gpu_ids
 
     def spawn(self, name: str) -> ActorWorker[Any]:
+        """Creates the worker of this name in its place."""
         placement, placed = self._placements[name]
         row, settings = row_of(self._spec, placed.role), settings_of(self._spec, placed.role)
         own = self._classes.get(row.kind)

@@ -44,6 +44,7 @@ async def within(timeout_s: float, answer: Awaitable[T]) -> T:
 
 
 def _enter(loop: asyncio.AbstractEventLoop, timeout_s: float, wait: asyncio.Timeout) -> _Waits:
+    """Registers a wait that begins now; returns all waits with the same timeout."""
     by_timeout = _by_loop.setdefault(loop, {})
     waits = by_timeout.get(timeout_s)
     deadline = loop.time() + timeout_s

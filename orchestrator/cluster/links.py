@@ -35,6 +35,7 @@ class ActorEngines:
 
     @property
     def processes(self) -> int:
+        """Number of engine processes in the transfer group."""
         return len(self._actors) * self._ranks
 
     def join(self, info: dict[str, Any]) -> None:
@@ -156,6 +157,7 @@ class ActorJudges:
     def _ask_all(
         self, questions: Sequence[Question], places: Sequence[int], deadline: float, timeout_s: float
     ) -> dict[int, JudgeAnswer]:
+        """Answers by place, without a lost worker's, which gets no further questions."""
         workers = list(self._actors)
         shares = {worker: places[number :: len(workers)] for number, worker in enumerate(workers)}
         calls = {

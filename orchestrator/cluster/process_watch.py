@@ -88,6 +88,7 @@ class NodeWatch:
         self._stopped = StoppedProcesses(samples)
 
     async def find_stopped(self, watched: Mapping[int, bool], seconds: float) -> list[int]:
+        """Processes that are stopped, as soon as some are, else after `seconds`; they are killed."""
         for _ in range(max(1, round(seconds / _SAMPLE_S))):
             await asyncio.sleep(_SAMPLE_S)
             if found := await asyncio.to_thread(self._stopped.sample, watched):
@@ -126,6 +127,7 @@ class ProcessWatch:
         self._nodes_before = _NodeTable()
 
     def add(self, worker: WatchedProcess) -> None:
+        """Watches a worker from when its process has started; called before any other call of the worker."""
         answer = worker.actor.__ray_call__.remote(register)  # first in the worker's queue: the next call may take long
         task = asyncio.create_task(self._locate(worker, answer), name=f"locate {worker.name}")
         self._locating.add(task)
@@ -257,6 +259,7 @@ class ProcessWatch:
         return actor
 
     async def _ask(self, node: str, actor: Any, watched: Mapping[int, bool]) -> list[int] | None:
+        """Findings of a node's actor in a round, or None if it does not answer. Waits before the next request."""
         try:
             return await within(_ROUND_S + _ANSWER_S, actor.find_stopped.remote(watched, _ROUND_S))
         except (RayError, TimeoutError) as error:
@@ -277,6 +280,8 @@ def _look_up(actor: Any, found: list[Process]) -> None:
 
 
 class _NodeTable:
+    """Ray's list of nodes, read in a thread: without its GCS, Ray waits for minutes."""
+
     def __init__(self) -> None:
         self._found: list[dict[str, Any]] = []
         self._reading = threading.Thread(target=self._read, daemon=True)

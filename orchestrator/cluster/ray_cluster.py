@@ -307,6 +307,7 @@ class Cluster:
 
     @staticmethod
     def put(table: Any) -> TableRef:
+        """Places a table in the object store and returns its reference."""
         return ray.put(table)
 
     @staticmethod
@@ -316,6 +317,7 @@ class Cluster:
 
     @staticmethod
     def link(engines: Sequence[WorkerHandle[RolloutEngine]], ranks_per_engine: int, timeout_s: float) -> ActorEngines:
+        """The trainer's link to rollout engines, for transfers from GPU to GPU."""
         return ActorEngines([e.actor for e in engines if isinstance(e, ActorWorker)], ranks_per_engine, timeout_s)
 
     @staticmethod
@@ -352,7 +354,8 @@ class Cluster:
         timeout_s: float,
         *args: object,
     ) -> R:
-        """Calls a function in a separate process on a worker's node. Raises WorkerError. References become tables."""
+        """Calls a function in a separate process on the node of a worker; it reserves nothing itself. Raises
+        WorkerError if it failed, or did not end in time. `args`: arguments; references to tables become tables."""
         nodes = placement_group_table(self._reserved[placement.name].group)["bundles_to_node_id"]
         name = function.__name__
         env = TABLE_SETTINGS | env
@@ -360,8 +363,9 @@ class Cluster:
             return await _run_on_node(nodes[placed.bundle], env, function, timeout_s, args, name)
 
     async def reserve(self, placements: Sequence[Placement], timeout_s: float) -> None:
-        """Reserves every placement group within `timeout_s` seconds, or `_OWN_ROOM_TIMEOUT_S` in a cluster of the
-        run. Raises DoesNotFit, which lists requested and free resources."""
+        """Reserves every placement group, waiting for resources for at most `timeout_s` seconds in total. In a cluster
+        started by the run, the wait is at most `_OWN_ROOM_TIMEOUT_S`. Raises DoesNotFit if a group could not be
+        reserved in time; the message lists requested and free resources."""
         limit_s = min(timeout_s, _OWN_ROOM_TIMEOUT_S) if self._owned else timeout_s
         deadline = time.monotonic() + limit_s
         for placement in placements:
@@ -375,6 +379,7 @@ class Cluster:
                 raise DoesNotFit(misfit(placement, placements, ray_nodes.free(), limit_s)) from None
 
     def _reserve(self, placement: Placement) -> PlacementGroup:
+        """Requests a placement group. Ray spreads the bundles of a group; we spread groups of a single bundle."""
         single = placement.strategy == "SPREAD" and len(placement.bundles) == 1
         preferred_node = self._emptiest(placement) if single else ""
         group = placement_group(
@@ -402,6 +407,7 @@ class Cluster:
         return next((node.id for node in free if node.name == chosen), "")
 
     def spawn(self, placement: Placement, placed: WorkerPlacement, name: str, spec: ActorSpec) -> ActorWorker[Any]:
+        """Creates one worker in its placement; only its constructor runs, `start` loads the model."""
         options: dict[str, Any] = {
             "num_cpus": placed.cpus,
             "num_gpus": 0 if placed.borrows else placed.gpus,
@@ -438,10 +444,12 @@ class Cluster:
         return {"env_vars": settings}
 
     def _is_here(self, placement: Placement, placed: WorkerPlacement) -> bool:
+        """Whether a worker is placed on this node."""
         nodes = placement_group_table(self._reserved[placement.name].group)["bundles_to_node_id"]
         return nodes[placed.bundle] == ray.get_runtime_context().get_node_id()
 
     async def end(self, worker: ActorWorker[Any], timeout_s: float) -> None:
+        """Asks a worker to close, then ends its process."""
         try:
             await worker.call(Worker.close, timeout_s)
         except WorkerError as error:
@@ -456,6 +464,7 @@ class Cluster:
             self._actors.remove(worker)
 
     def release(self, placement: str) -> None:
+        """Releases the placement group of this name; workers that still run in it are killed."""
         reservation = self._reserved.pop(placement, None)
         if reservation is not None:
             remove_placement_group(reservation.group)

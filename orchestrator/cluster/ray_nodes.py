@@ -90,6 +90,7 @@ def start(cpus: int) -> Path:
 
 
 def join(address: str) -> Path:
+    """Connects to a running cluster; returns its session folder. Raises ClusterUnreachable."""
     _configure(SETTINGS)
     host, colon, port = address.rpartition(":")
     given = "--address" if address != os.environ.get(ADDRESS_VARIABLE) else ADDRESS_VARIABLE
@@ -124,10 +125,12 @@ def nodes_at(address: str) -> list[Node]:
 
 
 def nodes() -> list[Node]:
+    """Live nodes with their total resources."""
     return _nodes(ray.nodes())
 
 
 def free() -> list[Node]:
+    """Live nodes with the resources that are not reserved."""
     left = available_resources_per_node()
     return _nodes([{**node, "Resources": left.get(node["NodeID"], {})} for node in ray.nodes()])
 

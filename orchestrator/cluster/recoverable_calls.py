@@ -44,7 +44,8 @@ class RecoverableCalls:
         self._restorer = restorer
 
     async def retry(self, call: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """The result of `call`, repeated after the trainers were restarted because one was lost. Raises WorkerError."""
+        """The result of `call`, which is repeated after the trainers were restarted because one was lost. Raises
+        WorkerError if the call failed for another reason, or the trainers cannot be restarted."""
         while True:
             if self._restarting is not None:
                 await asyncio.shield(self._restarting)

@@ -130,6 +130,7 @@ class WorkerGroup(Generic[W]):
 
     @property
     def data_parallel_size(self) -> int:
+        """Number of shares that rows are divided into: one for the ranks that share their micro-batches."""
         return self.ranks // self.sequence_parallel_size
 
     @property
@@ -231,6 +232,7 @@ class TrainerGroup(WorkerGroup[TrainerT], ABC):
         await self.start(timeout_s)
 
     async def start(self, timeout_s: float) -> None:
+        """Starts the ranks: rank 0 names the address at which all of them meet. Then asks whether they pack."""
         one_host = self.ranks == 1 or len(set(await self._broadcast(Trainer.host, timeout_s))) == 1
         address, port = await self.workers[0].call(Trainer.rendezvous, timeout_s, one_host=one_host)
         places = [Rendezvous(address=address, port=port, rank=r, world_size=self.ranks) for r in range(self.ranks)]
@@ -241,6 +243,7 @@ class TrainerGroup(WorkerGroup[TrainerT], ABC):
         self.packs = all(await self._broadcast(Trainer.packs, timeout_s))
 
     async def find_dead(self) -> WorkerDied | None:
+        """A rank whose process has died, if there is one."""
         asked = (worker.call(Trainer.health, _PROBE_S) for worker in self.workers)
         answers = await asyncio.gather(*asked, return_exceptions=True)
         return next((answer for answer in answers if isinstance(answer, WorkerDied)), None)
@@ -330,6 +333,7 @@ class PolicyGroup(TrainerGroup[Policy]):
     async def prepare(
         self, request: PrepareRequest, *tables: TableRef, timeout_s: float
     ) -> tuple[TrainSummary, TableRef]:
+        """Joins rollouts, rewards and token scores into a batch with advantages."""
         return await self._calls.retry(lambda: self._first(Policy.prepare, timeout_s, request, *tables))
 
     async def cut_texts(
@@ -392,6 +396,7 @@ class PolicyGroup(TrainerGroup[Policy]):
         await self._broadcast(Policy.connect_engines, timeout_s, link)
 
     async def send_weights(self, version: int, *, timeout_s: float) -> WeightsSent:
+        """Sends the weights to the connected engines as `version`."""
         sent = await self._broadcast(Policy.send_weights, timeout_s, version)
         return next(report for report in sent if report is not None)
 

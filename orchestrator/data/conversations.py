@@ -42,7 +42,8 @@ def require_whole(text: str, name: str) -> None:
 
 
 def spoken_turns(value: Any) -> Any:
-    """The messages of a text `\\n\\nHuman: 2+2?\\n\\nAssistant: 4`, without an empty last turn; else the value."""
+    """The messages of a text that has all turns of a conversation, or the value if it is no such text. `\\n\\nHuman:
+    2+2?\\n\\nAssistant: 4` has two. An empty turn at the end, which a response fills, is no message."""
     if not isinstance(value, str):
         return value
     for marker in _SPOKEN:
@@ -170,6 +171,7 @@ def characters(messages: Sequence[Message]) -> int:
 
 
 def require_template(plain: bool) -> None:
+    """Raise BadRow for messages without a chat template."""
     if plain:
         raise BadRow("a list of messages needs a chat template, and model.chat_template is none")
 

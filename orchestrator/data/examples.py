@@ -231,6 +231,7 @@ def _ranked(values: Mapping[str, Any], form: _Form) -> _Example:
 
 
 def _in_order(values: Mapping[str, Any], form: _Form) -> tuple[Any, list[list[Message]], list[float], Sequence[int]]:
+    """Prompt and answers, their scores (empty if the order in the data is theirs), and their places, best first."""
     answers = values["answers"]
     if form.source.one_in_a_row and len(answers) == 1:
         raise SkippedRow("prompts with one answer")
@@ -317,6 +318,7 @@ def _in_steps(values: Mapping[str, Any], form: _Form) -> _Example:
 
 
 def _step_label(value: Any) -> float:
+    """How surely a step is right, from 0 to 1. Raises BadRow, WrongForm."""
     if _is_missing(value):
         raise BadRow("the label of a step is empty")
     label = _LABELS.get(_word(value))
@@ -328,6 +330,7 @@ def _step_label(value: Any) -> float:
 
 
 def _rating(value: Any, neutral: float) -> float:
+    """The label of a step that is rated -1, 0 or 1. Raises WrongForm."""
     labels = {"-1": 0.0, "0": neutral, "1": 1.0}
     if _word(value) not in labels:
         raise WrongForm("steps", f"the rating of a step is {value!r:.60}: neither -1, 0 nor 1")
@@ -335,6 +338,7 @@ def _rating(value: Any, neutral: float) -> float:
 
 
 def _response(values: Mapping[str, Any], form: _Form) -> tuple[Any, list[Message]]:
+    """Prompt and response, each in a separate column or both in one."""
     if "messages" not in values:
         return values["prompt"], _turns(values["response"], "response", values["prompt"], form)
     require_template(form.plain)

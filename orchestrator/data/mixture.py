@@ -60,6 +60,7 @@ class PromptMixture:
         """Virtual time of the last draw."""
 
     def next(self) -> PromptPick:
+        """The next prompt. Raises DataError if every source has had its passes."""
         while True:
             open_sources = [source for source in self._sources if not source.order.exhausted(source.share.repeats)]
             if not open_sources:
@@ -85,7 +86,8 @@ class PromptMixture:
         return {"sources": sources, "time": self._time, **curriculum}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Resume from a position; weights and passes may differ. Raises DataError if sources, rows or seed do."""
+        """Resume from a position that `state` returned. Weights and passes may differ: they count from here on. Raises
+        DataError if the sources, their rows or the seed differ, or the state is damaged."""
         saved, names = state.get("sources"), [source.share.name for source in self._sources]
         if not isinstance(saved, dict) or list(saved) != names:
             had = ", ".join(saved) if isinstance(saved, dict) else "one without a name"

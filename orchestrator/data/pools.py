@@ -83,6 +83,7 @@ class Collected(Generic[RowT]):
     contradicted: int = 0
 
     def pool(self, table: pa.Table, contents: Iterable[bytes]) -> Pool:
+        """The pool of these rows, as a table; `contents` is what the digest covers."""
         digest = hashlib.blake2b(digest_size=16)
         for content in contents:
             digest.update(len(content).to_bytes(8, "little") + content)

@@ -256,6 +256,7 @@ class PromptSource:
         return row
 
     def state(self) -> dict[str, Any]:
+        """Position in the order, JSON-ready; without a curriculum, its size does not depend on the pool's."""
         curriculum = {} if self._curriculum is None else {"curriculum": self._curriculum.state()}
         return curriculum | {
             "epoch": self._epoch,

@@ -102,6 +102,7 @@ def read_table(source: TableSource | Columns, fields: Fields, label: str) -> Ite
 
 
 def _met(condition: Condition, row: RawValues) -> RawValues:
+    """The row, with whether it meets a condition."""
     try:
         left_out = not (row.error or condition.holds(partial(find_column, row.values)))
     except ValueError as error:
@@ -365,7 +366,8 @@ def _reads(fields: Fields, column: str) -> bool:
 
 
 def find_column(row: Tree, name: str) -> Any:
-    """Value of a column: of exactly this name, or where dots lead into a struct, or each of a list. Raises KeyError."""
+    """Value of a column of a row. A column of exactly this name comes first. Otherwise a dot leads into a struct, or
+    into each struct of a list; a struct that is null has null values. Raises KeyError if the row has no such column."""
     if name in row:
         return row[name]
     end = name.rfind(".")

@@ -50,6 +50,7 @@ class RunData:
 
 
 def load_data(spec: RunSpec) -> RunData:
+    """Reads the data sets of a spec. Raises DataError."""
     if spec.rollouts is None:
         from troupe.orchestrator.data.examples import load_examples
 

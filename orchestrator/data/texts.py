@@ -22,7 +22,8 @@ _SCHEMA = pa.schema([pa.field("text", pa.string(), nullable=False), pa.field("or
 
 
 def load_texts(data: DataConfig, on_bad_row: OnBadRow) -> Pool | None:
-    """The texts of `data.ptx`, sources one after another, or None. Raises DataError as `load_pool` of prompts does."""
+    """Read the texts of `data.ptx`; several sources one after another. None if there are none. Raises DataError if a
+    source cannot be read, a row is bad with `stop`, or no row of a source is left."""
     return None if data.ptx is None else of_sources(data.ptx, "data.ptx", partial(_load, on_bad_row))
 
 

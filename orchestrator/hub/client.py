@@ -86,7 +86,8 @@ class Snapshot:
 
 
 def resolve(repo: Repo, revision: str | None) -> str:
-    """The commit of a branch or tag (main if None), or the cache's if the hub is out of reach. Raises HubError."""
+    """The commit of a branch or tag (main if None), or the one in the cache if the hub cannot be reached. Raises
+    HubError if there is no such repository or revision, it cannot be read, or the hub cannot be reached."""
     with _reported(repo, revision):
         return HfApi().resolve_revision(repo.name, repo_type=repo.kind, revision=revision).resolved
 
@@ -121,8 +122,9 @@ def cached(snapshot: Snapshot) -> Path | None:
 
 
 def download(snapshot: Snapshot, progress: Progress | None = None) -> Path:
-    """Downloads what the cache lacks of a snapshot, retrying; returns its folder. Concurrent downloads of a file
-    wait for each other. Raises HubError."""
+    """Downloads what the cache lacks of a snapshot and returns its folder; uses no network if the cache is complete. An
+    interrupted download is retried, and resumed if the hub supports that. Concurrent downloads of a file into one cache
+    wait for each other. Raises HubError if the files cannot be downloaded."""
     bar = _bar(progress)
     with _reported(snapshot.repo, snapshot.commit):
         for attempt in range(1, _ATTEMPTS):
@@ -136,6 +138,7 @@ def download(snapshot: Snapshot, progress: Progress | None = None) -> Path:
 
 
 def download_all(snapshots: Sequence[Snapshot]) -> None:
+    """Downloads several snapshots into this node's cache. Raises HubError."""
     for snapshot in snapshots:
         download(snapshot)
 

@@ -53,7 +53,8 @@ class LocalFiles(Generic[SpecT_co]):
 
 
 def pin_run(planned: PlannedRun, *, resume: bool) -> PlannedRun:
-    """The run with every hub name pinned to a commit; a resumed run keeps its commits. Raises SpecError."""
+    """The run with every name on the hub pinned to a commit; a resumed run keeps the commits it is pinned to. Raises
+    SpecError if a repository, a revision or a file of it does not exist or cannot be read."""
     spec = planned.spec
     if not uses_hub(spec):
         return planned
@@ -198,7 +199,8 @@ def _pinned_data(source: HubFiles) -> HubFiles:
 
 
 def with_first_file(source: HubFiles) -> HubFiles:
-    """A section with its first file, downloaded. Raises NoFiles if it selects none; HubError."""
+    """A section with the path of the first of its files, which is downloaded. Raises NoFiles if the section selects no
+    file; HubError if a file cannot be downloaded."""
     pinned = _pinned_data(source)
     name = pinned.files[0]
     folder = client.download(Snapshot(_repo(source), str(pinned.revision), (glob.escape(name),)))

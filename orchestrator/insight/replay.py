@@ -121,6 +121,7 @@ def _trained_by(spec: RunSpec, role: str) -> tuple[object, ...]:
 
 
 def steps_of(folders: Sequence[RecordedStep]) -> str:
+    """The steps as text: `step 3`, `steps 3 to 5`."""
     first, last = folders[0].kept.step, folders[-1].kept.step
     return f"step {last}" if first == last else f"steps {first} to {last}"
 
@@ -165,6 +166,8 @@ class Replayer:
     """Trainers that repeat kept steps."""
 
     def __init__(self, updates: Updates, put: Callable[[pa.Table], TableRef], timeout_s: float) -> None:
+        """Repeats nothing yet. `updates`: the updates and the trainers, whose weights are those before the first
+        step."""
         self._updates = updates
         self._put = put
         self._timeout_s = timeout_s
@@ -226,11 +229,14 @@ class ReplayOutcome:
 
     @property
     def equal(self) -> bool:
+        """Whether the replay had the weights of the run at its start and after every step."""
         return not self.start_problem and all(step.equal for step in self.steps)
 
 
 def replay(run: Path, step: int, console: Console, each: Each, address: str | None = None) -> ReplayOutcome:
-    """Repeats the shortest part of a run that ends with `step`. Raises UsageError (`plan_replay`) or TroupeError."""
+    """Repeats the shortest part of a run that includes a step. Raises UsageError if the step cannot be repeated
+    (`plan_replay`); TroupeError if the trainers do not start, or a step cannot be repeated. `step`: the last step that
+    is repeated."""
     return asyncio.run(_replay(run, plan_replay(run, step), console, each, address))
 
 

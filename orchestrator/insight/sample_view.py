@@ -44,6 +44,7 @@ def _escaped(char: str) -> str:
 
 
 def show_samples(console: Console, table: pa.Table) -> None:
+    """Prints every sample as its conversation, below a line with what is known about it."""
     for row in table.to_pylist():
         console.print(_heading(row))
         console.print(Rule(characters="─", style="dim"))

@@ -64,7 +64,8 @@ def count_samples(run: RunFolder, query: SampleQuery) -> int:
 
 
 def open_samples(files: dict[int, Path]) -> ds.Dataset:
-    """The files of these steps with the columns of SAMPLES; columns that a file lacks are null."""
+    """The files of these steps as a dataset with the columns of SAMPLES; what a file lacks is null. A file's name
+    contains its step, so that files of other steps are not opened."""
     parquet, local = ds.ParquetFileFormat(), LocalFileSystem()
     step = SAMPLES.field("step").type
     # Nulls are possible in files of earlier versions, whatever the current schema.
@@ -88,6 +89,7 @@ def split_columns(text: str) -> list[str]:
 
 @contextmanager
 def _connect() -> Iterator[duckdb.DuckDBPyConnection]:
+    """A database in memory that can open no file."""
     off = {"autoinstall_known_extensions": False, "autoload_known_extensions": False}
     with duckdb.connect(":memory:", config={**off, "python_enable_replacements": False}) as connection:
         connection.execute("SET enable_external_access = false")
@@ -123,6 +125,7 @@ def _matching(
 
 
 def _ordered(connection: duckdb.DuckDBPyConnection, run: RunFolder, query: SampleQuery) -> duckdb.DuckDBPyRelation:
+    """The samples that the query selects, with all columns."""
     files, order = _files(run, query.step), _order(query.sort)
     samples = _matching(connection, run, query, files)
     if order and query.limit is not None:

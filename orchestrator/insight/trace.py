@@ -30,6 +30,7 @@ Interval = tuple[float, float]
 
 
 def trace_events(timeline: pa.Table) -> list[Event]:
+    """The events of a TIMELINE table, metadata first."""
     rows = timeline.sort_by("start").to_pylist()
     if not rows:
         return []

@@ -54,7 +54,8 @@ class LiveData:
         return render(summary(self._runs) | {"samples": stores, "mark": ""}, live=True)
 
     def data(self) -> Json:
-        """Everything but samples. `stamps` identify the steps' files: the page drops what has changed."""
+        """Everything but the samples. `stamps` identifies the file of each step: the page asks for the samples of the
+        newest step, and drops what it has of a file that has changed."""
         mark = self.mark()
         runs = [RunFolder(run.path) for run in self._runs]  # the spec is kept in them, and a resumption may change it
         files = [{step: _stamp(file) for step, file in run.sample_files().items()} for run in runs]

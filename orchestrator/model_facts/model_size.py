@@ -126,7 +126,8 @@ def config_or_empty(folder: Path) -> dict[str, Any]:
 
 
 def check_weights(folder: Path) -> None:
-    """Verify by their headers that a folder's weight files are there and complete. Raises SizeUnknown."""
+    """Verify that the weight files of a folder are there and complete, by their headers. Raises SizeUnknown if a file
+    is missing, is no safetensors file, or ends before its tensors do."""
     for path in _weight_files(folder):
         tensors = list(tensors_of(path))
         header = 8 + _header_length(path)
@@ -209,7 +210,8 @@ METADATA = "__metadata__"
 
 
 def read_header(path: Path) -> dict[str, Any]:
-    """The header of a safetensors file: its length (8 bytes, little-endian) and a JSON object. Raises SizeUnknown."""
+    """The header of a safetensors file: the file begins with its length (8 bytes, little-endian) and a JSON object.
+    Raises SizeUnknown if the file cannot be read or is not valid."""
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
@@ -227,7 +229,8 @@ def read_header(path: Path) -> dict[str, Any]:
 
 
 def tensors_of(path: Path) -> Iterator[Tensor]:
-    """Every tensor of a safetensors file, from its header. Raises SizeUnknown."""
+    """Every tensor of a safetensors file, from its header. Raises SizeUnknown if the file cannot be read or is not
+    valid."""
     for name, entry in read_header(path).items():
         if name == METADATA:
             continue

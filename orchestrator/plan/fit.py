@@ -36,6 +36,7 @@ class NodeMemory:
 
     @property
     def total(self) -> int:
+        """Sum of all parts, with every worker at its peak."""
         return sum(part.bytes for part in self.parts)
 
 
@@ -124,6 +125,7 @@ def memory_plan(spec: RunSpec, everyone: Sequence[PlacedWorker], nodes: Sequence
 
 
 def _unknown(spec: RunSpec, sizes: Sizes) -> tuple[UnknownModel, ...]:
+    """The spec's models of unknown size; a model that several sections name has the first of them."""
     found: dict[str, UnknownModel] = {}
     for section, model in spec.models().items():
         if model.path in sizes.unknown:

@@ -111,10 +111,12 @@ class PlacedWorker:
 
     @property
     def role(self) -> str:
+        """`policy` of `policy-0`."""
         return role_of(self.worker)
 
     @property
     def is_first(self) -> bool:
+        """Whether it is rank 0."""
         return self.worker.rpartition("-")[2] == "0"
 
 
@@ -181,6 +183,7 @@ def of_engine(spec: RolloutSpec, placed: PlacedWorker, gpu: int, sizes: Sizes) -
     shared = spec.roles.rollout.colocate_with == "policy"
 
     def taking(share: float | None) -> Memory:
+        """Memory of the engine with this share of its GPU."""
         settings = config.engine.model_copy(update={"gpu_memory_utilization": share})
         memories, cache = engine(
             placed.worker,

@@ -51,6 +51,7 @@ class Graphics:
 
 
 def graphics() -> Graphics:
+    """The GPUs of this machine that CUDA_VISIBLE_DEVICES leaves visible."""
     answer, error = _nvidia_smi(f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits")
     rows = [[cell.strip() for cell in line.split(",")] for line in answer.splitlines() if line.strip()]
     rows = [row for row in rows if len(row) == len(_QUERY.split(","))]

@@ -94,6 +94,7 @@ class Placement:
 
     @property
     def role(self) -> str:
+        """The role it is reserved for; colocated workers of another role may share it."""
         return self.workers[0].role
 
     @property

@@ -94,6 +94,7 @@ class _Placed:
 
     @property
     def assessed(self) -> tuple[Misfit | None, float]:
+        """The first misfit, and the predicted speed if there is none."""
         return self.misfit, 0.0 if self.predicted is None else self.predicted.tokens_per_gpu
 
     @classmethod
@@ -146,8 +147,13 @@ def _own_memory() -> int:
 
 
 def described_nodes(text: str, cpus: int, node_gib: float = 0.0) -> list[Node]:
-    """Nodes of a cluster described as NODESxGPUS or NODESxGPUSxTYPE (2x8xH200), each with `node_gib` GiB of host
-    memory (0: unknown). Raises UsageError for another form or an unknown type."""
+    """Nodes of a cluster that is described as text. Raises UsageError if the text has another form, or names an unknown
+    type of GPU; or the memory is no number.
+
+    Args:
+        text: NODESxGPUS (2x8: two nodes of eight GPUs) or NODESxGPUSxTYPE (2x8xH200).
+        node_gib: Host memory of each node in GiB; 0: not known.
+    """
     if not 0 <= node_gib <= _MOST_GIB:  # also for nan
         raise UsageError(f"--gib-per-node: must be between 0 and {_MOST_GIB}, got {node_gib:g}")
     match = re.fullmatch(r"([1-9]\d{0,4})x(\d{1,3})(?:x(.+))?", text)

@@ -108,6 +108,7 @@ def changed(spec: RunSpec, changes: Changes) -> RunSpec | None:
 
 
 def _smallest(spec: RunSpec, misfit: Misfit, alternatives: Iterator[Changes], assess: Assess) -> MisfitRemedy | None:
+    """The first of several ever larger changes after which everything fits, else the first that ends the misfit."""
     first: MisfitRemedy | None = None
     data = spec.model_dump(mode="json")
     for alternative in alternatives:

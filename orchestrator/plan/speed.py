@@ -200,6 +200,8 @@ def predict(
 
 
 class _Cluster:
+    """The GPUs of a run and what connects them."""
+
     def __init__(self, peaks: GpuPeaks, rows: Sequence[PlacedWorker], nodes: Sequence[Node]) -> None:
         self.peaks = peaks
         self._rows = rows

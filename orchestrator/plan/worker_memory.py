@@ -451,9 +451,18 @@ def engine(
     adapters: int = 0,
     graphs: int = 0,
 ) -> tuple[tuple[WorkerMemory, ...], Cache | None]:
-    """Memory of one vLLM engine, and its cache (None if its size is unknown): on a GPU, what the model leaves of the
-    share `gpu_memory_utilization`. All in bytes: a GPU (0: unknown, None: on the CPU), the processes without the
-    model, buffers for new weights, room for adapters on each rank, CUDA graphs that the cache has to leave free."""
+    """Memory of one vLLM engine, and its cache (None if its size is unknown).
+
+    On a GPU vLLM takes the share `gpu_memory_utilization` and uses what the model leaves of it as the cache; without
+    room for any sequence the cache holds 0 sequences.
+
+    Args:
+        gpu: Memory of one GPU in bytes, 0 if unknown, or None if the engine runs on the CPU.
+        process: Host memory of the engine's processes without the model, in bytes.
+        transfer: Memory of the buffers for new weights, in bytes.
+        adapters: Memory that the layers have for adapters, in bytes; each rank of an engine counts with all of it.
+        graphs: Memory of the CUDA graphs, in bytes, if the cache has to leave it free.
+    """
     width, ranks = WIDTHS[dtype], config.tensor_parallel_size
     # vLLM's CPU build packs the output head; of a tied one it keeps the embedding as well.
     packed = width * size.vocabulary * size.hidden if gpu is None and size.head == 0 else 0

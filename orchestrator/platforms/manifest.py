@@ -42,7 +42,8 @@ class Request:
 def deployment(
     request: Request, slurm: bool, nodes: NodeFlags, kubernetes: KubernetesFlags, for_slurm: SlurmFlags
 ) -> tuple[str, list[str]]:
-    """(file for Slurm or Kubernetes, notes for the user). Raises SpecError; UsageError, also for the other's flag."""
+    """Build the file for Slurm or for Kubernetes. Returns the text of the file, and notes for the user, one line each.
+    Raises SpecError if the spec is invalid; UsageError if a flag is invalid or belongs to the other platform."""
     if slurm:
         kubernetes.refuse("not available with --slurm")
         return batch_script(request, nodes, for_slurm)
@@ -51,7 +52,8 @@ def deployment(
 
 
 def manifest(request: Request, nodes: NodeFlags, flags: KubernetesFlags) -> tuple[str, list[str]]:
-    """(YAML stream of a KubeRay manifest, notes for the user). Raises SpecError, UsageError."""
+    """Build a KubeRay manifest. Returns the YAML stream, and notes for the user, one line each. Raises SpecError if the
+    spec is invalid; UsageError if a flag is invalid."""
     document = read_document(request.spec, request.overrides)
     runs = plan_runs(document)
     sent = to_send(document, runs)

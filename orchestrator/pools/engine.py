@@ -97,6 +97,7 @@ class Dispatch:
         return len(self._waiting)
 
     def least(self) -> Engine | None:
+        """A least-loaded engine, or None if there is no engine."""
         return next(iter(self._by_load[min(self._by_load)])) if self._by_load else None
 
     def has_room(self, engine: Engine, samples: int) -> bool:

@@ -66,6 +66,7 @@ class LinkedPool(ReplicaPool[WorkerHandle[WorkerT]], Generic[WorkerT, CallerT, L
         """Held while callers are connected, so that they get the links in order."""
 
     async def start(self) -> None:
+        """Connects all callers, and begins to watch the workers."""
         await self._connect_all()
         for worker in self.workers:
             self._watch(worker)

@@ -257,14 +257,17 @@ class ReplicaPool(Generic[ReplicaT]):
         """Gives a lost or leaving worker no more work."""
 
     async def _drained(self, worker: ReplicaT) -> None:
+        """Waits until a leaving worker has finished its work."""
         await self._changes.wait_for(lambda: not self._calls[worker])
 
     async def _remove(self, worker: ReplicaT) -> None:
+        """Removes a worker that has finished its work."""
         if worker in self.workers:
             self.workers.remove(worker)
 
     async def _replace(self, name: str) -> None:
-        """Starts a replacement, again while the budget lasts: on a node whose loss Ray finds out later it dies too."""
+        """Starts a replacement, again while the restart budget lasts. The node of a worker may be lost with it, which
+        Ray finds out later: until then a replacement dies there too."""
         try:
             await self._lost(name)
             while True:
@@ -302,4 +305,5 @@ class ReplicaPool(Generic[ReplicaT]):
         self._notify()
 
     def _notify(self) -> None:
+        """Called after every change that a waiting task may wait for."""
         self._changes.notify()

@@ -35,9 +35,11 @@ class Workers:
 
     @property
     def policy(self) -> PolicyGroup | None:
+        """The policy, in runs on rollouts that train it."""
         return self.group("policy", PolicyGroup)
 
     def require_policy(self) -> PolicyGroup:
+        """The policy. Raises TroupeError if it is not started."""
         policy = self.policy
         if policy is None:
             raise TroupeError("the run has no policy workers")

@@ -12,11 +12,13 @@ _WORKER = re.compile(r"([a-z_]+(?:\.[a-z0-9-]+)?)-\d+")
 
 
 def is_worker(name: str) -> bool:
+    """Whether a name is a worker's: `policy-0`, but not `cluster`."""
     return _WORKER.fullmatch(name) is not None
 
 
 def role_of(worker: str) -> str:
-    """The role of a worker: `environment.tools` of `environment.tools-0`; else the first word (`node 10.0.0.7`)."""
+    """The role of a worker: `environment.tools` of `environment.tools-0`; of what is no worker, the first word
+    (`node 10.0.0.7`)."""
     found = _WORKER.fullmatch(worker)
     return found[1] if found else worker.split(" ", 1)[0]
 

@@ -121,7 +121,7 @@ def reward_config(spec: RolloutSpec) -> ScoringConfig:
 
 def scorer_configs(spec: RunSpec) -> dict[str, ReferenceConfig]:
     """Configuration of each worker of a reference outside the policy's workers, and of each teacher, by role. Logits
-    are divided by the sampling's temperature, or by 1."""
+    are divided by the temperature that responses are sampled at, or by 1 if there is no sampling."""
     rollouts: RolloutSpec | None = spec.rollouts
     teachers = {} if rollouts is None else rollouts.roles.teachers()
     own = {} if spec.roles.reference is None else {"reference": spec.roles.reference}

@@ -24,8 +24,9 @@ AUDIT = "audit.json"
 
 
 def audit(request: RunRequest, console: Console) -> AuditReport:
-    """Compares one engine and the policy with plain float32 transformers. With `request.resume`, the policy loads
-    the newest checkpoint and its weights are pushed. Raises UsageError without rollouts or checkpoint."""
+    """Compares sampler and trainer with plain float32 transformers, without training. One engine and the policy are
+    started. With `request.resume`, the policy loads the newest checkpoint in the run folder, and its weights are pushed
+    to the engine as the run pushes them. Raises UsageError if the spec has no rollouts, or the folder no checkpoint."""
     if request.spec.rollouts is None:
         raise UsageError("the run has no rollouts: there is no sampler to compare with the trainer")
     return asyncio.run(_audit(replace(request, spec=one_engine(request.spec.rollouts)), console))

@@ -91,7 +91,8 @@ def saved_run(spec: RunSpec, out: Path) -> SavedRun:
 
 
 def best_step(checkpoints: Path) -> int:
-    """The step of a run's best evaluation, from its newest valid checkpoint. Raises CheckpointError."""
+    """The step of the best evaluation of a run, as its newest valid checkpoint names it. Raises CheckpointError if
+    there is no valid checkpoint, or it names no best one."""
     found = CheckpointStore(checkpoints, keep=1).latest()
     if found is None:
         raise CheckpointError(errno.ENOENT, "no valid checkpoint", str(checkpoints))

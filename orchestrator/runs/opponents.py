@@ -62,7 +62,8 @@ class OpponentRenewal(RunPart):
     events: EventLog
 
     async def after_update(self, step: UpdatedStep) -> None:
-        """Starts the judges with another model if due. Raises WorkerError, TimeoutError, CheckpointError."""
+        """Starts the judges with another model if one is due, before the next games begin. Raises WorkerError or
+        TimeoutError if one does not start; CheckpointError."""
         found = opponent_step(self.spec, self.store, step.number)
         if found <= self.store.in_use:
             return

@@ -25,7 +25,8 @@ from troupe.orchestrator.training.updates import Penalty
 
 
 async def controller_of(session: Session, components: RunComponents, own: Sequence[RunPart] = ()) -> Controller:
-    """The controller of a run, at step 0 or from its checkpoint. Raises CheckpointError; DataError."""
+    """The controller of a run, at step 0 or with the state of the checkpoint that it resumes from. Raises
+    CheckpointError if the state has another form; DataError if the order of the data cannot continue."""
     request, checkpoints, console = session.request, session.checkpoints, session.console
     if checkpoints.found is not None and (samples := await components.source.restore(checkpoints.found)):
         console.message(f"{samples} finished samples of the checkpoint are not sampled again")
@@ -42,7 +43,8 @@ def run_parts(
     console: Console,
     own: Sequence[RunPart] = (),
 ) -> RunParts:
-    """The parts of a run, those of its kind (`own`) last, with a checkpoint's state. Raises CheckpointError."""
+    """The parts of a run, with the state of the checkpoint that it resumes from. Raises CheckpointError if the state
+    has another form. `own`: further parts of this kind of run, the last ones."""
     source, recorder, recovery = components.source, components.recorder, components.recovery
     best = BestCheckpoints(spec, components.held_out_rows, checkpoints.store)
     targets = SaveContext(

@@ -88,6 +88,7 @@ class RunPools:
         return self.sync
 
     def token_scorers(self) -> list[TokenScorer]:
+        """The models that score tokens of every group during generation."""
         spec, workers = self.spec, self.session.workers
         policy, critic, teachers = workers.policy, workers.critic, spec.roles.teachers()
         timeout_s = spec.schedule.score_timeout_s
@@ -136,11 +137,14 @@ async def load_trainers(found: Checkpoint, spec: RolloutSpec, pools: RunPools) -
 
 
 def replica_pool(run: RunPools, role: str) -> ReplicaPool[Any]:
+    """A pool of workers without links to other roles."""
     workers, launch = run.session.workers.each(role), run.session.launcher.replica
     return ReplicaPool(workers, launch, RestartBudget.of_role(run.spec, role))
 
 
 def engine_pool(run: RunPools, role: str) -> EnginePool:
+    """The rollout engines, each connected to the environments."""
+
     async def start(name: str) -> Engine:
         engine = await run.session.launcher.engine(name)
         for environments in run.environments:
@@ -172,6 +176,8 @@ def engine_pool(run: RunPools, role: str) -> EnginePool:
 
 
 def reward_pool(run: RunPools, role: str) -> RewardPool:
+    """The reward workers, each connected to the judges."""
+
     async def start(name: str) -> WorkerHandle[roles.Reward]:
         worker: WorkerHandle[roles.Reward] = await run.session.launcher.replica(name)
         if run.judges is not None:
@@ -206,6 +212,7 @@ def environment_pool(run: RunPools, role: str) -> LinkedPool[roles.EnvironmentSe
 
 
 def judge_pool(run: RunPools, role: str) -> LinkedPool[roles.JudgeEngine, JudgeCaller, JudgeLink]:
+    """The judge workers, which reward workers, and engines that they play against, call through a link."""
     name = settings_of(run.spec, role).config.model_dump_json(exclude={"engine", "device"})  # what an answer depends on
 
     async def connect(worker: JudgeCaller, judge: JudgeLink) -> None:

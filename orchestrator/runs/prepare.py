@@ -21,7 +21,8 @@ Say = Callable[[str], object]
 
 
 def ready(document: Document, say: Say, out: Path | None = None, *, resume: bool = False) -> tuple[PlannedRun, ...]:
-    """Every run of a document, with example models created and hub names pinned to commits. Raises SpecError."""
+    """Every run of a document, with the models of the examples created and names on the hub pinned to commits. Raises
+    SpecError if a spec is invalid, or a file or repository it names does not exist."""
     runs = plan_runs(document, out)
     create_models(runs, say)
     return checked(runs, resume=resume)

@@ -53,7 +53,8 @@ def resumption(folder: Path, found: Checkpoint, spec: RunSpec, saved_spec: Path)
 
 
 def require_same_rows(found: Checkpoint | None, drawn: Callable[[Mapping[str, Any]], Iterable[DrawnSource]]) -> None:
-    """Compare training data with a checkpoint's: their order must continue. Raises UsageError; CheckpointError."""
+    """Compare training data with a checkpoint's, if any, so that their order can continue. Raises UsageError if they
+    differ; CheckpointError if the checkpoint has no such state."""
     if found is None:
         return
     with found.restoring():

@@ -128,6 +128,7 @@ class Session:
         return self.read
 
     async def unless_stopped(self, work: Awaitable[T]) -> T:
+        """Awaits `work`. Raises StopRequested if the run is to stop."""
         return await unless_stopped(self.stop, work)
 
 
@@ -199,6 +200,7 @@ async def _run_folder(request: RunRequest, console: Console) -> AsyncIterator[Ru
 
 
 def _saved(request: RunRequest) -> RunCheckpoints:
+    """The newest checkpoint in the run folder, if the run uses one. Raises UsageError if there is none."""
     store = CheckpointStore(request.out / "checkpoints", request.spec.checkpoint.keep)
     found = store.latest() if request.resume else None
     if request.resume and found is None:

@@ -66,12 +66,14 @@ def parse_spec(document: yaml_reader.Document) -> RunSpec:
 
 
 def parse_rollout_spec(document: yaml_reader.Document) -> RolloutSpec:
+    """Validate a document of a run on rollouts. Raises SpecError with one line for every problem found."""
     return _parse(shared_gpus(document), RolloutSpec)
 
 
 def load_rollout_spec(path: str | Path, overrides: Sequence[str] = ()) -> RolloutSpec:
-    """Read the spec of a run on rollouts. `overrides`: `roles.rollout.workers=2`, with values in YAML. Raises
-    SpecError with a line for every problem."""
+    """Read the spec of a run on rollouts from a file. Files of any kind, and chains: `plan_runs`. `overrides`:
+    `field.path=value` each (`roles.rollout.workers=2`); the value is YAML. Raises SpecError with one line for every
+    problem found."""
     return parse_rollout_spec(yaml_reader.override(yaml_reader.read_file(path), list(overrides)))
 
 

@@ -42,6 +42,7 @@ class Setting:
 
 @cache
 def settings() -> tuple[Setting, ...]:
+    """The rows of the table, in its order."""
     sections: Mapping[str, list[dict[str, Any]]] = yaml.safe_load(_TABLE.read_text(encoding="utf-8"))
     return tuple(_setting(section, row) for section, rows in sections.items() for row in rows)
 
@@ -52,7 +53,8 @@ def _setting(section: str, row: Mapping[str, Any]) -> Setting:
 
 
 def counterpart(path: Sequence[str], value: Any, known: Collection[str]) -> str:
-    """What a spec has instead of another trainer's setting (or of those in a section), or empty."""
+    """What a spec has instead of another trainer's setting, for an error message; empty if nothing matches. `value`:
+    its value; of a section, the settings in it are looked up as well."""
     fields = {field.rpartition(".")[2] for field in known}
     found = _nearest(path, known, fields)
     if found is not None:
@@ -86,6 +88,7 @@ def _describe(row: Setting, section: Sequence[str], known: Collection[str]) -> s
 
 
 def _common_end(path: Sequence[str], name: Sequence[str]) -> int:
+    """Number of words at the end of both."""
     pairs = zip(reversed(path), reversed(name), strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 

@@ -60,10 +60,12 @@ class RolloutSpec(RunSpec, frozen=True):
 
     @property
     def trains(self) -> Literal["policy"]:
+        """Kind of model that the run writes."""
         return "policy"
 
     @property
     def device(self) -> Device:
+        """Device that the policy and the engines run on."""
         return "cuda" if self.roles.policy.gpus > 0 or self.roles.rollout.gpus > 0 else "cpu"
 
     @property
@@ -79,6 +81,7 @@ class RolloutSpec(RunSpec, frozen=True):
 
     @property
     def samples_per_step(self) -> int:
+        """Samples in a step's batch, when none fails; the most if sources differ in their group sizes."""
         return self.schedule.prompts_per_step * max(self.group_sizes)
 
     @property

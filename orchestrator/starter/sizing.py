@@ -61,8 +61,9 @@ class Sizing:
 
 
 def fitting_document(choices: Choices, data: Data) -> tuple[dict[str, Any], Plan]:
-    """(spec as plain data, plan) that fits the machine. Raises DoesNotFit with the last candidate's message;
-    UsageError if there are too few GPUs for the roles; SpecError."""
+    """The spec for these choices that fits the machine, as plain data, and its plan. Raises DoesNotFit if no candidate
+    fits, with the message of the last one; UsageError if there are too few GPUs for the algorithm's roles; SpecError if
+    the choices name something that does not exist, or is not valid."""
     first = next(candidates(choices, longest(choices, data)), None)
     if first is not None:  # what the machine lacks is asked once, not of every candidate
         _check(_document(choices, data, first[0]))
@@ -244,6 +245,7 @@ def _layouts(choices: Choices, critic: bool) -> Iterator[Sizing]:
 
 
 def _plan(document: dict[str, Any], choices: Choices) -> Plan:
+    """The plan of a document. Raises SpecError if it is not valid."""
     return next(plan for _, plan in plan_stages(_read(document), nodes(choices)))
 
 

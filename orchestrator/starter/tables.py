@@ -148,6 +148,7 @@ def _rows(source: TableSource, name: str) -> list[dict[str, Any]]:
 
 
 def _flat(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Columns and values, the fields of a struct under dotted names."""
     for name, value in row.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{name}.")

@@ -100,9 +100,13 @@ class EndLines(NamedTuple):
 class RunVerdicts(Protocol):
     """Looks at the records of a run while it trains: `orchestrator/insight/verdicts/apply.py`."""
 
-    def after_step(self, step: int) -> None: ...
+    def after_step(self, step: int) -> None:
+        """Look at them, if it is time to. Does not wait for the result."""
+        ...
 
-    def at_end(self, complete: bool) -> EndLines: ...
+    def at_end(self, complete: bool) -> EndLines:
+        """The verdicts on a run that has ended, completely or with an error."""
+        ...
 
 
 class Console:
@@ -166,6 +170,7 @@ class Console:
         """Takes in an evaluation that ended after its step was shown; `message` shows it."""
 
     def progress(self) -> Progress:
+        """Where the run is. May be called from any thread."""
         now = time.monotonic()
         phase, in_phase, in_step = self._phase, now - self._phase_started, now - self._step_ended
         return Progress(self._done, self._total, phase.name, phase.done, phase.total, in_phase, in_step)
@@ -212,6 +217,7 @@ class Console:
             self._line(line)
 
     def fail(self) -> None:
+        """Close the live display of a run that failed and print what is wrong with the steps it made."""
         self.close()
         if self._verdicts is not None and self._done:
             for line in self._verdicts.at_end(complete=False).alarms:

@@ -120,6 +120,7 @@ class EventLog:
         self._sink: JsonLinesFile | None = None
 
     def open(self, folder: Path, resume_at: int) -> None:
+        """Writes to the folder from now on; events of steps after `resume_at` are dropped, all of them at 0."""
         self.step = resume_at
         try:
             self._sink = JsonLinesFile(folder / EVENTS, resume_at if resume_at > 0 else -1)
@@ -139,6 +140,7 @@ class EventLog:
             self._sink.write(self.step, line)
 
     def close(self) -> None:
+        """Closes the file; later events are not written."""
         if self._sink is not None:
             self._sink.close()
             self._sink = None

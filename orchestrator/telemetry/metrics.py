@@ -55,9 +55,11 @@ class PhaseTimers:
             self._seconds[name] += self._clock() - started
 
     def seconds(self) -> dict[str, float]:
+        """Seconds by phase; an open phase is added when it ends."""
         return dict(self._seconds)
 
     def total(self) -> float:
+        """Seconds since construction."""
         return self._clock() - self._started
 
     def shares(self) -> dict[str, float]:

@@ -46,6 +46,7 @@ class RunRecorder:
             _drop_after(folder, resume_at if resume_at > 0 else -1)
 
     def phase(self, name: str) -> AbstractContextManager[None]:
+        """Records the block as a phase of the controller."""
         return self._calls.during(DRIVER, name, 0.0)
 
     async def end_step(self, step: int) -> None:

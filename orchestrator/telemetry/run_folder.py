@@ -88,7 +88,8 @@ class RunFolder:
         return self.timeline_of(step, step)
 
     def timeline_of(self, first: int | None, last: int | None) -> pa.Table:
-        """The spans that ended during the steps `first` to `last` (None: the start, the end) as a TIMELINE table."""
+        """The spans that ended during the steps `first` to `last` as a TIMELINE table; empty if none is recorded. Both
+        steps are included; None stands for the start or the end. Files of other steps are not opened."""
         low, high = first or 0, math.inf if last is None else last
         chosen = [file for step, file in self.timeline_files().items() if low <= step <= high]
         tables = [conform(_read(file, TIMELINE.names), TIMELINE) for file in chosen]
@@ -96,7 +97,8 @@ class RunFolder:
 
 
 def _with_evaluations(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Lines of `metrics.jsonl` with late evaluations (lines of only `eval/` metrics) in their steps' lines."""
+    """Lines of `metrics.jsonl` with late evaluations in the lines of their steps. A late evaluation is a line of only
+    `eval/` metrics behind the line of its step, or of a later one."""
     found: list[dict[str, Any]] = []
     for line in lines:
         names = line.keys() - {"step", "time"}

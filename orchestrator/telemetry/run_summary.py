@@ -44,6 +44,7 @@ class RunSummary:
                 self._learned.setdefault((name, sign), deque(maxlen=_MOST)).append(value)
 
     def left(self) -> str:
+        """Time until the last step, at the median of the recent steps; empty if it is unknown or no step is left."""
         seconds = self._recent_values("seconds/step")
         remaining = self._total - self._done
         return f"{duration(remaining * median(seconds))} left" if seconds and remaining > 0 else ""

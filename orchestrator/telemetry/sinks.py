@@ -225,6 +225,7 @@ class MlflowSink:
     """One run of MLflow; a resumed run continues it. Without a server, its files are in `mlruns/` in the run folder."""
 
     def __init__(self, run: LoggedRun) -> None:
+        """Start or continue the run. May wait for the server."""
         if _URI not in os.environ:
             # MLflow deprecates its file store in favour of a database; without a server it is what needs no package.
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
@@ -353,6 +354,7 @@ class MetricSinks:
 
     @classmethod
     def of_spec(cls, spec: RunSpec, folder: Path, resume_at: int) -> MetricSinks:
+        """Open the sinks of a spec, for a run that has completed `resume_at` steps."""
         output = spec.output
         return cls.open(
             LoggedRun(folder, spec.name, resume_at, output.project, without_secrets(spec.model_dump(mode="json"))),

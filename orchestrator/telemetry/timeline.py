@@ -159,10 +159,12 @@ class CallLog:
         self.end(call)
 
     def open_calls(self) -> list[OpenCall]:
+        """The calls that have not ended, the oldest first. May be called from any thread."""
         return [OpenCall(*call) for call in list(self._open.values())]  # a copy: calls begin and end concurrently
 
     def drain(self) -> list[Span]:
-        """The calls that have ended since the last `drain`, in order; of more than `_MOST_SPANS`, the last ones."""
+        """The calls that have ended since the last `drain`, in order of their ends. Of more than `_MOST_SPANS`, the
+        last ones."""
         spans = [Span(*call) for call in self._ended]
         self._ended.clear()
         return spans

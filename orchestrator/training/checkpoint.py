@@ -117,7 +117,8 @@ class CheckpointStore:
         """Step whose model plays against the policy and is not removed either, or 0."""
 
     def prepare(self) -> None:
-        """Creates the folder without what interrupted saves left; for the owning run alone. Raises CheckpointError."""
+        """Creates the folder and removes what interrupted saves left in it. Only the owning run may call this. Raises
+        CheckpointError if the folder cannot be created or changed."""
         with _naming(self.directory):
             self.directory.mkdir(parents=True, exist_ok=True)
             for entry in sorted(self.directory.iterdir()):
@@ -161,13 +162,16 @@ class CheckpointStore:
         return (self.folder(step) / MODEL).is_dir()
 
     def begin_trial(self) -> Path:
+        """Creates an empty hidden folder in which workers try to write. Raises CheckpointError."""
         return self._begin(_TRIAL)
 
     def begin(self, step: int) -> Path:
+        """Creates an empty hidden folder for the workers' files. Raises CheckpointError if it cannot be created."""
         return self._begin(folder_name(step))
 
     def begin_again(self, step: int) -> Path:
-        """Begins with links to the files of the step's checkpoint, without its samples. Raises CheckpointError."""
+        """Begins with links to the files of the step's checkpoint, without its samples: only these are new. Raises
+        CheckpointError if it cannot be created, or the file system has no links."""
         before, path = self.folder(step), self._begin(folder_name(step))
         with _naming(path):
             try:
@@ -268,8 +272,9 @@ class CheckpointStore:
 
 
 def verify(path: Path) -> Checkpoint:
-    """Verifies every file of a checkpoint against its manifest. Damaged samples are sampled again
-    (`Checkpoint.damaged`). Raises InvalidCheckpoint, or OSError if a file cannot be read."""
+    """Verifies every file of a checkpoint against its manifest. Damaged samples do not make a checkpoint invalid: they
+    are sampled again (`Checkpoint.damaged`). Raises InvalidCheckpoint if a file is missing, changed or not listed, or
+    the manifest or the state cannot be read; OSError if a file cannot be read."""
     manifest = _read_json(path / MANIFEST)
     listed = manifest.get("files")
     if manifest.get("format") != FORMAT or not isinstance(listed, dict):
@@ -302,7 +307,8 @@ def verify(path: Path) -> Checkpoint:
 
 
 def verify_model(path: Path) -> str:
-    """Verifies a checkpoint's model against its manifest; returns its digest. Raises InvalidCheckpoint, OSError."""
+    """Verifies the model of a checkpoint against its manifest; returns its digest. Raises InvalidCheckpoint if a file
+    is missing, changed or not listed; OSError if a file cannot be read."""
     listed = _read_json(path / MANIFEST).get("files", {})
     saved = {name: entry for name, entry in listed.items() if name.startswith(f"{MODEL}/")}
     found = {f"{MODEL}/{name}": entry for name, entry in _describe_files(path / MODEL, sync=False).items()}

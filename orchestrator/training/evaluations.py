@@ -162,6 +162,7 @@ class RunEvaluations(RunPart):
         await self.settle()
 
     async def cancel(self) -> None:
+        """Gives up the evaluation beside training; it stays due."""
         if self._running is None:
             return
         self._running.cancel()

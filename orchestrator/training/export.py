@@ -25,8 +25,13 @@ _MERGE_S = 3600.0
 
 
 def exported_model(directory: Path, step: int | None = None, model: str = MODEL) -> Path:
-    """Folder of the policy (MODEL, or its AVERAGE) in a verified checkpoint, the newest by default. Raises
-    CheckpointError if there is none, or it lacks the model."""
+    """The policy of a verified checkpoint: a folder with a Hugging Face model. Raises CheckpointError if no such valid
+    checkpoint exists, or it lacks the model.
+
+    Args:
+        step: Step of the checkpoint; None for the newest valid one.
+        model: MODEL for the trained weights, AVERAGE for their moving average.
+    """
     path = directory if step is None else directory / folder_name(step)
     if step is not None and not path.is_dir():
         steps = ", ".join(map(str, CheckpointStore(directory, keep=1).steps()))

@@ -144,6 +144,7 @@ class Ledger:
         return "; ".join(f"{count} x {self._examples.get(kind, kind)}" for kind, count in self._dropped.most_common())
 
     def check(self) -> None:
+        """Raises LedgerError unless every dispatched sample is accounted for."""
         counts = self.counts()
         in_flight = sum(len(group.open) for group in self._groups.values())
         ends = counts["trained"] + counts["dropped"]
@@ -151,6 +152,7 @@ class Ledger:
             raise LedgerError(f"the ledger does not balance: {counts}, {in_flight} open samples")
 
     def state(self) -> dict[str, Any]:
+        """JSON-ready state; groups in flight are kept by name and dispatched again on resume."""
         sources = {"sources": self.source_counts()} if self._by_source else {}
         return sources | {
             "drawn": self._drawn,
@@ -191,6 +193,7 @@ class Ledger:
         return group
 
     def _settle(self, prompt_uid: str, samples: tuple[int, ...]) -> None:
+        """Ends open samples of a group, and closes the group after its last one."""
         group = self._group(prompt_uid)
         left = group.open.difference(samples)
         if len(group.open) - len(left) != len(samples):

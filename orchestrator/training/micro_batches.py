@@ -56,7 +56,8 @@ def _fill(
     budget: int,
     packed: bool,
 ) -> list[list[int]]:
-    """Splits items, in descending order of their longest row, into micro-batches of at most `budget` tokens."""
+    """Splits items in the order given, by descending longest row, into micro-batches of at most `budget` tokens.
+    `packed`: whether a micro-batch has the tokens of its items; otherwise all its rows are as long as the longest."""
     cuts: list[list[int]] = []
     total = count = width = 0
     for item in order:

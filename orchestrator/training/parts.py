@@ -77,6 +77,7 @@ class RunPart:
         """Writes what is due after a step, once its metrics are written."""
 
     def snapshot(self) -> Any:
+        """Its state between two steps, ready for JSON."""
         return self.state.model_dump(mode="json")
 
     async def close(self) -> None:

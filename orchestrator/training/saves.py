@@ -150,6 +150,8 @@ class SaveContext:
 
 @dataclass(frozen=True)
 class _Saving:
+    """A checkpoint that is being written: its content besides the trainers' files."""
+
     step: int
     """Steps done."""
     parts: Mapping[str, Any]
@@ -288,6 +290,7 @@ class RunSaves(RunPart):
         self._best.lost(step)
 
     async def _begin(self, now: Moment) -> None:
+        """Makes the trainers copy their state, and writes the checkpoint in the background."""
         saving = _Saving(now.step, now.states(), await self._source.snapshot(), _now())
         folder = await self._recovery.calls.retry(lambda: self._trainers.begin(now.step))
         self._recovery.begin_save()
@@ -305,10 +308,12 @@ class RunSaves(RunPart):
         await self._tolerate(finish(), saving.step)
 
     async def _save_now(self, now: Moment) -> None:
+        """Saves as `_save` does, with the current state."""
         await self._save(await self._source.snapshot(), now)
 
     async def _save(self, snapshot: SourceSnapshot, now: Moment) -> None:
-        """Writes one atomic checkpoint; a step that is saved already only gets samples finished since."""
+        """Writes one atomic checkpoint of everything a resumed run needs. A step that is saved already gets only the
+        samples that have been finished since."""
         again = self._saved_at == now.step
         if again and snapshot.write is None:
             return

@@ -87,9 +87,9 @@ class TrainerSaves:
         return folder
 
     async def written(self, folder: Path) -> Written:
-        """Waits until the trainers have written what `begin` copied, each group's ranks in turn;
-        `schedule.train_timeout_s` bounds the whole. Raises CheckpointError if they could not in time;
-        TrainersLost."""
+        """Waits until the trainers have written the state that `begin` copied. Waits for each group's ranks in turn,
+        which answer between two calls of the loop; `schedule.train_timeout_s` bounds the whole. Raises CheckpointError
+        if it could not be written, or takes too long; TrainersLost if they do not write it any more."""
         failed, without_model = "", ""
         try:
             async with asyncio.timeout(self._timeout_s):

@@ -99,6 +99,7 @@ class Updates(ABC):
             raise
 
     async def repeat(self, step: int, batch: Batch, state: PenaltyState) -> None:
+        """The updates of a step that was trained before, on trainers that have lost them."""
         before, self._nonfinite = self._nonfinite, Counter()
         try:
             await self._run(step, batch, state)
@@ -152,6 +153,7 @@ class OfflineUpdates(Updates):
         return (self._trainer,)
 
     async def _run(self, step: int, batch: Batch, state: PenaltyState) -> tuple[list[Metrics], PenaltyState]:
+        """See `Updates.run`; the state stays as it is."""
         schedule, trainer, updates = self._spec.schedule, self._trainer, []
         units = batch.units or ()
         for epoch in range(schedule.epochs):
@@ -194,6 +196,7 @@ class RolloutUpdates(Updates):
         return (self._policy,) if self._critic is None else (self._policy, self._critic)
 
     async def _run(self, step: int, batch: Batch, state: PenaltyState) -> tuple[list[Metrics], PenaltyState]:
+        """See `Updates.run`; the state gets the adapted coefficient of the KL penalty."""
         schedule, kl_stop = self._spec.schedule, self._algorithm.kl_stop
         updates: list[Metrics] = []
         trains_policy = step >= self._critic_warmup

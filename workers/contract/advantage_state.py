@@ -18,7 +18,8 @@ _MOST_ADAPTED = 2.0**30
 
 
 def adapted_coef(coef: float, start: float) -> float:
-    """The coefficient within a factor of 2^30 of its start value: no factor brings it back from 0 or infinity."""
+    """A coefficient that follows a divergence, within a factor of 2^30 of its start value. Without these limits, after
+    many steps on one side of the target, it would be 0, from where no factor brings it back, or infinite."""
     return min(max(coef, start / _MOST_ADAPTED), start * _MOST_ADAPTED)
 
 
@@ -105,6 +106,7 @@ class AdvantageState(Frozen):
         return self.model_copy(update={"prompts": {row: self.prompts[row] for row in rows if row in self.prompts}})
 
     def after(self, part: AdvantageState, *, policy_trains: bool = True) -> AdvantageState:
-        """This state after a batch prepared on `of_rows`. A frozen policy does not steer the KL coefficient."""
+        """This state updated with `part`, the state after a batch prepared on `of_rows`. A batch on which the policy
+        does not train has not steered the KL coefficient: the divergence of a frozen policy does not answer to it."""
         kl_coef = part.kl_coef if policy_trains else self.kl_coef
         return part.model_copy(update={"prompts": {**self.prompts, **part.prompts}, "kl_coef": kl_coef})

@@ -19,7 +19,11 @@ _SLICE_RATIO = 1.1
 
 
 def pickle_tables() -> None:
-    """Pickle tables this way in this process; idempotent. Every process that sends tables calls it, others need not."""
+    """Pickle tables this way in the current process; idempotent.
+
+    Every process that sends tables calls it once: the driver when it connects to Ray, a worker in its constructor. A
+    process that only reads tables needs nothing but this module.
+    """
     copyreg.pickle(pa.Table, _reduce)
 
 

@@ -184,6 +184,7 @@ def cut(text: str, longest: int) -> str:
 
 
 def failed(status: str) -> EpisodeReply:
+    """The reply for an episode that has failed."""
     return EpisodeReply(Observation(done=True), status)
 
 
@@ -275,7 +276,8 @@ def message_text(content: Any, place: str) -> str:
 
 
 def read_tools(tools: Any) -> tuple[dict[str, Any], ...] | None:
-    """Function tools as JSON schemas, or None if none are given. Raises TypeError or ValueError naming the field."""
+    """Tools as JSON schemas of functions, the only kind that chat templates and parsers have, or None if none are
+    given. Raises TypeError or ValueError if they are something else; the message names the field."""
     if tools is None:
         return None
     if not isinstance(tools, Sequence) or isinstance(tools, str | bytes):

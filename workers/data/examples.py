@@ -130,7 +130,8 @@ def encode_conversation(tokenizer: PreTrainedTokenizerBase, messages: list[dict[
 def _behind(
     tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], number: int, tools: list[Any] | None, whole: str
 ) -> tuple[str, str]:
-    """What the template writes behind a turn's text (or its last call's name): to the end, and to the next message."""
+    """What the template writes behind the text of a turn: to the end of the conversation, and to the next message. The
+    text of a turn with calls ends with the name of its last one, which every template writes once in the turn."""
 
     shown, offered = as_text(tokenizer, messages), as_text(tokenizer, tools)
 

@@ -76,7 +76,8 @@ def keep_groups(folder: str | Path, request: KeepRequest, tables: Sequence[pa.Ta
 
 
 def read_group(folder: str | Path, kept: KeptTable) -> pa.Table:
-    """The rows of one group. Raises OSError, pa.ArrowInvalid, and ValueError for a table of another version."""
+    """The rows of one group from one file. Raises OSError or pa.ArrowInvalid if the file cannot be read, and ValueError
+    if the table has other columns than tables of its kind have in this version."""
     schemas = {"rollouts": ROLLOUTS, "rewards": REWARDS}
     with pq.ParquetFile(Path(folder) / kept.file) as file:
         table = file.read_row_group(kept.row_group)

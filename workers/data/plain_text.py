@@ -241,7 +241,8 @@ def token_counts(ends: Sequence[int], text: str, ids: list[int], decode: Callabl
 
     @functools.cache
     def shown(count: int) -> int:
-        """Characters of the first `count` tokens' text, without one that is cut in its bytes."""
+        """Characters of the text that its first `count` tokens decode to, without a character that is cut in its bytes:
+        the decoder's replacement for it differs from the text."""
         part = decode(ids[:count])
         if text.startswith(part):
             return len(part)

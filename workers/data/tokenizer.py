@@ -24,7 +24,8 @@ PLAIN_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor
 
 
 def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
-    """The model's tokenizer with `model.chat_template`, or without a template. Raises ValueError."""
+    """The model's tokenizer with `model.chat_template`; it may have no template. Raises ValueError if the tokenizer or
+    the template cannot be loaded."""
     from transformers import AutoTokenizer
 
     try:

@@ -63,7 +63,8 @@ def _has_special(tokenizer: PreTrainedTokenizerBase, text: str) -> bool:
 
 
 def decode(request: Mapping[str, Any]) -> Iterator[list[str]]:
-    """Yield the texts of the tokens `ids`, U+FFFD for part of a character. Raises ValueError."""
+    """Yield the text of every token in `ids`, as one list. A token that is part of a character gives U+FFFD. Raises
+    ValueError if the tokenizer cannot be loaded."""
     # A report makes no network requests. The variable is read when the tokenizer's library is imported.
     os.environ["HF_HUB_OFFLINE"] = "1"
     model, ids = _model_without_torch(request), request["ids"]

@@ -104,12 +104,15 @@ def _places(keys: Sequence[tuple[Identity, int]], table: pa.Table) -> pa.Array:
 
 
 def write_trajectories(path: str | Path, step: int, unscored: Unscored, tables: Sequence[pa.Table]) -> int:
-    """Write the samples of a step as Parquet, atomically; returns the rows. Raises as `join_samples`; OSError."""
+    """Write the samples of a step to one Parquet file, atomically; returns its number of rows. Raises as
+    `join_samples`, and OSError if the file cannot be written."""
     return _write(Path(path), join_samples(step, unscored, tables))
 
 
 def write_evaluation(path: str | Path, step: int, tables: Sequence[pa.Table]) -> int:
-    """Write the step and the columns `READABLE` of an evaluation's samples. Raises as `join_rewards`; OSError."""
+    """Write the samples of an evaluation for reading: the step and the columns `READABLE`, with the names they have in
+    trajectories, without those with an entry for each token. Raises as `join_rewards`, and OSError if the file cannot
+    be written."""
     table = join_rewards(tables).select(READABLE)
     return _write(Path(path), table.add_column(0, "step", pa.repeat(pa.scalar(step, pa.int64()), table.num_rows)))
 

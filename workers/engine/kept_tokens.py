@@ -35,7 +35,8 @@ _GATHER = 0x0102040810204080
 
 
 def recording_scheduler(vllm_config: VllmConfig, **arguments: Any) -> Scheduler:
-    """vLLM's scheduler, which passes on what `record_kept_tokens` records. vLLM's own setting refuses more."""
+    """vLLM's own scheduler, which passes on what `record_kept_tokens` records (vLLM calls this by its name). The
+    setting of vLLM would also refuse runner V1 and, of each request, a temperature of 0 and no top-k."""
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
 

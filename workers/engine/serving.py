@@ -104,7 +104,8 @@ class ServingEngine:
         return engine
 
     async def call(self, call: Awaitable[T]) -> T:
-        """Wait for a call until it answers or a process dies. Raises WorkerGone if one died, or failed alone."""
+        """Wait for a call into the engine's processes until it answers or one of them dies. Raises WorkerGone if a
+        process has died, or failed alone in the call, else the error of the call."""
         task = asyncio.ensure_future(call)
         try:
             while not task.done():

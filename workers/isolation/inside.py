@@ -31,8 +31,11 @@ def connection(control: int, owner_pipe: int) -> socket.socket:
 
 
 def die_with(owner_pipe: int) -> None:
-    """Let the kernel end this process group (SIGIO) when the other end of the pipe closes. A thread that waits is
-    not enough: code that holds the interpreter lock would keep it from running."""
+    """Let the kernel end this process group when the other end of the pipe closes, which it does when the worker dies.
+
+    The default action of SIGIO ends the process. A thread that waits for the end of file is not enough: code that holds
+    the interpreter lock, such as a regular expression that backtracks forever, would keep it from running.
+    """
     fcntl.fcntl(owner_pipe, F_SETOWN, -os.getpgrp())
     fcntl.fcntl(owner_pipe, fcntl.F_SETFL, fcntl.fcntl(owner_pipe, fcntl.F_GETFL) | os.O_ASYNC)
     closed = select.poll()

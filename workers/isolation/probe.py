@@ -31,7 +31,8 @@ class ProbeTimeout(ProbeFailed):
 
 
 def ask(entry: str, request: Any, timeout_s: float, python: str | None = None) -> list[Any]:
-    """Every reply (JSON-ready) of a function `package.module:function` in another process. Raises ProbeFailed."""
+    """Every reply of a function (`package.module:function`) in another process; it takes the request and yields
+    replies, all JSON-ready. Raises ProbeFailed if the process failed."""
     # The current directory: Ray puts it on the path of its workers.
     text = json.dumps([os.getcwd(), entry, request])
     command = python_command("troupe.workers.isolation.probe:answer", python=python)

@@ -17,7 +17,8 @@ _CONFIG = "config.json"
 
 
 def base_digest(folder: str | Path) -> str:
-    """xxh3-128 of a model's configuration and weight files, with their names. Raises OSError, ValueError."""
+    """xxh3-128 of the configuration and of the weight files of a model, with their names. Raises OSError if a file
+    cannot be read, or there are no weights, and ValueError if the index of the weights cannot be read."""
     root = Path(folder)
     files = weight_files(root)
     if not files:

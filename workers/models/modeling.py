@@ -124,6 +124,7 @@ def _reading(config: ModelConfig, partitioner: Partitioner | None) -> AbstractCo
 
 
 def _add_adapter(model: PreTrainedModel, config: ModelConfig, partitioner: Partitioner | None) -> None:
+    """Add the adapter of a model's configuration, if there is one, to its weights."""
     if config.adapter is None:
         return
     if partitioner is not None:
@@ -279,6 +280,8 @@ class CausalLogprobs(ModelModule):
 
     @torch.no_grad()
     def distributions(self, batch: TokenBatch) -> torch.Tensor:
+        """Log-probs of the whole vocabulary, float32 [T, vocabulary], at the module's temperature, without gradient.
+        Tokens outside `batch.kept` have -inf."""
         own, found = self._outputs(batch)
         at = own.find(batch.positions)
         logits = self.logits_of(found[at.local])

@@ -77,6 +77,7 @@ class Segments:
 
     @cached_property
     def longest(self) -> int:
+        """Tokens of the longest segment with its prefix."""
         return max(item.prefix_length + item.length for item in self.items)
 
     def varlen(self, device: torch.device) -> VarlenLayout:
@@ -192,7 +193,8 @@ def _varlen(
 
 class _SegmentsOnCpu(torch.autograd.Function):
     """Flash attention segment by segment, in float32: torch's backward pass takes several times as long in bfloat16.
-    Keys and values of a shared prompt are kept once, and gathered again in the backward pass."""
+    Only query, key, value and output are kept, in the type of the weights and once for each token: keys and values of a
+    shared prompt are gathered again in the backward pass."""
 
     @staticmethod
     def forward(

@@ -250,7 +250,8 @@ class TokenTable:
         return samples, totals[samples]
 
     def samples(self, batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """(number in the batch, loss tokens in the table) of each response token's sample, int64 [T] on its device."""
+        """(number, loss tokens) of the sample of each response token of `batch`, int64 [T] on its device. The rows of a
+        sample have one number, counted in the batch. The loss tokens are from all rows that it has in the table."""
         samples, loss_tokens = self._sample_columns
         lengths = self.responses.lengths[batch.rows]
         numbers = samples[batch.rows].unique(return_inverse=True)[1]

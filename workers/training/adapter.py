@@ -195,7 +195,9 @@ class ModelAdapter(Adapter):
     """The adapters of the model that a rank trains."""
 
     def __init__(self, model: PreTrainedModel, config: LoraConfig, source: ModelConfig, seed: int = 0) -> None:
-        """Add adapters (see `Adapter`) to the model, from `source`'s first adapter. Raises OSError, ValueError."""
+        """Add the adapters to the model (see `Adapter`), whose folder and first adapter `source` names. Raises OSError
+        if a folder cannot be read, and ValueError if a target names no linear layer of the model, or the adapter does
+        not fit."""
         super().__init__(model, config, seed)
         self.base = base_digest(source.path)
         """Digest of the model's files."""
@@ -217,9 +219,14 @@ class ModelAdapter(Adapter):
 
 
 def merge(request: dict[str, str]) -> Iterator[dict[str, int]]:
-    """Write the model that an adapter and the model below compute; yields the number of adapted layers. The request
-    has `adapter` and `target`, folders, and `base`, the model below, whose tokenizer is copied, or else the
-    adapter's own. Raises ValueError if it is another model, or lacks a layer; OSError."""
+    """Write the model that computes what an adapter and the model below it compute together; yields the number of
+    layers that had an adapter.
+
+    The request has `adapter`, peft's folder, `target`, the folder to write, and `base`, the folder of the model below,
+    whose tokenizer is copied. Without it, the model that the adapter names, and the adapter's tokenizer. Raises
+    ValueError if the model below is not the one that the adapter was trained on, or lacks one of its layers, and
+    OSError if a folder cannot be read or written.
+    """
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     adapter, target = read_adapter(request["adapter"]), Path(request["target"])

@@ -237,6 +237,7 @@ class TrainEngine:
         return WeightSnapshot(self._engine, self._stage)
 
     def digest(self) -> str:
+        """Digest of this rank's part of the weights, in the optimizer's precision. Not collective."""
         return tensors_digest(own_part(self._engine, self._stage, self.rank))
 
     @property

@@ -96,7 +96,8 @@ def network_line(device: Device) -> str:
 
 
 def sequence_group(size: int) -> SequenceGroup | None:
-    """The `size` adjacent ranks that share each micro-batch, or None for one. Collective. Raises ValueError."""
+    """The `size` adjacent ranks, among them this one, that share each micro-batch; None for one. Collective. Raises
+    ValueError if the number of ranks is no multiple of `size`."""
     if size == 1:
         return None
     ranks = dist.get_world_size()

@@ -35,7 +35,8 @@ def own_part(engine: Any, stage: int, rank: int) -> Iterator[torch.Tensor]:
 
 
 class WeightSnapshot:
-    """This rank's part of the weights before a step. Collective. The optimizer's moments keep what they learnt."""
+    """This rank's part of the weights before a step. Collective: all ranks take and shorten it together. Only the
+    weights move: the optimizer's moments keep what they learnt from the step's gradients."""
 
     def __init__(self, engine: Any, stage: int) -> None:
         self._engine = engine

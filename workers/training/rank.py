@@ -73,6 +73,7 @@ class Update(Generic[OutputT]):
     sequences: int
 
     def metrics(self, sums: dict[str, float], values: dict[str, float], device: Device) -> UpdateMetrics:
+        """These metrics of the outputs, and metrics of the step and its speed. Collective."""
         step = self.step
         of_step = {"grad_norm": step.grad_norm, "learning_rate": step.learning_rate}
         if step.loss_scale is not None:
@@ -298,6 +299,7 @@ class TrainingRank(ABC, Generic[ConfigT]):
             self._engine = None
 
     def close(self) -> None:
+        """Release everything and leave the group. Safe to call more than once."""
         self.release()
         leave_group()
         self._store = None

@@ -102,7 +102,8 @@ def multiply_at_once() -> None:
 
 
 def multiply_experts_without_adapters() -> None:
-    """Let vLLM choose the kernel of experts as without adapters (theirs needs Triton), before it loads a model."""
+    """Let vLLM choose the kernel of experts in this process as without adapters; before it loads a model. With adapters
+    it chooses one for experts that have some, which needs Triton. Troupe's experts have none."""
     module: Any = unquantized_fused_moe_method
     chosen = module.select_unquantized_moe_backend
 

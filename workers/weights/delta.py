@@ -45,6 +45,8 @@ class DeltaRefused(ValueError):
 
 @dataclass(frozen=True)
 class _Part:
+    """The changed words of one piece of the payload."""
+
     start: int
     """First word of the piece."""
     places: npt.NDArray[np.uint32]
@@ -122,7 +124,8 @@ def base_of(delta: Bytes) -> str:
 
 
 def apply_delta(delta: Bytes, payload: Bytes) -> None:
-    """Change the base's payload, in place, into the new version's, for the caller to verify. Raises DeltaRefused."""
+    """Change the payload of the base, in place, into the new version's. The caller verifies the result. Raises
+    DeltaRefused if it is no delta, is damaged, or is for a payload of another size."""
     reader = _open(delta)
     nbytes = _header(reader)[1]
     if nbytes != payload.nbytes or nbytes % WORD.itemsize:

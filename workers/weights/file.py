@@ -186,7 +186,8 @@ class MappedWeights:
         self.payload = payload
 
     def verify(self) -> None:
-        """Check payload and description against the digest. Raises WeightDigestMismatch, WeightFileRefused."""
+        """Check payload and description against the published digest. Raises WeightDigestMismatch if they are not the
+        published ones, and WeightFileRefused if the description does not fit the payload."""
         for spec in self.update.tensors:
             self._dtype(spec)
         pieces = list(self._pieces())
@@ -250,7 +251,8 @@ def read_payload(update: WeightUpdate) -> Bytes:
 
 
 def write_payload(update: WeightUpdate, payload: Bytes) -> None:
-    """Write the file of `update` on this node; the caller removes it. Raises ValueError, WeightFileRefused."""
+    """Write the file of `update` on this node from its bytes. The caller removes the file. Raises ValueError if
+    `payload` has the wrong size, and WeightFileRefused if the path is not a weight file's."""
     path = Path(update.path)
     if payload.nbytes != update.nbytes:
         raise ValueError(f"received {payload.nbytes} bytes of weights, expected {update.nbytes}")

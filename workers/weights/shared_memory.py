@@ -73,9 +73,9 @@ def open_for_writing(path: Path) -> Iterator[int]:
 
 @contextmanager
 def open_existing(path: str | Path, *, change: bool = False) -> Iterator[tuple[int, int]]:
-    """(descriptor, size in bytes) of a file that its writer cannot change until the context ends; with `change`,
-    nobody reads it. Raises WeightFileRefused for a link or another user's, FileNotFoundError, and
-    BlockingIOError."""
+    """(descriptor, size in bytes) of a file that its writer cannot change until the context ends; with `change`, nobody
+    can read it. Raises WeightFileRefused if the file is a link or belongs to another user, FileNotFoundError if the
+    file does not exist, and BlockingIOError if the file is being written, or to be changed while a reader uses it."""
     fd = os.open(path, (os.O_RDWR if change else os.O_RDONLY) | os.O_CLOEXEC | _no_links(path))
     try:
         size = _checked_size(fd, path)

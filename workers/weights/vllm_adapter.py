@@ -82,6 +82,7 @@ class AdapterTransferEngine(FileReader):
             raise AdapterRefused(f"version {update.version}: {problem}")
 
     def use(self) -> None:
+        """Replace all adapters of the engine by the received version."""
         received = self._require()
         self._install(received, received.tensors)
         self.loaded = LoadedWeights(version=received.version, digest=received.digest, mismatch="")
@@ -150,6 +151,7 @@ class AdapterTransferEngine(FileReader):
         return found
 
     def _names(self) -> Any:
+        """vLLM's names for Hugging Face's, or None if they are the same."""
         mapper = getattr(self._adapted, "hf_to_vllm_mapper", None)
         return None if mapper is None else mapper.get_rename_mapper()
 

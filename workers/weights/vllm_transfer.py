@@ -128,7 +128,8 @@ class FileWeightTransferEngine(FileReader):
         self.loaded["mismatch"] = ""
 
     def receive_weights(self, update_info: FileUpdateInfo) -> None:
-        """Verify and load an update. Raises WeightDigestMismatch, IncompleteUpdate, OSError."""
+        """Verify and load an update. Raises WeightDigestMismatch if the file is not what was published,
+        IncompleteUpdate if weights of the model are missing, and OSError if the file cannot be read."""
         update = update_info.update()
         with self._verified(update) as weights:
             self.loaded = LoadedWeights(version=None, digest="", mismatch="")
@@ -300,6 +301,7 @@ class EngineExtension:
         record_kept_tokens(self.model_runner)
 
     def troupe_gpu_peak(self) -> int:
+        """Peak bytes that torch has allocated on this process's GPU."""
         return torch.cuda.max_memory_allocated()
 
 

@@ -193,6 +193,7 @@ def _sampler_gap(found: TokenScores) -> float:
 
 
 def _cache_explains(found: TokenScores, fresh: TokenScores) -> bool:
+    """Whether the gap is there with the warm cache only; False unless the engine also sampled with an empty one."""
     if not len(fresh.sampler):
         return False
     warm, cold = _sampler_gap(found), _sampler_gap(fresh)
@@ -246,6 +247,7 @@ def _likeliest(shares: list[Cause], gap: float, rounding: float) -> list[Cause]:
 
 
 def _shares(numbers: Floats, found: TokenScores) -> list[Cause]:
+    """All hypotheses, the one that explains most of the gap first."""
     candidates = list(_candidates(numbers, found))
     if not candidates:
         return []

@@ -219,7 +219,8 @@ class Auditor:
         self._seconds: dict[str, float] = {}
 
     async def run(self, weights: AuditedWeights) -> AuditReport:
-        """Compares engines, trainer and scorer, in depth if a gap is not explained. Raises TroupeError."""
+        """Compares engines, trainer and scorer with `weights`; in depth if a gap is not explained. Raises TroupeError
+        if no prompt gives a response that can be compared; WorkerError if a worker failed."""
         self._seconds = {}
         found = await self._measure(weights, thorough=False)
         report = self._report(weights, found, None)

@@ -48,7 +48,9 @@ OnResults = Callable[[Sequence[Result]], None]
 
 
 def bench(request: BenchRequest, console: Console, on_results: OnResults) -> None:
-    """Measures all points; `on_results` gets the results so far. Raises TroupeError without a cluster or data."""
+    """Measures all points; one that cannot be measured has a problem instead of measures. `on_results`: receives the
+    results. The last call has the results of all points. Raises TroupeError if there is no cluster or no data, or the
+    user stopped the command."""
     asyncio.run(_bench(request, console, on_results))
 
 
@@ -167,6 +169,7 @@ class _PointBench:
         )
 
     async def _batch(self, sampling: SamplingBatches) -> MeasuredBatch:
+        """The next batch, with empty caches and meters at its beginning."""
         timeout_s = self._spec.schedule.generate_timeout_s
         await gather_all(engine.handle.call(RolloutEngine.reset_prefix_cache, timeout_s) for engine in self._engines)
         await self._readings()
@@ -180,6 +183,7 @@ class _PointBench:
         return self._session.cluster.peaks.of(role_of(self._engines[0].name))
 
     async def _readings(self) -> Sequence[EngineReading]:
+        """What every engine did since its last reading."""
         return await gather_all(meter.call(MeasuredEngine.read_meter, _METER_TIMEOUT_S) for meter in self._meters)
 
 

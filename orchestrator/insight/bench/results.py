@@ -37,6 +37,7 @@ class Spread:
 
     @staticmethod
     def of(values: Sequence[float]) -> Spread:
+        """The spread of these values; zeros without any."""
         if not values:
             return Spread(0.0, 0.0)
         p50, p99 = np.percentile(np.asarray(values), [50, 99]).tolist()

@@ -32,6 +32,7 @@ _MOVES = {
 
 
 def check_engine(machine: Machine) -> Iterator[Finding]:
+    """vLLM: installed once, for the same device as torch."""
     software, gpus = machine.software, machine.graphics.gpus
     engines = [name for name in ENGINES if name in software.packages]
     kind = "gpu" if gpus or machine.graphics.devices else "cpu"
@@ -79,6 +80,7 @@ def check_compiler(machine: Machine) -> Iterator[Finding]:
 
 
 def check_driver(machine: Machine) -> Iterator[Finding]:
+    """The driver, and whether it is new enough for torch."""
     graphics, software = machine.graphics, machine.software
     if not graphics.gpus:
         yield _no_gpus(machine)
@@ -140,6 +142,7 @@ def _gpu_problems(machine: Machine) -> Iterator[Finding]:
 
 
 def check_cpus(machine: Machine) -> Iterator[Finding]:
+    """Cores, and how many of them may be used."""
     resources = machine.resources
     usable = resources.usable_cpus
     limited = f"{usable:g} of {resources.cpus} cores may be used" if usable < resources.cpus else ""
@@ -249,10 +252,12 @@ def examine(machine: Machine) -> tuple[Finding, ...]:
 
 
 def healthy(findings: Sequence[Finding]) -> bool:
+    """Whether nothing would make a run fail."""
     return all(finding.level != "problem" for finding in findings)
 
 
 def as_text(findings: Sequence[Finding]) -> str:
+    """One line for each finding, its remedy below it, and a line with the result."""
     lines: list[str] = []
     for finding in findings:
         lines.append(f"{finding.level:<8} {finding.check:<10} {finding.found}")

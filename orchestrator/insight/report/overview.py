@@ -47,6 +47,7 @@ _USED = {"tokens": "tokens", "seconds": "seconds/step"}
 
 
 def overview(run: RunFolder, runs: int = 1) -> Json:
+    """The page's data of one of several runs."""
     most = MOST_POINTS if runs == 1 else max(LEAST_POINTS, MOST_SHARED // runs)
     lines, events = run.metrics(), run.events()
     history = History.of(lines, run.spec, events)
@@ -242,7 +243,8 @@ def used(lines: Sequence[Mapping[str, Any]]) -> dict[str, Json]:
 
 
 def evaluations(run: RunFolder) -> Json:
-    """First and last evaluation by set, the first made like the last one; empty without any, or in another form."""
+    """The first and the last evaluation of a run by set; empty if it has none, or if they do not have this form. The
+    first one is the first that was made like the last one: a resumed run may have changed how."""
     content = read_evaluations(run.path / EVALUATIONS)
     try:
         found = comparable(content["evaluations"])

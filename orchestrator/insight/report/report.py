@@ -95,7 +95,8 @@ SAMPLE_BYTES = 24 * MIB
 
 
 def write_report(folders: Sequence[Path], output: Path, budget: int = SAMPLE_BYTES) -> Path:
-    """Write the report of runs, with at most `budget` bytes of samples. Raises UsageError (no run, URL), OSError."""
+    """Write the report of one or several runs. Raises UsageError if a folder holds no run, or `output` is a URL;
+    OSError if the file cannot be written. `budget`: bytes of samples that the page may hold, over all runs."""
     if is_url(output):
         raise UsageError(f"{output} is a URL; write the report to a disk")
     text = report_text(folders, budget)
@@ -122,6 +123,7 @@ def report_text(folders: Sequence[Path], budget: int = SAMPLE_BYTES) -> str:
 
 
 def page_data(runs: Sequence[RunFolder], budget: int = SAMPLE_BYTES) -> Json:
+    """Everything that a page shows, as JSON-ready data."""
     each, texts = budget // max(len(runs), 1), [TokenTexts(run.spec.get("model") or {}) for run in runs]
     same = [texts[next(i for i, other in enumerate(texts) if other.model == own.model)] for own in texts]
     return summary(runs) | {"samples": [samples_data(run, each, own) for run, own in zip(runs, same, strict=True)]}
@@ -153,7 +155,8 @@ def samples_data(run: RunFolder, budget: int, texts: TokenTexts | None = None) -
 def _fitting_blocks(
     steps: Sequence[int], sizes: Mapping[int, int], budget: int, run: RunFolder, texts: TokenTexts
 ) -> list[Json]:
-    """Blocks of evenly spread steps within the budget, estimated from file sizes: only kept blocks are read."""
+    """Blocks of evenly spread steps within the budget; of the last step in any case. The size of a block is estimated
+    from the size of its file, so that only kept blocks are read."""
     blocks: dict[int, Json | None] = {}
     written: dict[int, int] = {}
 

@@ -107,7 +107,8 @@ def _verdicts(rule: Rule, history: History) -> Iterator[Verdict]:
 
 
 def fits(remedy: Remedy, spec: Mapping[str, Any], capacity: Mapping[str, float] | None = None) -> bool:
-    """Whether a remedy's lines change the spec, leave it valid, and fit into the cluster (`CPU`, `GPU`; if known)."""
+    """Whether the lines of a remedy change the spec and leave it valid, and what they add fits into the cluster.
+    `capacity`: `CPU` and `GPU` of the cluster; None or without one of them: not known."""
     if not remedy.spec:
         return True
     edited = with_lines(spec, remedy.spec)
@@ -135,6 +136,7 @@ def _merged(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _loads(spec: Mapping[str, Any]) -> RunSpec | None:
+    """The spec, or None if it is not valid."""
     try:
         return parse_spec(Document(dict(spec), Source("spec.yaml")))
     except (SpecError, TroupeError):
@@ -179,6 +181,7 @@ def _at(step: int, starts: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
 
 
 def verdicts_of(run: RunFolder) -> list[Verdict]:
+    """The verdicts on what a run has recorded so far, problems first."""
     return apply_rules(comparable_history(run, History.of(run.metrics(), run.spec, run.events())))
 
 
@@ -189,6 +192,7 @@ def alarm_lines(verdicts: Sequence[Verdict], healthy: str = HEALTHY) -> list[str
 
 
 def faster(verdicts: Sequence[Verdict]) -> list[str]:
+    """What would make the run faster, a line for each change."""
     return [remedy.line for verdict in verdicts if verdict.name in _OF_SPEED for remedy in verdict.remedies]
 
 
@@ -212,6 +216,7 @@ class RunningVerdicts:
         self._thread.start()
 
     def final(self) -> list[Verdict]:
+        """All verdicts at the end of the run."""
         if self._thread is not None:
             self._thread.join(_CLOSE_S)
         return self._found()

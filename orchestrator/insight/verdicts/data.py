@@ -53,6 +53,7 @@ def failing_rewards(run: History) -> Iterator[Verdict]:
 
 
 def _more_time(run: History) -> tuple[Remedy, ...]:
+    """A longer timeout for the run's reward functions; empty if the spec has none."""
     functions = [{"name": one["name"], **one} for one in run.get("roles.reward.functions", []) if "name" in one]
     for one in functions:
         one["timeout_s"] = 3 * float(one.get("timeout_s") or 10.0)
@@ -113,6 +114,7 @@ def unusable_data(run: History) -> Iterator[Verdict]:
 
 
 def dropped_samples(run: History) -> Iterator[Verdict]:
+    """Samples that were generated and not trained, for other reasons than a failed reward."""
     dropped, failed = run["ledger/dropped"], run["failed_samples"]
     dispatched = run["ledger/dispatched"]
     if not dropped or not dispatched or not dispatched.values[-1]:

@@ -27,6 +27,7 @@ class Stretch:
 
     @property
     def until(self) -> int | None:
+        """The last step if it has ended, else None."""
         return None if self.ongoing else self.end
 
 
@@ -82,18 +83,22 @@ class Series:
         return self.where(lambda at, _: at > step)
 
     def during(self, found: Stretch) -> Series:
+        """The part within a stretch."""
         return self.where(lambda at, _: found.start <= at <= found.end)
 
     def typical(self, found: Stretch) -> float:
-        """Median of the smoothed values within a stretch, at its end if ongoing: its condition holds for it."""
+        """Median of the smoothed values within a stretch: of the last ones if it is ongoing, of all if it is over. For
+        a stretch of this series that is a value for which its condition holds."""
         part = self.smooth.during(found)
         return part.last if found.ongoing else part.median
 
     def map(self, function: Callable[[float], float]) -> Series:
+        """The series of a function of the values."""
         return Series(self.name, self.steps, tuple(map(function, self.values)))
 
     def stretch(self, holds: Callable[[float], bool], at_least: int = SHORTEST) -> Stretch | None:
-        """The stretch of smoothed values with `holds` that reaches the end, else the longest; None below `at_least`."""
+        """The longest stretch of smoothed values for which `holds` is true; the one that reaches the end wins. None if
+        no stretch has `at_least` values."""
         found = [part for part in self._stretches(holds) if part[1] - part[0] + 1 >= at_least]
         if not found:
             return None
@@ -139,10 +144,12 @@ class Trend:
 
     @property
     def rises(self) -> bool:
+        """Whether the rise is more than noise."""
         return self.change > 3 * self.noise
 
     @property
     def falls(self) -> bool:
+        """Whether the fall is more than noise."""
         return -self.change > 3 * self.noise
 
 
@@ -260,6 +267,7 @@ class History:
 
     @property
     def reward_rises(self) -> bool:
+        """Whether the reward is better at the end than at the start."""
         return self["reward/mean"].trend().rises
 
 

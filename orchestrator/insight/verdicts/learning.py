@@ -26,6 +26,7 @@ def lower_learning_rate(run: History) -> Remedy:
 
 
 def add_kl(run: History) -> Remedy:
+    """Proposes a KL penalty, or a stronger one."""
     coef = float(run.get("algorithm.kl.coef", 0.0))
     lines = field("algorithm.kl", f"{{coef: {coef * 5 if coef else 0.01:g}}}")
     if run.get("roles.reference") is None:
@@ -59,6 +60,7 @@ def entropy_collapse(run: History) -> Iterator[Verdict]:
 
 
 def reward_hacking(run: History) -> Iterator[Verdict]:
+    """The reward rises while what it stands for gets worse."""
     reward = run["reward/mean"]
     signs, evidence, since = _signs_of_hacking(run)
     if not signs or not reward.trend().rises:
@@ -112,6 +114,7 @@ def _scale(values: tuple[float, ...]) -> float:
 
 
 def no_signal(run: History) -> Iterator[Verdict]:
+    """Groups whose samples have equal rewards give no gradient."""
     mixed, spread, reward = run["groups/mixed"], run["reward/std"], run["reward/mean"]
     alone = run.alone
     series, limit = (spread, EQUAL) if alone or not mixed else (mixed, FEW_MIXED)
@@ -150,6 +153,7 @@ def no_signal(run: History) -> Iterator[Verdict]:
 
 
 def reward_falls(run: History) -> Iterator[Verdict]:
+    """The reward at the end is worse than at the start."""
     reward = run["reward/mean"]
     trend = reward.trend()
     spread = run["reward/std"].first
@@ -172,6 +176,7 @@ def reward_falls(run: History) -> Iterator[Verdict]:
 
 
 def penalty_dominates(run: History) -> Iterator[Verdict]:
+    """The KL penalty keeps the policy from moving."""
     coef = float(run.get("algorithm.kl.coef", 0.0))
     reward = run["reward/mean"]
     penalty = run["policy/kl_loss"]
@@ -198,6 +203,7 @@ def penalty_dominates(run: History) -> Iterator[Verdict]:
 
 
 def overfitting(run: History) -> Iterator[Verdict]:
+    """The loss on held-out examples rises while the training loss falls."""
     held_out = run["eval/loss"]
     if len(held_out) < SHORTEST:
         return
@@ -231,6 +237,7 @@ def _overlong(run: History) -> str:
 
 
 def length_explosion(run: History) -> Iterator[Verdict]:
+    """Responses become much longer, and longer does not mean better."""
     length, cut = run["response_tokens/mean"], run["truncated"]
     limit = _GROWTH * length.first
     found = length.stretch(lambda value: value > limit, at_least=2)
@@ -278,6 +285,7 @@ def length_collapse(run: History) -> Iterator[Verdict]:
 
 
 def truncation(run: History) -> Iterator[Verdict]:
+    """Responses are cut before they end, and may earn nothing for it."""
     cut = run["truncated"]
     limit = _CUT
     found = cut.stretch(lambda value: value > limit, at_least=2)

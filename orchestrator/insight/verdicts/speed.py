@@ -57,6 +57,7 @@ def _scoring(run: History) -> tuple[float, float]:
 
 
 def slow_rewards(run: History) -> Iterator[Verdict]:
+    """Scoring, not sampling, is what a step waits for."""
     workers, (busy, generate) = _workers(run, "reward"), _scoring(run)
     late = run["seconds/reward"].after(_WARM_UP)
     if (

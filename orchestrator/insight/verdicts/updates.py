@@ -54,6 +54,7 @@ def kl_explosion(run: History) -> Iterator[Verdict]:
 
 
 def steps_too_large(run: History) -> Iterator[Verdict]:
+    """One step moves the policy far from the one that sampled."""
     for name in ("policy/kl_exact", "policy/kl_old"):
         kl = run[name]
         if found := kl.stretch(lambda value: value > _MOST_KL_STEP):
@@ -78,6 +79,7 @@ def steps_too_large(run: History) -> Iterator[Verdict]:
 
 
 def clip_fraction_stuck(run: History) -> Iterator[Verdict]:
+    """Most of the batch is clipped and moves nothing."""
     clipped = run["policy/clip_fraction"]
     found = clipped.stretch(lambda value: value > _MOST_CLIPPED)
     if found is None:
@@ -96,6 +98,7 @@ def clip_fraction_stuck(run: History) -> Iterator[Verdict]:
 
 
 def sampler_gap(run: History) -> Iterator[Verdict]:
+    """Engine and trainer compute different probabilities of the same tokens."""
     gap = run["policy/rollout_logprob_gap"]
     if not gap:
         return
@@ -149,6 +152,7 @@ def _jump(gap: Series, floor: float) -> Stretch | None:
 
 
 def gradient_spikes(run: History) -> Iterator[Verdict]:
+    """Single batches with a gradient far beyond the usual, or one that is not finite."""
     for role in TRAINED:
         norm, skipped = run[f"{role}/grad_norm"], run[f"{role}/skipped_updates"]
         usual = norm.where(lambda _, value: value > 0).median  # a step without a signal has no gradient
@@ -177,6 +181,7 @@ def gradient_spikes(run: History) -> Iterator[Verdict]:
 
 
 def clipped_gradients(run: History) -> Iterator[Verdict]:
+    """Clipping, not the learning rate, decides how far an update goes."""
     for role in TRAINED:
         norm, most = run[f"{role}/grad_norm"], float(run.get(f"roles.{role}.max_grad_norm", 1.0))
         found = norm.stretch(lambda value, most=most: value > _CLIPPED_TO * most)
@@ -200,6 +205,7 @@ def clipped_gradients(run: History) -> Iterator[Verdict]:
 
 
 def blind_critic(run: History) -> Iterator[Verdict]:
+    """The critic's values say nothing about the returns."""
     explained = run["explained_variance"]
     warm = int(run.get("roles.critic.warmup_steps", 0)) + _WARM_UP
     late = explained.after(warm)

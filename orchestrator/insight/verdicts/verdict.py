@@ -100,9 +100,11 @@ class Verdict:
 
     @property
     def is_alarm(self) -> bool:
+        """Whether the run is not healthy."""
         return self.level is not Level.NOTE
 
     def lines(self) -> list[str]:
+        """What a terminal shows: the finding, and each change to try."""
         span = f"since step {self.since}" if self.until is None else f"steps {self.since} to {self.until}"
         found = f"{self.level}: {self.title} ({span}): {self.summary}"
         return [found, *(f"  try: {remedy.line}" for remedy in self.remedies)]

@@ -38,6 +38,7 @@ _LIMITED = "out of memory (limit "
 
 
 def diagnose(facts: Facts) -> Diagnosis:
+    """Why the run is slow, stuck or dead."""
     found = next((found for rule in _RULES if (found := rule(facts)) is not None), None)
     if found is None:
         usual = f" (a step usually takes {facts.run.usual_step_s:.1f} s)" if facts.run.usual_step_s else ""
@@ -205,6 +206,7 @@ def _no_engine(facts: Facts) -> Diagnosis | None:
 
 
 def _waits(facts: Facts) -> Diagnosis | None:
+    """What the run waits for, and what that does."""
     found = oldest_wait(facts)
     if found is None:
         return None
@@ -241,6 +243,7 @@ def _slow(facts: Facts) -> bool:
 
 
 def _serving(facts: Facts) -> bool:
+    """Whether an engine serves, sleeps until it has new weights, or evaluates."""
     return any(engine.state in ("serving", "asleep", "evaluating") for engine in facts.queues.engines)
 
 

@@ -125,6 +125,7 @@ class Diagnosis:
     evidence: tuple[str, ...] = ()
 
     def text(self) -> str:
+        """The summary, then a line for each piece of evidence."""
         return "\n".join([self.summary, *(f"  {line}" for line in self.evidence)])
 
 

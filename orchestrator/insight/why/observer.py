@@ -197,12 +197,14 @@ class RunObserver:
                 logger.debug("observing the run failed: %s: %s", type(error).__name__, error)
 
     def _examined(self) -> DiagnosisReport:
+        """The current diagnosis, or what failed if it cannot be made."""
         try:
             return self.report()
         except Exception as problem:
             return _unexamined(problem)
 
     def _ping(self) -> None:
+        """Asks the event loop for a sign of life."""
         try:
             self._loop.call_soon_threadsafe(self._note_beat)
         except RuntimeError:  # it is closed
@@ -241,6 +243,7 @@ class RunObserver:
             self._loop.call_soon_threadsafe(lambda: events.record("alarm", detail=detail))
 
     def _fail(self, error: Exception) -> None:
+        """The last report of a run that ends with an error."""
         if not self._thread.is_alive():
             return
         self._failed = True

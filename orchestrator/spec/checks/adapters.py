@@ -120,9 +120,13 @@ def unverified_adapters(models: Mapping[str, ModelConfig]) -> Iterator[str]:
 
 
 def adapter_template(adapter: Path, model: Path) -> str | None:
-    """The `chat_template` with which a model renders as its adapter was trained, or None if its own does: tokenizers
-    are read from the model below, `model`. If that is not on this machine, a template of the model cannot be told
-    from a run's."""
+    """The value of `chat_template` with which a model renders as its adapter was trained, or None if its own does.
+
+    Beside an adapter Troupe writes the tokenizer that it was trained with, but a tokenizer is read from the folder of
+    the model below. The template of a run (`model.chat_template`) is a file, and one of the model below a copy.
+    `model`: folder of the model below. If it is not on this machine, a template of the model cannot be told from a
+    run's.
+    """
     if not (adapter / _TOKENIZER).is_file():
         return None
     trained, below = _template(adapter), _template(model)

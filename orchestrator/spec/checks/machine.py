@@ -106,6 +106,7 @@ def _adapted_experts(spec: RunSpec, models: Mapping[str, ModelConfig]) -> Iterat
 
 
 def _shared_models(spec: RunSpec) -> Iterator[tuple[str, str, int]]:
+    """(section, field, `sequence_parallel_size`) of every model that workers run on parts of the same rows."""
     for name, role in spec.roles.trainers().items():
         own, field = f"roles.{name}.model", f"roles.{name}.sequence_parallel_size"
         yield own if own in spec.models() else "model", field, role.sequence_parallel_size

@@ -206,7 +206,8 @@ def broken_weights(models: Mapping[str, ModelConfig]) -> Iterator[Finding]:
 
 
 def headless(models: Mapping[str, ModelConfig], trains: Trains) -> Iterator[Finding]:
-    """Language models whose files hold no output head, by field. Critics and reward models need none."""
+    """Language models whose files hold no output head, by the path of their field. Critics and reward models need none,
+    nor does the model that a reward model is trained from."""
     for section, model in models.items():
         if section in (REWARD_MODEL, _EITHER_KIND) or (section == "model" and trains == "reward_model"):
             continue
@@ -255,7 +256,8 @@ def other_tokenizers(models: Mapping[str, ModelConfig]) -> Iterator[Finding]:
 
 
 def _tokenized_differently(own: Path, other: Path) -> tuple[str, list[int], list[int]] | None:
-    """(text, tokens, other tokens) of the first vocabulary piece that is read differently, or None."""
+    """(text, tokens, other tokens) of the first piece of a tokenizer's vocabulary that another one reads differently.
+    None without one, or if a file cannot be read, which is reported where it is used."""
     from tokenizers import Tokenizer
 
     try:
@@ -309,7 +311,8 @@ def _shape(model: ModelConfig) -> ModelShape | None:
 
 
 def undivided_heads(models: Mapping[str, ModelConfig], shared: Iterable[tuple[str, str, int]]) -> Iterator[Finding]:
-    """Models whose attention cannot be divided: `shared` has (section, field, sequence parallel size) of each."""
+    """Models whose attention cannot be divided among the workers that share their rows, by their config.json. `shared`:
+    (section, field, sequence parallel size) of every trained model and its reference."""
     for section, field, size in shared:
         if section not in models or size == 1:
             continue
@@ -342,6 +345,7 @@ def _not_a_reward_model(kind: str, config: Mapping[str, Any]) -> str:
 
 
 def _architecture(config: Mapping[str, Any]) -> str:
+    """Name of the model's class; empty if the config has none."""
     names = config.get("architectures")
     return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
 

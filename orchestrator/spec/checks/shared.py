@@ -103,6 +103,7 @@ def evaluation_problems(evaluation: BaseEvaluation, has_data: bool) -> Iterator[
 
 
 def name_problems(path: str, sources: Sequence[SourceName]) -> Iterator[Finding]:
+    """Names that several sources of the list at this path have."""
     names = [source.name for source in sources]
     for number, name in enumerate(names):
         if name in names[:number]:
@@ -139,6 +140,7 @@ def best_problems(spec: RunSpec) -> Iterator[Finding]:
 
 
 def output_problems(spec: RunSpec) -> Iterator[Finding]:
+    """A run folder named after the scheme of a URL, and an invalid store of checkpoints."""
     if is_url(spec.output.folder):
         yield "output.folder", NEEDS_DISK
     yield from checkpoint_problems(spec.checkpoint.path)

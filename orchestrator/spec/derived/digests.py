@@ -21,6 +21,7 @@ _BLOCKS, _BLOCK = 16, 1 << 16
 
 
 def evaluation_digest(spec: RunSpec) -> str:
+    """Digest of how evaluations are made: the values of those with the same one can be compared."""
     fields = field_tree(type(spec))
     # Digests of earlier versions have these sections, with or without fields that count.
     content = {name: dict(spec)[name] and {} for name in ("data", "evaluation", "roles")}

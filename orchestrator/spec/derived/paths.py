@@ -94,11 +94,13 @@ def hub_data(spec: RunSpec) -> dict[str, HubFiles]:
 
 
 def uses_hub(spec: RunSpec) -> bool:
+    """Whether the spec names a model or data on the hub."""
     return bool(hub_models(spec) or hub_data(spec))
 
 
 def with_sections(spec: SpecT, sections: Mapping[str, Frozen]) -> SpecT:
-    """The spec with the sections at these dotted paths (`roles.critic.model`), which must exist, replaced."""
+    """The spec with some sections replaced. `sections`: new content by dotted path (`roles.critic.model`); each must
+    exist in the spec."""
     for path, section in sections.items():
         spec = _replaced(spec, path.split("."), section)
     return spec
@@ -117,7 +119,8 @@ def _replaced(node: Any, path: Sequence[str], section: Frozen) -> Any:
 
 
 def with_pins(spec: SpecT, pinned: RunSpec) -> SpecT:
-    """The spec with another's pinned commits, except where it has its own commit or another repository."""
+    """The spec with the commits that another spec of the same run is pinned to. A section keeps its own revision if
+    that is a commit, or if the other spec names another repository."""
     sections: dict[str, Frozen] = {}
     models, data = pinned.models(), hub_data(pinned)
     for section, model in hub_models(spec).items():

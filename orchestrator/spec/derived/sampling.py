@@ -188,7 +188,8 @@ def solved_at(spec: RolloutSpec) -> float | None:
 
 
 def right_from(functions: Sequence[RewardFunctionConfig], component: str | None = None) -> float | None:
-    """Least sum of reward functions of a right response, or of one `component` without weight; None if undefined."""
+    """Least sum of reward functions of a right response, or None if they do not define it. `component`: label of one of
+    them, whose value (it has no weight) is looked at instead of the sum."""
     if component is not None:
         says = any(one.name in RIGHT_OR_WRONG for one in functions if one.component == component)
         return 1.0 if says else None

@@ -43,6 +43,8 @@ def skips_zero_advantage(spec: RolloutSpec) -> bool:
 
 
 def needs_old_logprobs(spec: RolloutSpec) -> bool:
+    """Whether the log-probs before the update are computed separately. With one update per step and no KL in the
+    reward, the update itself computes them."""
     advantage = section.advantage(spec.algorithm)
     compares = spec.schedule.updates_per_step > 1 and section.policy_loss(spec.algorithm).has_ratio
     read = advantage.kl_coef > 0 or advantage.covariance != "keep" or advantage.reads_square_sums
