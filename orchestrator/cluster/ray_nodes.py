@@ -39,7 +39,7 @@ from troupe.workers.preload import setup_worker
 
 logger = logging.getLogger(__name__)
 
-_INIT: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False, "namespace": "troupe"}
+_INIT: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
 _CONNECT_TIMEOUT_S = 10.0
 _SLOW_START = "timed out during startup"
 """Part of Ray's error when a process needs more than 30 s to start; this limit cannot be configured."""

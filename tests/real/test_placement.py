@@ -156,6 +156,12 @@ def run_check(port: int) -> None:
     asyncio.run(check_all(port))
 
 
+def reserve_beside(port: int) -> None:
+    """Entry of another run on the cluster, whose engine has the name of one of the first run's."""
+    engines = RoleSize("rollout", 1, 0.0, 1.0, separate=True)
+    asyncio.run(Cluster.connect({}, f"127.0.0.1:{port}").reserve(place([engines]), RESERVE_TIMEOUT_S))
+
+
 def test_spread_workers_are_placed_as_planned_and_further_ones_where_fewest_run() -> None:
     port = free_port()
     with ExitStack() as stack, pytest.MonkeyPatch.context() as patched:
@@ -163,5 +169,6 @@ def test_spread_workers_are_placed_as_planned_and_further_ones_where_fewest_run(
         patched.setenv("RAY_AUTH_MODE", "token")
         stack.enter_context(node("engine", "--head", f"--port={port}", "--num-cpus=3", "--include-dashboard=false"))
         stack.enter_context(node("engine", f"--address=127.0.0.1:{port}", "--num-cpus=4", "--num-gpus=4"))
-        process = stack.enter_context(ProcessPoolExecutor(1, mp_context=get_context("spawn")))
-        process.submit(run_check, port).result(TEST_TIMEOUT_S)
+        first, other = (stack.enter_context(ProcessPoolExecutor(1, mp_context=get_context("spawn"))) for _ in range(2))
+        first.submit(run_check, port).result(TEST_TIMEOUT_S)
+        other.submit(reserve_beside, port).result(TEST_TIMEOUT_S)
