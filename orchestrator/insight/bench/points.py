@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -55,8 +56,10 @@ class Point:
 
 
 def settings_label(settings: Mapping[str, Any]) -> str:
-    """Fields and their values as text, with the fields' last names."""
-    return ", ".join(f"{field.rpartition('.')[2]} {value_text(value)}" for field, value in settings.items())
+    """Fields and their values as text, with the fields' last names where these differ."""
+    names = Counter(field.rpartition(".")[2] for field in settings)
+    texts = {field: field if names[field.rpartition(".")[2]] > 1 else field.rpartition(".")[2] for field in settings}
+    return ", ".join(f"{texts[field]} {value_text(value)}" for field, value in settings.items())
 
 
 def parse_sweep(text: str, option: str = SWEEP) -> Sweep:
@@ -123,7 +126,7 @@ def measured_spec(spec: RolloutSpec, batches: int, failures: Mapping[str, Any] |
 
 def _point(load: Callable[[list[str]], RunSpec], settings: dict[str, Any], prompts: int | None) -> Point:
     try:
-        spec = load([f"{field}={value_text(value)}" for field, value in settings.items()])
+        spec = load([f"{field}={json.dumps(value)}" for field, value in settings.items()])
     except SpecError as error:
         raise SpecError([_swept(problem, settings) for problem in error.problems]) from None
     if spec.rollouts is None:

@@ -9,6 +9,7 @@ import pytest
 
 from tests.conftest import ROOT
 from troupe.orchestrator.errors import UsageError
+from troupe.orchestrator.insight.bench.points import settings_label
 from troupe.orchestrator.insight.sweep.trials import Range, drawn, grid, parse_axes, plan_trials
 from troupe.orchestrator.runs.prepare import single
 from troupe.orchestrator.spec.chain import PlannedRun
@@ -36,6 +37,9 @@ def test_one_value_is_that_of_all_trials_and_several_are_tried() -> None:
     assert third.spec.roles.policy.learning_rate == 2e-3 and third.spec.schedule.steps == 3
     assert (third.spec.name, str(third.folder)) == ("tiny-sft-003", "runs/tiny-sft-sweep/trial-003")
     assert third.label == "learning_rate 0.002, dtype float32, seed 7"
+    assert settings_label({"roles.policy.dtype": "float16", "roles.critic.dtype": "float32", "seed": 1}) == (
+        "roles.policy.dtype float16, roles.critic.dtype float32, seed 1"
+    )
     assert [one.label for one in plan_trials(plan, {}, grid({}), 2, None)] == ["seed 7", "seed 8"]
 
 
