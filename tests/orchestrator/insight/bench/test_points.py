@@ -51,7 +51,8 @@ def test_values_are_yaml() -> None:
     assert sweep.values == (["a", "b,c"], [])
     assert parse_sweep("roles.rollout.enforce_eager=true,false").values == (True, False)
     assert parse_sweep("sampling.temperature=0.5,1e0").values == (0.5, 1.0)
-    assert [point.spec.name for point in points("name='true',a")] == ["true", "a"]
+    regexes = [point.spec.sampling.structured for point in points("sampling.structured.regex='true',a")]
+    assert [found and found.regex for found in regexes] == ["true", "a"]
 
 
 @pytest.mark.parametrize(
