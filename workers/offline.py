@@ -16,8 +16,9 @@ import torch
 
 from troupe.workers.algorithms.offline_objectives import OBJECTIVES, ObjectiveOutput, Scored, Totals
 from troupe.workers.algorithms.preference_losses import kto_reference_point
+from troupe.workers.contract.config import DistillConfig
 from troupe.workers.contract.messages import RankPlan, UpdateMetrics, WorkerHealth
-from troupe.workers.contract.offline_config import OfflineConfig, ProcessLossConfig, RewardLossConfig
+from troupe.workers.contract.offline_config import KdLossConfig, OfflineConfig, ProcessLossConfig, RewardLossConfig
 from troupe.workers.contract.offline_messages import (
     EvaluationPart,
     ExampleBatchSummary,
@@ -26,6 +27,7 @@ from troupe.workers.contract.offline_messages import (
     tally_means,
 )
 from troupe.workers.data.examples import ExampleMicroBatch, ExampleTable, Picks, assemble, attach, tokenize
+from troupe.workers.data.sampled_examples import sampled_examples
 from troupe.workers.data.tokenizer import load_chat_tokenizer
 from troupe.workers.data.turn_ends import padding_besides, turn_ends
 from troupe.workers.models.modeling import RewardScores, evaluating, load_value, share_backbone, torch_dtype
@@ -49,7 +51,8 @@ class OfflineRank(TrainingRank[OfflineConfig]):
         self._tokenizer: PreTrainedTokenizerBase | None = None
 
     def tokenize(self, texts: pa.Table) -> tuple[ExampleSummary, pa.Table]:
-        return tokenize(self._tokens(), texts, self._config.examples)
+        read = sampled_examples if self._config.examples.sampled else tokenize
+        return read(self._tokens(), texts, self._config.examples)
 
     def assemble(self, picks: Picks, examples: pa.Table) -> tuple[ExampleBatchSummary, pa.Table]:
         return assemble(picks, examples, self._config.examples)
@@ -113,7 +116,12 @@ class OfflineRank(TrainingRank[OfflineConfig]):
 
 
 class ExamplePolicyWorker(OfflineRank):
-    """One rank of a policy that trains on demonstrations or preferences."""
+    """One rank of a policy that trains on demonstrations, preferences or the samples of a run."""
+
+    @property
+    def _distill(self) -> DistillConfig:
+        loss = self._config.loss
+        return loss.divergence if isinstance(loss, KdLossConfig) else super()._distill
 
     def build(self) -> WorkerHealth:
         """Load the policy and, if it is colocated, the reference."""
@@ -121,8 +129,10 @@ class ExamplePolicyWorker(OfflineRank):
         return self.health()
 
     def _scored(self, forward: Forward, batch: ExampleMicroBatch, point: float) -> Scored:
-        logprobs, _ = forward(batch=batch.tokens)
-        return replace(_unscored(batch, point), logprobs=logprobs, ref_logprobs=batch.ref_logprobs)
+        reader = self._teacher(batch.table, batch.tokens) if self._distill.coef else None
+        logprobs, _, *compared = forward(batch=batch.tokens, reader=reader)
+        scored = replace(_unscored(batch, point), logprobs=logprobs, ref_logprobs=batch.ref_logprobs)
+        return replace(scored, divergences=compared[0] if compared else None)
 
 
 class RewardTrainer(OfflineRank):

@@ -35,7 +35,7 @@ from troupe.workers.contract.weight_backends import BACKENDS
 from troupe.workers.data.teacher_prompts import TeacherPrompts
 from troupe.workers.data.texts import cut_sources, text_batches
 from troupe.workers.data.tokenizer import load_tokenizer
-from troupe.workers.models.distillation import LogitsReader, SquareSums, TopTeacher, WholeTeacher, top_tokens
+from troupe.workers.models.distillation import SquareSums, top_tokens
 from troupe.workers.models.modeling import CausalLogprobs, evaluating, longest_row, score_plan
 from troupe.workers.models.token_batch import TokenBatch, TokenTable
 from troupe.workers.training.deepspeed_engine import Forward
@@ -245,17 +245,6 @@ class PolicyWorker(TrainingRank[PolicyConfig]):
         tokens = policy_tokens(table, micro_batch, plan, loss, max_tokens, logprobs, entropy)
         tokens = replace(tokens, divergences=compared[0] if compared else None)
         return micro_batch, policy_loss(tokens, loss, kl_old_coef)
-
-    def _teacher(self, table: TokenTable, micro_batch: TokenBatch) -> LogitsReader:
-        """Reads the divergence from the teacher at a micro-batch's tokens. Raises ValueError without its tokens."""
-        if self._distill.in_process:
-            teacher = cast(CausalLogprobs, self._frozen)
-            states = teacher.teacher_states(micro_batch)
-            return WholeTeacher(states, teacher.logits_of, teacher.temperature, self._distill)
-        stored = table.teachers(micro_batch)
-        if stored is None:
-            raise ValueError("algorithm.distill needs the teacher's tokens, but the batch lacks the column teacher_ids")
-        return TopTeacher(*stored, self._distill)
 
 
 def _subsample(stride: int, batch: TokenBatch) -> TokenBatch:

@@ -186,6 +186,7 @@ class RewardWorker:
         sets = config.sets if isinstance(config, ScoringConfig) else {}
         own = {name: RewardConfig(functions=functions) for name, functions in sets.items()}
         self._rewards = {name: _Rewards(part, self._component) for name, part in {"": config, **own}.items()}
+        self._teacher_tokens = isinstance(config, ScoringConfig) and config.teacher_tokens
         self._processes = [part for part in self._components.values() if isinstance(part, RewardProcess)]
         self._family = FamilyPeak()
         self._judges = [part for part in self._components.values() if isinstance(part, JudgeReward)]
@@ -272,7 +273,7 @@ class RewardWorker:
         return summary, _rewards_table(identities, asked, combined, per_sample)
 
     def write_trajectories(self, path: str, step: int, unscored: Unscored, *tables: pa.Table) -> int:
-        return write_trajectories(path, step, unscored, tables)
+        return write_trajectories(path, step, unscored, tables, teacher_tokens=self._teacher_tokens)
 
     def write_evaluation(self, path: str, step: int, *tables: pa.Table) -> int:
         return write_evaluation(path, step, tables)

@@ -15,7 +15,22 @@ from troupe.orchestrator.algorithms.description import (
     row_defaults,
 )
 from troupe.orchestrator.algorithms.offline import OFFLINE_ALGORITHMS
-from troupe.orchestrator.algorithms.table import ALGORITHMS, RATIOS
+from troupe.orchestrator.algorithms.table import ALGORITHMS
+
+RATIOS = {
+    "policy_gradient": "unclipped: nothing bounds a token's `r` (`ppo_kl_limit` bounds the step)",
+    "clip": "clipped: a token (`gspo`: a response) whose `r` has left the clip range in the direction of its advantage "
+    "has no gradient",
+    "kl_penalty": "unclipped, with a penalty on KL(old \\|\\| new)",
+    "soft_gate": "a soft gate: the gradient of a token fades as its `r` leaves 1, in either direction",
+    "geometric": "clipped before the response's geometric mean: a token beyond the bounds has no gradient, and its "
+    "bound is part of the mean that weighs the others",
+    "divergence": "masked: a token whose probability is too far from the sampler's, in the direction of its advantage, "
+    "has no gradient, whatever its `r`",
+    "cispo": "a truncated weight: every token keeps its gradient",
+    "likelihood": "none: the objective is the likelihood of chosen samples, whoever sampled them",
+}
+"""What the ratio does in each objective of a row."""
 
 _HEAD = """\
 # Algorithms
@@ -117,6 +132,9 @@ place of the reference. The other supports need its logits: with `colocate_with:
 in the update, and its head runs beside the policy's, chunk by chunk, so that neither's logits exist for all tokens at
 once. `policy/teacher_divergence` is the mean of `D`, `kl_ref` an estimate of `KL(s || t)` over the whole vocabulary,
 from the sampled tokens.
+
+`kd` has the same loss on the samples of an earlier run, with the teacher's tokens in them or a reference that scores
+them ([Distillation from samples](../guides/offline.md#distillation-from-samples)).
 
 Several teachers have a name, workers and a `weight` each, and may teach the samples of some sources of `data.train`
 alone (`sources`). The losses are mixed, not the teachers' probabilities: a token's loss is `coef * weight_t * sum_i
@@ -270,7 +288,7 @@ class ShippedSpec:
     """Name of the algorithm that the spec has; for another row, `--set algorithm.name=ROW` runs it."""
 
 
-_SPEC_OF_ANOTHER = {"ipo": "dpo", "gkd": "distill"}
+_SPEC_OF_ANOTHER = {"ipo": "dpo", "gkd": "distill", "online_dpo": "rloo"}
 """Rows without a separate spec in `deploy/specs/`, and the row whose spec runs them. On rollouts, `grpo`'s runs every
 other row without one."""
 _SPECS = Path(__file__).resolve().parents[2] / "deploy" / "specs" / "algorithms"

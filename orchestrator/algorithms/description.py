@@ -106,8 +106,7 @@ def row_defaults(row: Algorithm) -> Iterator[tuple[str, str]]:
     if row.kl_penalty is not None:
         yield "kl_old", f"{{coef: {row.kl_penalty.coef}, target: {row.kl_penalty.target}}}"
     if row.trust_region is not None:
-        region = ", ".join(f"{name}: {value}" for name, value in row.trust_region)
-        yield "trust_region", f"{{{region}}}"
+        yield "trust_region", _shown(row.trust_region)
     sections: list[PolicyLossConfig | AdvantageConfig | CriticLossConfig] = [row.loss, row.advantage]
     sections += [row.critic_loss] if row.critic_loss is not None else []
     for section in sections:
@@ -117,17 +116,12 @@ def row_defaults(row: Algorithm) -> Iterator[tuple[str, str]]:
             hidden = name in _NEVER_SHOWN or name in unread or other_kl or no_teacher
             if hidden or value is None:
                 continue
-            shown = (
-                f"{{{', '.join(f'{k}: {as_yaml(v)}' for k, v in value)}}}"
-                if isinstance(value, BaseModel)
-                else as_yaml(value)
-            )
-            yield _SPEC_NAMES.get(name, name), shown
+            yield _SPEC_NAMES.get(name, name), _shown(value)
 
 
 def offline_defaults(row: OfflineAlgorithm) -> Iterator[tuple[str, str]]:
     """(field of the section `algorithm`, default) of what the row reads."""
-    yield from ((name, as_yaml(value)) for name, value in row.loss if name != "kind")
+    yield from ((name, _shown(value)) for name, value in row.loss if name != "kind")
     yield from ((name, "false") for name in sorted(row.options))
 
 
@@ -141,6 +135,13 @@ def roles_besides(row: Algorithm) -> list[str]:
     if row.loss.kl_coef or row.advantage.kl_coef:
         needed.add("reference")
     return sorted(needed)
+
+
+def _shown(value: Any) -> str:
+    """A value, or a section, as YAML."""
+    if isinstance(value, BaseModel):
+        return f"{{{', '.join(f'{name}: {as_yaml(own)}' for name, own in value)}}}"
+    return as_yaml(value)
 
 
 def as_yaml(value: Any) -> str:

@@ -9,11 +9,12 @@ from pydantic import Field, field_validator
 
 from troupe.orchestrator.algorithms.overrides import overridden, overrides
 from troupe.orchestrator.errors import nearest
-from troupe.workers.contract.config import Frozen
+from troupe.workers.contract.config import DistillConfig, Frozen
 from troupe.workers.contract.consequences import refused
 from troupe.workers.contract.offline_config import (
     DpoLossConfig,
     IpoLossConfig,
+    KdLossConfig,
     KtoLossConfig,
     OfflineLossConfig,
     OrpoLossConfig,
@@ -23,7 +24,7 @@ from troupe.workers.contract.offline_config import (
     SftLossConfig,
 )
 
-DataFormat = Literal["demonstrations", "pairs", "ranked", "labelled", "steps"]
+DataFormat = Literal["demonstrations", "pairs", "ranked", "labelled", "steps", "samples"]
 Trains = Literal["policy", "reward_model"]
 ALGORITHM = refused("the checkpoint's state belongs to the algorithm that wrote it")
 
@@ -44,6 +45,8 @@ class OfflineAlgorithm:
     trains: Trains = "policy"
     reference: bool = False
     """Whether it compares with a frozen reference."""
+    teacher: bool = False
+    """Whether a frozen reference may be its teacher."""
     options: frozenset[str] = frozenset()
     """Fields of the algorithm section that it reads besides its loss's."""
 
@@ -58,6 +61,18 @@ OFFLINE_ALGORITHMS: dict[str, OfflineAlgorithm] = {
             source="InstructGPT, arXiv 2203.02155, section 3.5",
             formats=("demonstrations",),
             loss=SftLossConfig(),
+        ),
+        OfflineAlgorithm(
+            name="kd",
+            summary="Distillation on the samples of an earlier run, by the teacher's log-probs in them or by the "
+            "reference's.",
+            formula="loss: distill.coef times the mean over response tokens of the divergence between pi and the "
+            "teacher, as gkd; compares: sampled: mean of (log pi - log pi_teacher)^2 / 2 of the sampled tokens",
+            source="GKD, arXiv 2306.13649, eq. 2 (supervised KD); sampled: k2 of Schulman 2020, whose gradient on the "
+            "policy's samples is that of reverse KL",
+            formats=("samples",),
+            loss=KdLossConfig(),
+            teacher=True,
         ),
         OfflineAlgorithm(
             name="reward_model",
@@ -144,6 +159,7 @@ OFFLINE_ALGORITHMS: dict[str, OfflineAlgorithm] = {
 _PREFERENCE = ("preference_loss", "accuracy", "margin", "reward_chosen", "reward_rejected")
 _REPORTED: dict[type[Frozen], tuple[str, ...]] = {
     SftLossConfig: ("nll", "token_logprob"),
+    KdLossConfig: ("distill_loss", "teacher_divergence", "token_logprob"),
     RewardLossConfig: ("preference_loss", "accuracy", "margin", "score", "calibration_error"),
     ProcessLossConfig: ("accuracy", "score", "calibration_error"),
     DpoLossConfig: _PREFERENCE,
@@ -157,7 +173,13 @@ _TERMS = {"center_coef": "center_loss", "lm_coef": "lm_loss"}
 """Terms of a loss by the coefficient that adds them."""
 
 
-@overrides({type(row.loss): row.name for row in OFFLINE_ALGORITHMS.values()}, without={"kind"})
+@overrides({DistillConfig: ""})
+class DistillSection(Frozen):
+    """Divergence from the teachers, or the reference as one, over more than the sampled token: a term of any
+    algorithm's loss, and the whole loss of gkd and kd. (Over the sampled token alone it is the term `kl`.)"""
+
+
+@overrides({type(row.loss): row.name for row in OFFLINE_ALGORITHMS.values()}, without={"kind", "distill"})
 class OfflineAlgorithmConfig(Frozen):
     """The algorithm, and settings that replace its defaults. A field left out (or null) takes the algorithm's
     default."""
@@ -167,6 +189,9 @@ class OfflineAlgorithmConfig(Frozen):
     from_divergence: bool | None = None
     """dpo, ipo: only tokens from the first difference between the answers on carry the loss. This leaves DPO's loss
     unchanged (shared tokens cancel) and changes IPO's, which is a mean over tokens."""
+
+    distill: DistillSection | None = None
+    """Divergence from the teacher, over its likeliest tokens or the whole vocabulary (kd)."""
 
     @field_validator("name")
     @classmethod
@@ -189,7 +214,15 @@ class OfflineAlgorithmConfig(Frozen):
 
     def loss_config(self) -> OfflineLossConfig:
         """The loss: the row's defaults, overridden by the spec."""
-        return overridden(self.row.loss, dict(self))
+        loss = self.row.loss
+        own = {"distill": overridden(loss.distill, dict(self.distill or ()))} if isinstance(loss, KdLossConfig) else {}
+        return overridden(loss, dict(self) | own)
+
+    @property
+    def distillation(self) -> DistillConfig:
+        """The divergence from a teacher in the loss; its coefficient is 0 without one."""
+        loss = self.loss_config()
+        return loss.divergence if isinstance(loss, KdLossConfig) else DistillConfig()
 
     def unused(self) -> list[str]:
         """Fields that the spec sets and the algorithm does not read."""

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from troupe.orchestrator.algorithms.offline import ALGORITHM, OFFLINE_ALGORITHMS
+from troupe.orchestrator.algorithms.offline import ALGORITHM, OFFLINE_ALGORITHMS, DistillSection
 from troupe.orchestrator.algorithms.overrides import overridden, overrides
 from troupe.orchestrator.algorithms.table import (
     ADAPTED,
@@ -33,7 +33,6 @@ from troupe.workers.contract.config import (
     AdvantageConfig,
     CriticLossConfig,
     CustomConfig,
-    DistillConfig,
     Frozen,
     PolicyLossConfig,
 )
@@ -77,12 +76,6 @@ class KlOldConfig(Frozen):
 @overrides({TrustRegion: ""})
 class TrustRegionConfig(Frozen):
     """Limit on the divergence of a step (ppo_kl_limit)."""
-
-
-@overrides({DistillConfig: ""})
-class DistillSection(Frozen):
-    """Divergence from the teachers, or the reference as one, over more than the sampled token: a term of any
-    algorithm's loss, and the whole loss of gkd. (Over the sampled token alone it is the term `kl`.)"""
 
 
 @overrides(

@@ -65,6 +65,7 @@ ESTIMATOR_OPTIONS: dict[str, frozenset[str]] = {
     "max_likelihood": frozenset(),
     "best_of_subsets": frozenset({"pass_k"}),
     "best_of_group": frozenset(),
+    "preference_pair": frozenset({"dpo_beta"}),
     "distill": frozenset(),
     "none": frozenset(),
     "custom": frozenset({"whiten", "advantage_clip"}),
@@ -87,21 +88,6 @@ OBJECTIVE_OPTIONS: dict[str, frozenset[str]] = {
 }
 """Fields of the algorithm section that only some objectives read."""
 
-RATIOS = {
-    "policy_gradient": "unclipped: nothing bounds a token's `r` (`ppo_kl_limit` bounds the step)",
-    "clip": "clipped: a token (`gspo`: a response) whose `r` has left the clip range in the direction of its advantage "
-    "has no gradient",
-    "kl_penalty": "unclipped, with a penalty on KL(old \\|\\| new)",
-    "soft_gate": "a soft gate: the gradient of a token fades as its `r` leaves 1, in either direction",
-    "geometric": "clipped before the response's geometric mean: a token beyond the bounds has no gradient, and its "
-    "bound is part of the mean that weighs the others",
-    "divergence": "masked: a token whose probability is too far from the sampler's, in the direction of its advantage, "
-    "has no gradient, whatever its `r`",
-    "cispo": "a truncated weight: every token keeps its gradient",
-    "likelihood": "none: the objective is the likelihood of chosen samples, whoever sampled them",
-}
-"""What the ratio does in each objective of a row."""
-
 COVARIANCE_OPTIONS: dict[str, frozenset[str]] = {
     "keep": frozenset(),
     "drop": frozenset({"cov_share", "cov_low", "cov_high"}),
@@ -112,7 +98,10 @@ BASELINE_OPTIONS = frozenset({"baseline_decay"})
 """Fields of the algorithm section that only the baseline player_average reads."""
 CRITIC_OPTIONS = frozenset({"value_clip"})
 TRUST_REGION_OPTIONS = frozenset({"trust_region"})
-COMPARES = frozenset({"group", "smooth_group", "max_likelihood", "best_of_subsets", "best_of_group", "custom"})
+COMPARES = frozenset({"group", "smooth_group", "max_likelihood", "best_of_subsets", "best_of_group"}) | {
+    "preference_pair",
+    "custom",
+}
 """Estimators for which a group of equal rewards may carry no signal, so that it is worth replacing."""
 
 
@@ -464,6 +453,24 @@ ALGORITHMS: dict[str, Algorithm] = {
             advantage=AdvantageConfig(estimator="best_of_group"),
             loss=PolicyLossConfig(
                 objective="likelihood", aggregation="sequence_mean", importance=ImportanceConfig(mode="none")
+            ),
+        ),
+        Algorithm(
+            name="online_dpo",
+            summary="DPO on pairs that the policy samples: the best and the worst response of every group.",
+            formula="h = dpo_beta ((log pi_old - log pi_ref)(best) - (log pi_old - log pi_ref)(worst)); A = n dpo_beta "
+            "sigmoid(-h) for the best of a group of n, minus that for the worst, 0 for the others; loss -A r, "
+            f"{_R_TOKEN}, summed over tokens / sequences: in a batch's first update the gradient of -log sigmoid(h), "
+            "averaged over pairs; no weight for the sampler",
+            source="OAIF, arXiv 2402.04792, alg. 1, with rewards for preferences; loss: DPO, arXiv 2305.18290, eq. 7",
+            required=frozenset({"reference"}),
+            group_size=2,
+            min_group_size=2,
+            advantage=AdvantageConfig(estimator="preference_pair"),
+            loss=PolicyLossConfig(
+                objective="policy_gradient",
+                aggregation="sequence_sum",
+                importance=ImportanceConfig(mode="none"),
             ),
         ),
         Algorithm(

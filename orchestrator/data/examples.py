@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, groupby, islice
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from troupe.orchestrator.algorithms.offline import DataFormat
@@ -32,6 +33,7 @@ from troupe.orchestrator.data.conversations import (
 from troupe.orchestrator.data.pools import Pool, Repeats, asked_in, collect, compared, of_sources
 from troupe.orchestrator.data.preferences import doubts
 from troupe.orchestrator.data.readers import RawValues, read_table, without_nulls
+from troupe.orchestrator.data.samples import sample_reader
 from troupe.orchestrator.data.step_trees import branches
 from troupe.orchestrator.spec.offline import OfflineSpec, columns, data_format
 from troupe.orchestrator.spec.sources import NEGATIVE, ExampleSource, Preferred
@@ -79,17 +81,17 @@ def load_pool(spec: OfflineSpec, source: ExampleSource, label: str, without: Poo
     cannot be read, a row is bad with `on_bad_row: stop`, or none is left."""
     is_asked = asked_in(without)
     format_ = data_format(spec.row.formats, source)
-    fields = columns(format_, source)
+    fields, sampled = columns(format_, source), format_ == "samples"
     found = collect(
-        as_examples(source, read_table(source, fields, label)),
-        example_reader(source, format_, plain=spec.model.plain),
+        as_examples(source, read_table(source, None if sampled else fields, label)),
+        sample_reader(spec, source) if sampled else example_reader(source, format_, plain=spec.model.plain),
         label,
         spec.failures.on_bad_row,
         lambda row: is_asked(row["messages"], ""),
         Repeats(lambda row: f"{row['tools']} {row['messages']} {_said(row)}", source.dedupe, _said),
     )
     contents = (
-        json.dumps({name: value for name, value in row.items() if name != "origin" and value is not None})
+        json.dumps({name: value for name, value in row.items() if name != "origin" and value is not None}, default=_hex)
         for row in found.rows
     )
     table = pa.Table.from_pylist(found.rows, schema=EXAMPLE_TEXTS)
@@ -114,6 +116,10 @@ def _ways(source: ExampleSource, row: RawValues) -> Iterator[RawValues]:
     if not ways:
         yield replace(row, error="no step has a rating")
     yield from (replace(row, values=row.values | {source.steps: way}) for way in ways)
+
+
+def _hex(values: np.ndarray) -> str:
+    return values.tobytes().hex()
 
 
 def _said(row: Mapping[str, Any]) -> str:

@@ -271,6 +271,7 @@ def of_offline_trainer(spec: OfflineSpec, placed: PlacedWorker, _gpu: int, sizes
         gpu=config.device == "cuda",
         longest=longest_sequence(spec),
         values=values,
+        truncated=spec.algorithm.distillation.coef > 0,  # which compares whole logits
         reference=None if of_base else _reference(config.reference_model, sizes),
         process=TRAINER_PROCESS,
         copies_saves=spec.checkpoint.async_save,

@@ -116,7 +116,7 @@ def reward_config(spec: RolloutSpec) -> ScoringConfig:
     own = {f"data.train.{n}": source.rewards for n, source in enumerate(spec.data.mixture)}
     sets = {section: functions for section, functions in own.items() if functions is not None}
     sets |= {one.rewards: one.functions for one in held_out_sets(spec) if one.own_rewards}
-    return spec.roles.reward.worker_config(ScoringConfig, sets=sets)
+    return spec.roles.reward.worker_config(ScoringConfig, sets=sets, teacher_tokens=spec.output.teacher_tokens)
 
 
 def scorer_configs(spec: RunSpec) -> dict[str, ReferenceConfig]:
@@ -125,14 +125,18 @@ def scorer_configs(spec: RunSpec) -> dict[str, ReferenceConfig]:
     rollouts: RolloutSpec | None = spec.rollouts
     teachers = {} if rollouts is None else rollouts.roles.teachers()
     own = {} if spec.roles.reference is None else {"reference": spec.roles.reference}
-    top_k = 0 if rollouts is None else section.policy_loss(rollouts.algorithm).distill.stored_k
+    if rollouts is None:
+        top_k, temperature = spec.offline.algorithm.distillation.stored_k, 1.0
+    else:
+        top_k = section.policy_loss(rollouts.algorithm).distill.stored_k
+        temperature = rollouts.sampling.temperature
     return {
         name: role.worker_config(
             ReferenceConfig,
             model=role.model or spec.model,
             column="ref_logprobs" if name == "reference" else name,
             tokenizer=spec.model,
-            temperature=1.0 if rollouts is None else rollouts.sampling.temperature,
+            temperature=temperature,
             top_k=0 if name == "reference" and teachers else top_k,
             device=role.device,
             threads=role.threads or max(1, int(role.cpus) // role.shards),
@@ -193,6 +197,7 @@ def offline_config(spec: OfflineSpec) -> OfflineConfig:
             from_divergence=bool(spec.algorithm.from_divergence),
             mismatched="labelled" in spec.row.formats,
             steps="steps" in spec.row.formats,
+            sampled="samples" in spec.row.formats,
         ),
         reference_model=_colocated_reference(spec),
         total_updates=spec.updates_of("policy"),

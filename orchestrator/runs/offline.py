@@ -142,6 +142,8 @@ class OfflineRun:
 
     def _reference(self) -> ReferenceScorer | None:
         reference, trainer = self._session.workers.reference, self._trainer
+        if self._spec.algorithm.distillation.in_process:
+            return None
         if reference is not None:
             return ReferenceScorer(reference, reference.score)
         return ReferenceScorer(trainer, trainer.reference_logprobs) if self._spec.reference_in_policy else None

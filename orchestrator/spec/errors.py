@@ -271,7 +271,8 @@ def _key_hint(key: str, section: Path, location: Path, root: type[BaseModel]) ->
     fields = fields_at(root, location)
     if hint := nearest(key, fields):
         return f" ({hint})"
-    homes = list(dict.fromkeys(path for path in known_paths(root) if path.rpartition(".")[2] == key))
+    found = dict.fromkeys(path for path in known_paths(root) if path.rpartition(".")[2] == key)
+    homes = sorted(found, key=lambda path: path.count("."))
     if homes and f"{format_path(section)}.{key}" not in homes:  # else it belongs to another kind of this section
         return f" (it belongs at {' or '.join(homes[:3])})"
     return f" (fields of {format_path(section) or 'a spec'}: {', '.join(fields)})" if fields else ""

@@ -135,6 +135,10 @@ class OfflineSpec(RunSpec, frozen=True):
         return self.roles.policy.device
 
 
+SAMPLE_COLUMNS = ("messages", "response", "prompt_ids", "response_ids", "loss_mask", "trained")
+"""Columns of a run's samples that every distillation reads."""
+
+
 def data_format(formats: Sequence[DataFormat], source: ExampleSource) -> DataFormat:
     """Format of a source's rows, of those an algorithm takes: two answers in separate columns are a pair."""
     answers = source.answers
@@ -151,6 +155,8 @@ def columns(format_: DataFormat, source: ExampleSource) -> dict[str, str]:
         else:
             named["response"] = source.response
         named["label"] = source.label if format_ == "labelled" else None
+    elif format_ == "samples":
+        return {name: name for name in SAMPLE_COLUMNS}
     elif format_ == "steps":
         named |= {"steps": source.steps, "step_labels": source.step_labels}
     elif format_ == "pairs" and source.answers is None:

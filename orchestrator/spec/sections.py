@@ -639,3 +639,6 @@ class OutputConfig(BaseOutput):
 
     trajectories: bool = True
     """Write every step's samples as Parquet, and up to 4096 samples of every evaluation."""
+    teacher_tokens: bool = False
+    """Write the teachers' likeliest tokens with the samples, 8k + 4 bytes for each token and teacher, so that `kd` can
+    train on them without the teachers."""

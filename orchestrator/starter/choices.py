@@ -112,7 +112,7 @@ class Data:
 
 def check_algorithm(name: str) -> None:
     """Raise UsageError unless a first spec can be written for this algorithm."""
-    if name in TAUGHT:
+    if name in TAUGHT or (name in OFFLINE_ALGORITHMS and OFFLINE_ALGORITHMS[name].teacher):
         raise UsageError(f"--algorithm: {name} needs a second model as teacher; see `troupe algorithms {name}`")
     if name not in ALGORITHMS and name not in OFFLINE_ALGORITHMS:
         raise UsageError(f"--algorithm: {unknown_algorithm(name)}")

@@ -9,6 +9,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from troupe.orchestrator.algorithms.description import roles_besides
 from troupe.orchestrator.algorithms.offline import OFFLINE_ALGORITHMS
 from troupe.orchestrator.algorithms.table import ALGORITHMS
 from troupe.orchestrator.errors import DoesNotFit, UsageError
@@ -346,7 +347,7 @@ def _rollouts(choices: Choices, data: Data, settings: Sizing) -> dict[str, Any]:
     roles: dict[str, Any] = {"rollout": engine, "policy": policy}
     if settings.critics:
         roles["critic"] = _trainer(choices, settings, settings.critics)
-    if settings.critics or row.loss.kl_coef > 0 or row.advantage.kl_coef > 0:
+    if settings.critics or "reference" in roles_besides(row):
         roles["reference"] = {"colocate_with": "policy"}
     scorers = max(1, min(8, choices.cpus // 4))
     share = 10 if choices.environment else 20  # percent of the cores

@@ -104,7 +104,7 @@ LEFT_OUT = {
     **dict.fromkeys(
         (
             *("algorithm.aggregation", "algorithm.by_source", "algorithm.kl*", "algorithm.normalize_by_std"),
-            "algorithm.distill*",
+            *("algorithm.distill*", "algorithm.compares"),
             *("algorithm.reward_scale", "algorithm.trust_region", "algorithm.whiten"),
         ),
         "a formula of one step",
@@ -140,6 +140,7 @@ ROLLOUTS = Matrix(
                 "algorithm.name": "gkd",
                 "roles.teacher": {"own": {"colocate_with": "policy", "average": True, "prompt": "{prompt}!"}},
                 "roles.policy.ema_decay": 0.5,
+                "output.teacher_tokens": True,
             },
         },
         "weights": {
@@ -286,6 +287,12 @@ OFFLINE = Matrix(
     factors={
         "algorithm": {
             "sft": {},
+            "kd": {
+                "algorithm.name": "kd",
+                "algorithm.distill.support": "teacher_top_k",
+                **_examples("samples"),
+                **_REFERENCE,
+            },
             "reward_model": {"algorithm.name": "reward_model", "algorithm.level": "token", **_PAIRS},
             "process_reward_model": {"algorithm.name": "process_reward_model", **_examples("steps")},
             "dpo": {"algorithm.name": "dpo", **_PAIRS, **_REFERENCE},

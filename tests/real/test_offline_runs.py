@@ -274,7 +274,7 @@ def assert_learns(run: FinishedRun, name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "overrides"),
     [
-        *((f"tiny-{name}", HALF) for name in ("sft", "orpo", "kto", "rrhf", "dpo-ranked", "reward-model-token")),
+        *((f"tiny-{name}", HALF) for name in ("sft", "kd", "orpo", "kto", "rrhf", "dpo-ranked", "reward-model-token")),
         ("tiny-reward-model-ranked", ()),
         ("tiny-process-reward-model", ()),
     ],

@@ -15,7 +15,7 @@ import torch
 from troupe.workers import offline
 from troupe.workers.contract.config import ModelConfig
 from troupe.workers.contract.messages import RankPlan
-from troupe.workers.contract.offline_config import ExampleConfig, ProcessLossConfig, RewardLossConfig
+from troupe.workers.contract.offline_config import ExampleConfig, KtoLossConfig, ProcessLossConfig, RewardLossConfig
 from troupe.workers.contract.offline_messages import EXAMPLE_BATCH
 from troupe.workers.data.examples import ExampleTable
 from troupe.workers.models.capabilities import adapt
@@ -70,12 +70,14 @@ def test_the_reference_point_of_kto_is_summed_in_float64(monkeypatch: pytest.Mon
     monkeypatch.setattr(offline, "all_reduce", all_reduce)
     worker = bare(
         ExamplePolicyWorker,
-        _config=SimpleNamespace(examples=ExampleConfig(max_length=8, micro_batch_tokens=8, mismatched=True)),
+        _config=SimpleNamespace(
+            examples=ExampleConfig(max_length=8, micro_batch_tokens=8, mismatched=True), loss=KtoLossConfig()
+        ),
         _engine=SimpleNamespace(device=torch.device("cpu")),
         _device="cpu",
     )
     plan = RankPlan(((0, 1, 2, 3), (4, 5, 6, 7, 8, 9), (10, 11), ()), 0, 6)
-    module: Any = lambda batch: (logprobs_of(batch.targets), None)  # noqa: E731
+    module: Any = lambda batch, reader: (logprobs_of(batch.targets), None)  # noqa: E731
     found = worker._reference_point(module, plan, table)
     rows = [row for row in batch(6).to_pylist() if row["sample_index"] == 1]
     wanted = math.fsum(

@@ -200,6 +200,27 @@ def best_of_subsets_advantages(rewards: torch.Tensor, groups: torch.Tensor, k: i
     return result
 
 
+def preference_pair_advantages(
+    rewards: torch.Tensor, groups: torch.Tensor, ratios: torch.Tensor, beta: float
+) -> torch.Tensor:
+    """float64 [n]: w for the best sample of every group and -w for the worst (the first of equals), 0 for the others.
+
+    Online DPO (arXiv 2402.04792, alg. 1) takes DPO's step (arXiv 2305.18290, eq. 7) on a pair that the policy samples.
+    With h = beta (`ratios`(best) - `ratios`(worst)), the samples' log-ratios to the reference, and n / (number of
+    groups) for the mean over pairs, w = n / (number of groups) beta sigmoid(-h): -w (log pi(best) - log pi(worst)) has
+    the gradient of -log sigmoid(h). A group of equal rewards has no pair. Arguments as in `group_advantages`.
+    """
+    result = torch.zeros(len(rewards), dtype=torch.double)
+    same = uniform_groups(rewards, groups)
+    for group in range(len(same)):
+        members = (groups == group).nonzero().flatten()
+        best, worst = members[rewards[members].argmax()], members[rewards[members].argmin()]
+        lead = beta * (ratios[best] - ratios[worst])
+        weight = 0.0 if same[group] else len(rewards) / len(same) * beta * torch.sigmoid(-lead)
+        result[best], result[worst] = weight, -weight
+    return result
+
+
 def covariant_tokens(
     advantages: torch.Tensor, logprobs: torch.Tensor, among: torch.Tensor, share: float, bounds: tuple[float, float]
 ) -> torch.Tensor:

@@ -26,6 +26,7 @@ from troupe.workers.algorithms.advantages import (
     n_step_advantages,
     optimal_token_baselines,
     player_average_advantages,
+    preference_pair_advantages,
     process_advantages,
     returns_to_go,
     shaped_rewards,
@@ -152,6 +153,12 @@ def _distill(config: AdvantageConfig, batch: SampledTokens, state: AdvantageStat
     return Estimate(logprobs - weights * policy.double(), state)
 
 
+def _preference_pair(config: AdvantageConfig, batch: SampledTokens, state: AdvantageState) -> Estimate:
+    ratios = torch.zeros(len(batch.lengths), dtype=torch.double).index_add(0, batch.sequence, _log_ratios(batch))
+    pairs = preference_pair_advantages(batch.rewards, batch.groups, ratios, config.dpo_beta)
+    return Estimate(pairs[batch.sequence], state)
+
+
 def _returns(config: AdvantageConfig, batch: SampledTokens, state: AdvantageState) -> Estimate:
     shaped = _shape(config, batch, state)
     totals = torch.zeros(len(batch.lengths), dtype=torch.double).index_add(0, batch.sequence, shaped.token_rewards)
@@ -241,6 +248,7 @@ ESTIMATORS: dict[str, Estimator] = {
         lambda batch, config: best_of_subsets_advantages(batch.rewards, batch.groups, config.pass_k)
     ),
     "best_of_group": _by_sample(lambda batch, _: best_of_group(batch.rewards, batch.groups)),
+    "preference_pair": _preference_pair,
     "distill": _distill,
     "none": _by_sample(lambda batch, _: torch.zeros(len(batch.lengths), dtype=torch.double)),
     "returns": _returns,
@@ -303,7 +311,7 @@ def _shape(config: AdvantageConfig, batch: SampledTokens, state: AdvantageState)
     coef = state.kl_coef_from(config.kl_coef) if adaptive else config.kl_coef
     kl, metrics, steered = None, {}, {"kl_coef": None, "kl_start": None}
     if config.kl_coef:
-        kl = _kl(batch)
+        kl = _log_ratios(batch)
         if adaptive:
             metrics["kl_coef"] = coef
             next_coef = steered_kl_coef(coef, float(kl.sum()) / len(batch.lengths), config, len(batch.lengths))
@@ -343,9 +351,10 @@ def steered_kl_coef(coef: float, kl: float, config: AdvantageConfig, samples: in
     return adapted_coef(coef * (1.0 + error * min(1.0, samples / config.kl_horizon)), config.kl_coef)
 
 
-def _kl(batch: SampledTokens) -> torch.Tensor:
+def _log_ratios(batch: SampledTokens) -> torch.Tensor:
+    """float64 [T]: log-prob before the update minus the reference's."""
     if batch.old_logprobs is None or batch.ref_logprobs is None:
-        raise ValueError("kl_coef needs old_logprobs and ref_logprobs, but the batch lacks them")
+        raise ValueError("the log-ratio to the reference needs old_logprobs and ref_logprobs, but the batch lacks them")
     return batch.old_logprobs.double() - batch.ref_logprobs.double()
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from troupe.workers.algorithms.policy_loss import kl_penalty
 from troupe.workers.algorithms.preference_losses import (
     PREFERENCE_LOSSES,
     Groups,
@@ -31,6 +32,7 @@ from troupe.workers.algorithms.preference_losses import (
 from troupe.workers.contract.offline_config import (
     DpoLossConfig,
     IpoLossConfig,
+    KdLossConfig,
     KtoLossConfig,
     OrpoLossConfig,
     ProcessLossConfig,
@@ -74,6 +76,8 @@ class Scored:
     """float [T], from the policy being trained."""
     ref_logprobs: torch.Tensor | None = None
     """float [T]."""
+    divergences: torch.Tensor | None = None
+    """float [T]: divergence from a teacher (`distillation.divergence`), with gradient."""
     rewards: torch.Tensor | None = None
     """float [B], from the reward model being trained: its scores at the last tokens."""
     token_rewards: torch.Tensor | None = None
@@ -141,6 +145,26 @@ def sft(scored: Scored, config: SftLossConfig, totals: Totals) -> ObjectiveOutpu
     """Mean negative log-likelihood over all response tokens of the update."""
     sums, counts = scored.sums()
     return _output({"nll": _likelihood(scored, totals)}, {"token_logprob": (sums.sum(), counts.sum())})
+
+
+def distilled(scored: Scored, config: KdLossConfig, totals: Totals) -> ObjectiveOutput:
+    """Mean divergence from the teacher over all response tokens of the update, as `gkd` has it (GKD, arXiv 2306.13649,
+    eq. 2).
+
+    Of sampled tokens it is k2 of `policy_loss.kl_penalty`: on samples of the policy its gradient is on average that of
+    KL(policy || teacher), and that of `distill` in a batch's first update.
+    """
+    sums, counts = scored.sums()
+    divergences, coef = scored.divergences, config.distill.coef
+    if config.compares == "sampled":
+        if scored.logprobs is None or scored.ref_logprobs is None:
+            raise ValueError("the teacher's log-probs of the sampled tokens are needed")
+        divergences, coef = kl_penalty(scored.logprobs.double(), scored.ref_logprobs.double(), "k2"), 1.0
+    if divergences is None:
+        raise ValueError("the divergence from the teacher is needed")
+    total, tokens = torch.where(scored.loss_mask, divergences, 0.0).double().sum(), counts.sum()
+    terms = {"distill_loss": coef * total / max(totals.tokens, 1)}
+    return _output(terms, {"teacher_divergence": (total, tokens), "token_logprob": (sums.sum(), tokens)})
 
 
 def reward(scored: Scored, config: RewardLossConfig, totals: Totals) -> ObjectiveOutput:
@@ -257,6 +281,7 @@ Objective = Callable[[Scored, Any, Totals], ObjectiveOutput]
 
 OBJECTIVES: Mapping[type, Objective] = {
     SftLossConfig: sft,
+    KdLossConfig: distilled,
     RewardLossConfig: reward,
     ProcessLossConfig: process,
     DpoLossConfig: preference_dpo,

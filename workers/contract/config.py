@@ -434,6 +434,8 @@ class ScoringConfig(RewardConfig):
     sets: dict[str, tuple[RewardFunctionConfig, ...]] = Field(default_factory=dict)
     """Reward functions by the path of the section that they belong to (`data.eval.math500`), used instead of the
     role's functions and reward model."""
+    teacher_tokens: bool = False
+    """Whether the samples that it writes have the teachers' likeliest tokens."""
 
 
 class EngineProcess(Frozen):
@@ -715,6 +717,7 @@ class AdvantageConfig(Frozen):
         "max_likelihood",
         "best_of_subsets",
         "best_of_group",
+        "preference_pair",
         "returns",
         "gae",
         "n_step",
@@ -727,7 +730,8 @@ class AdvantageConfig(Frozen):
     prompt (DCPO); `decoupled_group`: each component of the reward relative to the group, then summed
     (GDPO); `max_likelihood`: divided by the group's mean reward (MaxRL); `best_of_subsets`: the
     best reward of `pass_k` samples, relative to all choices of that many (pass@k training); `best_of_group`: samples
-    per group for the best sample, 0 for the others (RAFT);
+    per group for the best sample, 0 for the others (RAFT); `preference_pair`: the weight of DPO's gradient for the
+    best sample, minus it for the worst, 0 for the others (online DPO);
     `returns`: sums of token rewards minus a baseline (REINFORCE family); `gae`, `n_step`: temporal differences of the
     critic; `distill`: log-prob under the teacher minus log-prob under the policy; `none`: 0, for a loss with another
     term; `custom`: the function of the user's algorithm."""
@@ -741,6 +745,8 @@ class AdvantageConfig(Frozen):
     """Estimator turn_group: weight of the comparison of turns beside that of samples."""
     pass_k: int = Field(default=4, ge=2)
     """Estimator best_of_subsets: samples in a subset, whose best one counts. A group needs more samples than this."""
+    dpo_beta: float = Field(default=0.1, gt=0.0)
+    """Estimator preference_pair: beta of DPO, the strength of the implicit KL to the reference."""
     baseline: Literal[
         "none", "running_mean", "group_mean", "leave_one_out", "greedy", "player_average", "optimal_token"
     ] = "none"

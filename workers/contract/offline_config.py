@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from troupe.workers.contract.config import Frozen, ModelConfig, RankConfig
+from troupe.workers.contract.config import DistillConfig, Frozen, ModelConfig, RankConfig
 
 Preference = Annotated[
     Literal["logistic", "fidelity"],
@@ -96,8 +96,25 @@ class ProcessLossConfig(Frozen):
     kind: Literal["process"] = "process"
 
 
+class KdLossConfig(Frozen):
+    """Distillation on the samples of an earlier run."""
+
+    kind: Literal["kd"] = "kd"
+    compares: Literal["distribution", "sampled"] = "distribution"
+    """What is compared with the teacher. `distribution`: the divergence of `distill`; `sampled`: the log-prob of the
+    sampled token, (log pi - log pi_teacher)^2 / 2."""
+    distill: DistillConfig = DistillConfig(coef=1.0)
+    """Divergence from the teacher."""
+
+    @property
+    def divergence(self) -> DistillConfig:
+        """The divergence of distributions; its coefficient is 0 if only sampled tokens are compared."""
+        return self.distill if self.compares == "distribution" else DistillConfig()
+
+
 OfflineLossConfig = Annotated[
     SftLossConfig
+    | KdLossConfig
     | RewardLossConfig
     | ProcessLossConfig
     | DpoLossConfig
@@ -122,6 +139,8 @@ class ExampleConfig(Frozen):
     """Add to every example its prompt with the response of another example (for the reference point of KTO)."""
     steps: bool = False
     """The responses of an example are the steps of one response, and their scores the labels."""
+    sampled: bool = False
+    """The examples have token ids, from the samples of a run."""
 
 
 class OfflineConfig(RankConfig):

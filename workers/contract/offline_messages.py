@@ -7,7 +7,19 @@ from dataclasses import dataclass, field
 
 import pyarrow as pa
 
-from troupe.workers.contract.messages import IDENTITY, TrainSummary, versioned
+from troupe.workers.contract.messages import IDENTITY, TEACHER_TOKENS, TEACHER_WEIGHTS, TrainSummary, versioned
+
+TEACHER_SCORES = pa.schema([pa.field("ref_logprobs", pa.list_(pa.float32())), *TEACHER_TOKENS, TEACHER_WEIGHTS])
+"""What samples may have of teachers, as in TRAIN."""
+SAMPLED = pa.schema(
+    [
+        pa.field("prompt_ids", pa.list_(pa.int32())),
+        pa.field("response_ids", pa.list_(pa.int32())),
+        pa.field("loss_mask", pa.list_(pa.bool_())),
+        *TEACHER_SCORES,
+    ]
+)
+"""Tokens of samples, as the run that sampled them has them."""
 
 EXAMPLE_TEXTS = versioned(
     pa.field("messages", pa.string(), nullable=False),  # JSON, as in PROMPTS
@@ -19,6 +31,7 @@ EXAMPLE_TEXTS = versioned(
     pa.field("tools", pa.string()),  # JSON schemas of functions, as JSON; null: none
     pa.field("origin", pa.string(), nullable=False),  # "file.jsonl:17", for error messages
     pa.field("source", pa.string()),  # name of the source in a mixture; null: there is one source
+    *SAMPLED,  # null unless the examples are samples of a run
 )
 """The example pool: one row per example, with all its responses."""
 
@@ -30,6 +43,7 @@ _TOKENS = (
     pa.field("margin", pa.float64(), nullable=False),
     pa.field("desirable", pa.bool_(), nullable=False),
     pa.field("step_labels", pa.list_(pa.float64())),  # one for each token of the loss mask, at which a step ends
+    *TEACHER_SCORES,
 )
 
 EXAMPLES = versioned(
@@ -37,7 +51,7 @@ EXAMPLES = versioned(
 )
 """Tokenized examples: one row per response; the rows of an example are adjacent and ordered by `member`."""
 
-EXAMPLE_BATCH = versioned(*IDENTITY, *_TOKENS, pa.field("ref_logprobs", pa.list_(pa.float32())))
+EXAMPLE_BATCH = versioned(*IDENTITY, *_TOKENS)
 """Batch of one step. `prompt_uid` names the example's visit, and `sample_index` its member: 0 is the demonstration or
 the best response, the others follow in rank, tied ones in any order. For KTO, 1 is the mismatched response."""
 

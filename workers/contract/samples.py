@@ -7,7 +7,15 @@ from __future__ import annotations
 
 import pyarrow as pa
 
-from troupe.workers.contract.messages import IDENTITY_NAMES, KEPT_TOKENS, REWARDS, ROLLOUTS, versioned
+from troupe.workers.contract.messages import (
+    IDENTITY_NAMES,
+    KEPT_TOKENS,
+    REWARDS,
+    ROLLOUTS,
+    TEACHER_TOKENS,
+    TEACHER_WEIGHTS,
+    versioned,
+)
 
 _FLOATS = pa.list_(pa.float32())
 
@@ -20,6 +28,8 @@ TRAINED = (
     pa.field("values", _FLOATS),
     pa.field("logprobs", _FLOATS),  # of the policy in the step's last update that had the row
     pa.field("entropy", _FLOATS),  # of the policy in that update
+    *TEACHER_TOKENS,  # null unless the run keeps them
+    TEACHER_WEIGHTS,
 )
 """What was trained: over response tokens, null if it was not computed."""
 

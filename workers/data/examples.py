@@ -18,9 +18,15 @@ import pyarrow as pa
 import torch
 
 from troupe.workers.algorithms.preference_losses import Groups, divergence_masks
-from troupe.workers.contract.messages import RankPlan, TrainRow, identities
+from troupe.workers.contract.messages import TEACHER_WEIGHTS, RankPlan, TrainRow, identities
 from troupe.workers.contract.offline_config import ExampleConfig
-from troupe.workers.contract.offline_messages import EXAMPLE_BATCH, EXAMPLES, ExampleBatchSummary, ExampleSummary
+from troupe.workers.contract.offline_messages import (
+    EXAMPLE_BATCH,
+    EXAMPLES,
+    TEACHER_SCORES,
+    ExampleBatchSummary,
+    ExampleSummary,
+)
 from troupe.workers.data.chat import PromptRefused, encode_prompt
 from troupe.workers.data.plain_text import MARK, as_text, response_text, restored, text_ids, token_counts
 from troupe.workers.data.template_forms import as_read
@@ -316,7 +322,6 @@ def assemble(picks: Picks, examples: pa.Table, config: ExampleConfig) -> tuple[E
         "prompt_uid": pa.array(uids, pa.string()),
         "sample_index": chosen.column("member"),
         "attempt": pa.array(np.zeros(len(rows), np.int32)),
-        "ref_logprobs": pa.nulls(len(rows), pa.list_(pa.float32())),
     }
     columns |= {name: chosen.column(name) for name in EXAMPLES.names if name in EXAMPLE_BATCH.names}
     batch = pa.table([columns[name] for name in EXAMPLE_BATCH.names], schema=EXAMPLE_BATCH)
@@ -353,21 +358,26 @@ def _train_rows(batch: pa.Table) -> tuple[TrainRow, ...]:
 
 
 def attach(batch: pa.Table, scores: Sequence[pa.Table]) -> pa.Table:
-    """The batch with `ref_logprobs` from token_scores tables in any order. Raises ValueError if a row has no score."""
+    """The batch with the reference's `token_scores`, in any order. Raises ValueError if a row has no score."""
     table = pa.concat_tables(scores)
     place = {key: row for row, key in enumerate(identities(table))}
     missing = [key for key in identities(batch) if key not in place]
     if missing:
         raise ValueError(f"example {missing[0][0]}[{missing[0][1]}] was not scored by the reference")
     order = pa.array([place[key] for key in identities(batch)], pa.int64())
-    column = table.column("ref_logprobs").take(order)
-    return batch.set_column(batch.schema.get_field_index("ref_logprobs"), EXAMPLE_BATCH.field("ref_logprobs"), column)
+    given = {name: table.column(name).take(order) for name in TEACHER_SCORES.names if name in table.column_names}
+    if len(given) > 1:
+        given[TEACHER_WEIGHTS.name] = pa.array([[1.0]] * batch.num_rows, TEACHER_WEIGHTS.type)
+    for name, column in given.items():
+        batch = batch.set_column(EXAMPLE_BATCH.get_field_index(name), EXAMPLE_BATCH.field(name), column)
+    return batch
 
 
 @dataclass(frozen=True)
 class ExampleMicroBatch:
     """Rows of a batch as tensors; for the fields see `troupe.workers.algorithms.offline_objectives.Scored`."""
 
+    table: TokenTable
     tokens: TokenBatch
     groups: Groups
     score: torch.Tensor
@@ -400,6 +410,7 @@ class ExampleTable:
         labels = [label for row in rows for label in self._step_labels[row] or ()]
         group = torch.unique_consecutive(self._group[index], return_inverse=True)[1]
         return ExampleMicroBatch(
+            table=self.tokens,
             tokens=tokens,
             groups=Groups(to_device(group, device), to_device(self.member[index], device)),
             score=to_device(self._score[index], device),

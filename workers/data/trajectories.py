@@ -15,6 +15,8 @@ from troupe.workers.contract.messages import (
     REWARDS,
     ROLLOUTS,
     SEGMENT,
+    TEACHER_TOKENS,
+    TEACHER_WEIGHTS,
     TOKEN_RECORDS,
     TRAIN,
     Identity,
@@ -24,6 +26,7 @@ from troupe.workers.contract.messages import (
 from troupe.workers.contract.samples import SAMPLES, TRAINED, conform
 
 _RECORDED = TOKEN_RECORDS.names[-2:]
+_TEACHERS = frozenset(field.name for field in (*TEACHER_TOKENS, TEACHER_WEIGHTS))
 _SCORES = tuple(name for name in REWARDS.names if name not in IDENTITY_NAMES)
 READABLE = (
     *("prompt_uid", "sample_index", "messages", "conversation", "response", "answer", "finish_reason"),
@@ -59,9 +62,11 @@ def join_rewards(tables: Sequence[pa.Table]) -> pa.Table:
     return samples
 
 
-def join_samples(step: int, unscored: Unscored, tables: Sequence[pa.Table]) -> pa.Table:
+def join_samples(
+    step: int, unscored: Unscored, tables: Sequence[pa.Table], *, teacher_tokens: bool = False
+) -> pa.Table:
     """The SAMPLES table, a row per row of ROLLOUTS, of it, REWARDS, TRAIN and TOKEN_RECORDS (the last of a row
-    counts) tables in any order. Raises as `join_rewards`."""
+    counts) tables in any order, with the teachers' tokens or without. Raises as `join_rewards`."""
     kinds = {"train": TRAIN, "records": TOKEN_RECORDS}
     found: dict[str, list[pa.Table]] = {"train": [], "records": [], "rest": []}
     for table in tables:
@@ -76,7 +81,8 @@ def join_samples(step: int, unscored: Unscored, tables: Sequence[pa.Table]) -> p
     trained, recorded = _places(keys, train), _places(keys, records)
     columns = {"trained": trained.is_valid()}
     columns |= {name: records[name].take(recorded) for name in _RECORDED}
-    columns |= {field.name: train[field.name].take(trained) for field in TRAINED if field.name not in columns}
+    others = columns.keys() if teacher_tokens else columns.keys() | _TEACHERS
+    columns |= {field.name: train[field.name].take(trained) for field in TRAINED if field.name not in others}
     for name, column in columns.items():
         samples = samples.append_column(name, column)
     return conform(samples, SAMPLES, step=step)
@@ -103,10 +109,12 @@ def _places(keys: Sequence[tuple[Identity, int]], table: pa.Table) -> pa.Array:
     return pa.array([rows.get(key) for key in keys], pa.int64())
 
 
-def write_trajectories(path: str | Path, step: int, unscored: Unscored, tables: Sequence[pa.Table]) -> int:
+def write_trajectories(
+    path: str | Path, step: int, unscored: Unscored, tables: Sequence[pa.Table], *, teacher_tokens: bool = False
+) -> int:
     """Write the samples of a step to one Parquet file, atomically; returns its number of rows. Raises as
     `join_samples`, and OSError if the file cannot be written."""
-    return _write(Path(path), join_samples(step, unscored, tables))
+    return _write(Path(path), join_samples(step, unscored, tables, teacher_tokens=teacher_tokens))
 
 
 def write_evaluation(path: str | Path, step: int, tables: Sequence[pa.Table]) -> int:

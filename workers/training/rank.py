@@ -30,10 +30,10 @@ from troupe.workers.contract.messages import (
 )
 from troupe.workers.data.kept_tables import picked, write_tables
 from troupe.workers.models.capabilities import adapt, use_liger
-from troupe.workers.models.distillation import top_tokens
+from troupe.workers.models.distillation import LogitsReader, TopTeacher, WholeTeacher, top_tokens
 from troupe.workers.models.modeling import CausalLogprobs, ModelModule, head_chunks, load_causal, score_plan
 from troupe.workers.models.sequence_parallel import SequenceGroup
-from troupe.workers.models.token_batch import TokenBatch
+from troupe.workers.models.token_batch import TokenBatch, TokenTable
 from troupe.workers.telemetry.peak_memory import resident_peak
 from troupe.workers.telemetry.stacks import Activity, announce
 from troupe.workers.training.adapter import ModelAdapter
@@ -127,7 +127,7 @@ class TrainingRank(ABC, Generic[ConfigT]):
 
     @property
     def _distill(self) -> DistillConfig:
-        """Divergence from the colocated reference in the loss."""
+        """Divergence from a teacher in the loss."""
         return DistillConfig()
 
     @property
@@ -214,6 +214,17 @@ class TrainingRank(ABC, Generic[ConfigT]):
         if self._reference is None:
             raise RuntimeError(f"{self._name} has no colocated reference")
         return self._reference.module
+
+    def _teacher(self, table: TokenTable, micro_batch: TokenBatch) -> LogitsReader:
+        """Reads the divergence from the teacher at a micro-batch's tokens. Raises ValueError without its tokens."""
+        if self._distill.in_process:
+            teacher = cast(CausalLogprobs, self._frozen)
+            states = teacher.teacher_states(micro_batch)
+            return WholeTeacher(states, teacher.logits_of, teacher.temperature, self._distill)
+        stored = table.teachers(micro_batch)
+        if stored is None:
+            raise ValueError("algorithm.distill needs the teacher's tokens, but the batch lacks the column teacher_ids")
+        return TopTeacher(*stored, self._distill)
 
     def _meter(self) -> UpdateMeter:
         """Measures an update that begins now."""

@@ -11,21 +11,25 @@ from troupe.orchestrator.spec.checks.shared import (
     best_problems,
     changed,
     evaluation_problems,
+    in_process_problems,
     mixture_problems,
     shard_problems,
     shares_of,
     template_problems,
     trainer_problems,
+    unread_distill,
 )
 from troupe.orchestrator.spec.offline import OfflineSpec, columns, data_format
 from troupe.orchestrator.spec.sections import ReferenceRole
 from troupe.orchestrator.spec.sources import NEGATIVE, POSITIVE, ExampleSource
-from troupe.workers.contract.offline_config import RewardLossConfig
+from troupe.workers.contract.offline_config import KdLossConfig, RewardLossConfig
 
 _COLUMNS = (
     *("prompt", "response", "messages", "chosen", "rejected", "margin", "answers", "scores", "ranks", "preferred"),
     *("one_in_a_row", "label", "min_margin", "steps", "step_labels", "neutral", "separator"),
 )
+_TEXTS = ("system", "system_column", "template", "tools")
+"""What is added to texts, and not to samples, whose tokens are given."""
 _ORDERS = ("scores", "ranks", "preferred")
 """Fields that order answers; a source has at most one."""
 
@@ -34,8 +38,10 @@ def check_roles(spec: OfflineSpec) -> Iterator[Finding]:
     row, reference = spec.row, spec.roles.reference
     if row.reference and reference is None:
         yield "roles.reference", f"is required: {row.name} compares with a reference"
-    if not row.reference and reference is not None:
+    if not (row.reference or row.teacher) and reference is not None:
         yield "roles.reference", f"{row.name} has no reference; remove the role"
+    if row.teacher:
+        yield from _teacher(spec)
     if spec.roles.policy.colocate_with is not None:
         yield "roles.policy.colocate_with", "the policy cannot be colocated; possible: reference with policy"
     if reference is None or reference.colocate_with is None:
@@ -45,6 +51,21 @@ def check_roles(spec: OfflineSpec) -> Iterator[Finding]:
     for name in INSIDE_ANOTHER:
         if name in ReferenceRole.model_fields and changed(reference, name):
             yield f"roles.reference.{name}", "has no effect inside the policy's workers; remove it"
+
+
+def _teacher(spec: OfflineSpec) -> Iterator[Finding]:
+    """What the divergence from a teacher needs of the roles, and settings of it without an effect."""
+    loss, distill = spec.algorithm.loss_config(), spec.algorithm.distillation
+    if isinstance(loss, KdLossConfig) and not loss.distill.coef:
+        yield "algorithm.distill.coef", f"must be above 0: {spec.row.name} has no other loss"
+    elif not distill.coef and spec.algorithm.distill is not None:
+        yield "algorithm.distill", "has no effect with compares: sampled; remove it"
+    elif spec.roles.reference is None and distill.in_process:
+        why = f"algorithm.distill.support {distill.support} needs the teacher's logits"
+        yield "roles.reference", f"is required: {why}; samples have those of teacher_top_k"
+    else:
+        yield from unread_distill(spec.algorithm.distill, distill)
+        yield from in_process_problems(spec, distill)
 
 
 def check_algorithm(spec: OfflineSpec) -> Iterator[Finding]:
@@ -76,7 +97,7 @@ def check_schedule(spec: OfflineSpec) -> Iterator[Finding]:
 
 def check_lengths(spec: OfflineSpec) -> Iterator[Finding]:
     policy, reference = spec.roles.policy, spec.roles.reference
-    rows = 1 if spec.row.formats[0] in ("demonstrations", "steps") else 2
+    rows = 1 if spec.row.formats[0] in ("demonstrations", "steps", "samples") else 2
     need = rows * spec.data.max_length
     if policy.micro_batch_tokens < need:
         what = "one example" if rows == 1 else "the two rows of an example"
@@ -102,7 +123,8 @@ def check_data(spec: OfflineSpec) -> Iterator[Finding]:
         if "{prompt}" not in source.template:
             yield f"data.{split}.template", "must contain {prompt}, which stands for the row's text"
         format_ = data_format(spec.row.formats, source)
-        read = {name.partition(".")[0] for name in columns(format_, source)}
+        named = () if format_ == "samples" else columns(format_, source)
+        read = {name.partition(".")[0] for name in named}
         read |= {"answers", "one_in_a_row", *_ORDERS} if format_ == "ranked" or "answers" in read else set()
         read |= {"min_margin"} if format_ == "pairs" else {"separator"} if format_ == "steps" else set()
         read |= {"step_labels"} if format_ == "steps" else set()
@@ -115,7 +137,7 @@ def check_data(spec: OfflineSpec) -> Iterator[Finding]:
                 yield f"data.{split}.prompt", "is required; a column with whole conversations is named by messages"
         if source.loss_on != "all" and source.messages is None:
             yield f"data.{split}.loss_on", "has no effect without messages; remove it"
-        for name in _COLUMNS:
+        for name in (*_COLUMNS, *(_TEXTS if format_ == "samples" else ())):
             if name not in read and dict(source)[name] != type(source).model_fields[name].default:
                 yield f"data.{split}.{name}", f"{spec.row.name} on {format_} does not use it; remove it"
         given = [name for name in _ORDERS if dict(source)[name] is not None]

@@ -8,7 +8,15 @@ from troupe.orchestrator.algorithms import custom
 from troupe.orchestrator.algorithms import section as algorithms
 from troupe.orchestrator.errors import Finding, nearest
 from troupe.orchestrator.spec.checks.data import component_problems
-from troupe.orchestrator.spec.checks.shared import INSIDE_ANOTHER, changed, shard_problems, shares_of, trainer_problems
+from troupe.orchestrator.spec.checks.shared import (
+    INSIDE_ANOTHER,
+    changed,
+    in_process_problems,
+    shard_problems,
+    shares_of,
+    trainer_problems,
+    unread_distill,
+)
 from troupe.orchestrator.spec.derived.training import resolved_backend
 from troupe.orchestrator.spec.engine_options import refused_options
 from troupe.orchestrator.spec.errors import show
@@ -16,7 +24,6 @@ from troupe.orchestrator.spec.locations import url_problem
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.sections import EngineRole, ReferenceRole, TeacherRole
 from troupe.orchestrator.spec.sources import Mixed, ReasoningGymSource
-from troupe.workers.contract.config import DistillConfig
 from troupe.workers.contract.judges import TEACHER_FIELDS, template_fields
 from troupe.workers.contract.weight_backends import BACKENDS, backend_problem
 
@@ -37,9 +44,13 @@ def check_roles(spec: RolloutSpec) -> Iterator[Finding]:
         given = "" if spec.algorithm.kl.coef is not None else f", the default of {row.name}"
         why = f"is required: algorithm.kl.coef is {spec.kl_coef}{given} (0 needs no reference)"
         yield "roles.reference", why
+    taught = algorithms.policy_loss(spec.algorithm).distill
+    if spec.output.teacher_tokens and not (taught.stored_k and spec.output.trajectories):
+        why = "needs output.trajectories" if taught.stored_k else "is for algorithm.distill with support teacher_top_k"
+        yield "output.teacher_tokens", f"{why}; set that, or remove it"
     if spec.roles.teacher:
         yield from _teachers(spec)
-    elif algorithms.policy_loss(spec.algorithm).distill.coef > 0:
+    elif taught.coef > 0:
         yield from _teacher(spec)
 
 
@@ -103,15 +114,8 @@ def _teacher(spec: RolloutSpec) -> Iterator[Finding]:
     distill, reference = algorithms.policy_loss(spec.algorithm).distill, spec.roles.reference
     if reference is None and "reference" not in algorithms.row_of(spec.algorithm).required:
         yield "roles.reference", f"is required: algorithm.distill.coef is {distill.coef:g}"
-    if reference is None or not distill.in_process:
-        return
-    why = f"algorithm.distill.support {distill.support} needs the teacher's logits in the policy's workers"
-    if not spec.reference_in_policy:
-        yield "roles.reference.colocate_with", f"{why}; set it to policy, or support to teacher_top_k"
-    elif spec.roles.policy.zero_stage == 3:
-        yield "roles.policy.zero_stage", f"{why}, where it cannot be divided; set it below 3"
-    elif spec.roles.policy.lora is not None and spec.reference_model == spec.model:
-        yield "roles.reference.model", f"{why}, where it is the policy without its adapters; give it another model"
+    if reference is not None:
+        yield from in_process_problems(spec, distill)
 
 
 def check_algorithm(spec: RolloutSpec) -> Iterator[Finding]:
@@ -182,22 +186,12 @@ def _without_effect(spec: RolloutSpec) -> Iterator[Finding]:
         for name in ("level", "cap"):
             if changed(importance, name):
                 yield f"algorithm.importance.{name}", "has no effect with mode none; remove it"
-    given = {name for name, value in config.distill or () if value is not None}
-    for name in sorted(given - _read_of(algorithms.policy_loss(config).distill)):
-        yield f"algorithm.distill.{name}", "has no effect with the other fields of algorithm.distill; remove it"
+    yield from unread_distill(config.distill, algorithms.policy_loss(config).distill)
     if not config.by_source and sources < 2:
         yield "algorithm.by_source", "has no effect with one source in data.train; remove it"
     elif not config.by_source and not algorithms.compares_with_batch(config):
         why = f"has no effect: {config.name} compares samples of a group only, and a group has one source; remove it"
         yield "algorithm.by_source", why
-
-
-def _read_of(distill: DistillConfig) -> set[str]:
-    """Fields that have an effect with the others."""
-    if not distill.coef:
-        return {"coef"}
-    of_kind = {"jensen_shannon": {"beta"}, "skewed": {"alpha"}}.get(distill.divergence, set[str]())
-    return {"coef", "divergence", "support", *of_kind, *({"k"} if distill.support != "full" else ())}
 
 
 def _exact_divergence(spec: RolloutSpec) -> Iterator[Finding]:

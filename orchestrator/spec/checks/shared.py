@@ -26,7 +26,7 @@ from troupe.orchestrator.spec.sections import (
     environment_role,
 )
 from troupe.orchestrator.spec.sources import HeldOut, Mixed, PromptText, ReasoningGymSource, SourceName, SourceShare
-from troupe.workers.contract.config import Frozen, ModelConfig
+from troupe.workers.contract.config import DistillConfig, Frozen, ModelConfig
 from troupe.workers.contract.environments import ENVIRONMENTS, HARBOR_TURNS
 from troupe.workers.contract.rewards import ENVIRONMENT_REWARD
 
@@ -284,3 +284,26 @@ def _environment_rewards(spec: RolloutSpec) -> Iterator[Finding]:
             yield "algorithm.reward_scale", "scales rewards of responses, not of steps; set none"
         if advantage.reward_clip is not None:
             yield "algorithm.reward_clip", "clips rewards of responses, not of steps; set 0, off"
+
+
+def in_process_problems(spec: RunSpec, distill: DistillConfig) -> Iterator[Finding]:
+    """Roles with which the policy's workers cannot compute the logits of the reference as teacher, if they must."""
+    if not distill.in_process:
+        return
+    why = f"algorithm.distill.support {distill.support} needs the teacher's logits in the policy's workers"
+    if not spec.reference_in_policy:
+        yield "roles.reference.colocate_with", f"{why}; set it to policy, or support to teacher_top_k"
+    elif spec.roles.policy.zero_stage == 3:
+        yield "roles.policy.zero_stage", f"{why}, where it cannot be divided; set it below 3"
+    elif spec.roles.policy.lora is not None and spec.reference_model == spec.model:
+        yield "roles.reference.model", f"{why}, where it is the policy without its adapters; give it another model"
+
+
+def unread_distill(given: Frozen | None, distill: DistillConfig) -> Iterator[Finding]:
+    """Fields of the section `algorithm.distill` that others of it turn off."""
+    read = {"coef"}
+    if distill.coef:
+        of_kind = {"jensen_shannon": {"beta"}, "skewed": {"alpha"}}.get(distill.divergence, set[str]())
+        read |= {"divergence", "support", *of_kind, *({"k"} if distill.support != "full" else ())}
+    for name in sorted({name for name, value in given or () if value is not None} - read):
+        yield f"algorithm.distill.{name}", "has no effect with the other fields of algorithm.distill; remove it"

@@ -79,8 +79,9 @@ def batch_bytes(spec: RunSpec) -> int:
 
 
 def _example_bytes(spec: OfflineSpec) -> int:
-    """Bytes of ids, masks and log-probs of at most two answers, pair by pair (EXAMPLE_BATCH)."""
-    return 2 * spec.schedule.examples_per_step * spec.data.max_length * 16
+    """Bytes of ids, masks, log-probs and a teacher's tokens of at most two answers, pair by pair (EXAMPLE_BATCH)."""
+    token = 16 + 8 * spec.algorithm.distillation.stored_k
+    return 2 * spec.schedule.examples_per_step * spec.data.max_length * token
 
 
 def _rollout_bytes(spec: RolloutSpec) -> int:

@@ -48,7 +48,7 @@ def needs_old_logprobs(spec: RolloutSpec) -> bool:
     advantage = section.advantage(spec.algorithm)
     compares = spec.schedule.updates_per_step > 1 and section.policy_loss(spec.algorithm).has_ratio
     read = advantage.kl_coef > 0 or advantage.covariance != "keep" or advantage.reads_square_sums
-    return compares or read or advantage.estimator == "distill"
+    return compares or read or advantage.estimator in ("distill", "preference_pair")
 
 
 def old_logprobs_at_batch(spec: RolloutSpec) -> bool:

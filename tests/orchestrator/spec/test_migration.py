@@ -120,6 +120,9 @@ def test_a_name_of_another_trainer_is_answered_with_the_field(override: str, exp
 
 
 def test_an_offline_spec_is_answered_with_its_own_fields(tmp_path: Path) -> None:
-    assert problem(tmp_path, DPO, "beta=0.2") == "beta: unknown field (it belongs at algorithm.beta)"
+    assert (
+        problem(tmp_path, DPO, "beta=0.2")
+        == "beta: unknown field (it belongs at algorithm.beta or algorithm.distill.beta)"
+    )
     assert "did you mean 'schedule.examples_per_step'?" in problem(tmp_path, DPO, "per_device_train_batch_size=8")
     assert "did you mean 'data.max_length'?" in problem(tmp_path, DPO, "max_seq_length=8")

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from tests.conftest import ROOT
 from troupe.orchestrator import cli
 from troupe.orchestrator.algorithms.offline import OFFLINE_ALGORITHMS, OfflineAlgorithmConfig
-from troupe.orchestrator.roles.settings import offline_config
+from troupe.orchestrator.roles.settings import offline_config, scorer_configs
 from troupe.orchestrator.spec import yaml_reader
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.chain import ChainDocument
@@ -22,7 +22,8 @@ from troupe.orchestrator.spec.errors import SpecError
 from troupe.orchestrator.spec.load import parse_spec, plan_runs
 from troupe.orchestrator.spec.offline import OfflineSpec, columns, data_format
 from troupe.orchestrator.spec.rollout import RolloutSpec
-from troupe.workers.contract.offline_config import DpoLossConfig, KtoLossConfig, RewardLossConfig
+from troupe.workers.contract.config import DistillConfig
+from troupe.workers.contract.offline_config import DpoLossConfig, KdLossConfig, KtoLossConfig, RewardLossConfig
 
 DPO = """\
 name: base
@@ -187,6 +188,56 @@ def test_a_loss_by_token_takes_pairs(split: str) -> None:
         "eval": text.replace("eval.jsonl", "eval.jsonl, answers: x"),
     }[split]
     assert refused(ranked) == [f"9: algorithm.level: token compares pairs, but data.{split} has ranked answers"]
+
+
+KD = DPO.replace("name: dpo\n  beta: 0.2", "name: kd\n  distill: {k: 8}")
+ALONE = KD.replace("  reference: {colocate_with: policy}\n", "")
+
+
+def test_a_teacher_is_in_the_samples_or_is_the_reference() -> None:
+    recorded, scored = offline_config(offline(ALONE)), offline(KD.replace("colocate_with: policy", "threads: 1"))
+    assert recorded.loss == KdLossConfig(distill=DistillConfig(coef=1.0, k=8)) and recorded.reference_model is None
+    assert recorded.examples.sampled and scorer_configs(scored)["reference"].top_k == 8
+    sampled = offline(ALONE.replace("distill: {k: 8}", "compares: sampled"))
+    assert offline_config(sampled).loss == KdLossConfig(compares="sampled")
+    assert not sampled.algorithm.distillation.coef
+
+
+@pytest.mark.parametrize(
+    ("text", "old", "new", "line"),
+    [
+        (
+            ALONE,
+            "k: 8",
+            "support: full",
+            "roles.reference: is required: algorithm.distill.support full needs the teach",
+        ),
+        (KD, "k: 8", "coef: 0", "algorithm.distill.coef: must be above 0: kd has no other loss"),
+        (KD, "k: 8", "alpha: 0.2", "algorithm.distill.alpha: has no effect with the other fields of algorithm.distill"),
+        (
+            KD,
+            "k: 8}",
+            "k: 8}\n  compares: sampled",
+            "algorithm.distill: has no effect with compares: sampled; remove it",
+        ),
+        (
+            KD.replace("colocate_with: policy", "threads: 1"),
+            "k: 8",
+            "support: student_top_k",
+            "roles.reference.colocate_with: algorithm.distill.support student_top_k needs the teacher's logits in the",
+        ),
+        (
+            KD,
+            "train.jsonl",
+            "train.jsonl\n    template: '{prompt}!'",
+            "data.train.template: kd on samples does not use",
+        ),
+        (KD, "train.jsonl", "train.jsonl\n    response: text", "data.train.response: kd on samples does not use it"),
+    ],
+)
+def test_settings_of_a_teacher_that_cannot_work_are_refused(text: str, old: str, new: str, line: str) -> None:
+    (problem,) = refused(text.replace(old, new))
+    assert problem.partition(": ")[2].startswith(line)
 
 
 def test_every_row_makes_a_loss_and_reads_only_its_own_options() -> None:

@@ -123,6 +123,8 @@ eval/reward_desirable
 eval/reward_rejected
 eval/reward_undesirable
 eval/token_logprob
+eval/distill_loss
+eval/teacher_divergence
 covariant_fraction
 kl_coef
 masked_samples

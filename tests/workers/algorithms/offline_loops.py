@@ -64,6 +64,13 @@ def likelihood(examples: Sequence[Example]) -> Scalar:
     return -mean([logprob for example in examples for answer in best(example) for logprob in answer.logprobs])
 
 
+def kd(examples: Sequence[Example]) -> Scalar:
+    """Mean of half the squared log-ratio to the teacher of every token."""
+    answers = [answer for example in examples for answer in example.answers]
+    pairs = (pair for answer in answers for pair in zip(answer.logprobs, answer.ref_logprobs, strict=True))
+    return mean([(own - its) ** 2 / 2 for own, its in pairs])
+
+
 # Preferences of values, one for each answer
 
 

@@ -19,6 +19,7 @@ from troupe.workers.algorithms.preference_losses import Groups, kto_reference_po
 from troupe.workers.contract.offline_config import (
     DpoLossConfig,
     IpoLossConfig,
+    KdLossConfig,
     KtoLossConfig,
     OfflineLossConfig,
     OrpoLossConfig,
@@ -51,6 +52,7 @@ class Row:
 
 ROWS = (
     Row("sft", SftLossConfig(), loops.sft, (1, 1)),
+    Row("kd, sampled", KdLossConfig(compares="sampled"), loops.kd, (1, 1)),
     Row("reward_model", RewardLossConfig(), partial(loops.reward_model, options=RewardOptions())),
     Row("reward_model, margin", RewardLossConfig(), partial(loops.reward_model, options=RewardOptions()), margin=True),
     Row(

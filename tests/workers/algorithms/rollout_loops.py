@@ -283,6 +283,21 @@ def raft(batch: Batch) -> Advantages:
     return [[float(s is max(batch.mates(s), key=lambda o: o.reward))] * len(s) for s in batch.samples]
 
 
+def online_dpo(batch: Batch) -> Advantages:
+    """Online DPO, arXiv 2402.04792: the weight of the pair's gradient for the best, minus it for the worst."""
+
+    def ratio(s: Sample) -> float:
+        return sum(old - ref for old, ref in zip(s.old, s.ref, strict=True))
+
+    found = []
+    for s in batch.samples:
+        mates = batch.mates(s)
+        best, worst = max(mates, key=lambda o: o.reward), min(mates, key=lambda o: o.reward)
+        weight = len(mates) * 0.1 / (1.0 + math.exp(0.1 * (ratio(best) - ratio(worst))))
+        found.append([weight * ((s is best) - (s is worst))] * len(s))
+    return found
+
+
 def distill(batch: Batch) -> Advantages:
     """log pi_teacher - log pi_old."""
     return [[ref - old for ref, old in zip(s.ref, s.old, strict=True)] for s in batch.samples]
@@ -320,6 +335,11 @@ def clipped(low: float, high: float) -> Callable[[Sample, int, float], Scalar]:
 def gradient(s: Sample, t: int, advantage: float) -> Scalar:
     """-A r (PPO, eq. 6)."""
     return -weight(s, t) * advantage * ratio(s, t)
+
+
+def unweighed(s: Sample, t: int, advantage: float) -> Scalar:
+    """-A r, without a weight for the sampler."""
+    return -advantage * ratio(s, t)
 
 
 def penalised(s: Sample, t: int, advantage: float) -> Scalar:
@@ -420,6 +440,11 @@ def sequence_mean(rows: Sequence[Sequence[Scalar]], batch: Batch) -> Scalar:
     return torch.stack([torch.stack(list(row)).sum() / len(row) for row in rows]).sum() / len(rows)
 
 
+def sequence_sum(rows: Sequence[Sequence[Scalar]], batch: Batch) -> Scalar:
+    """The mean over responses of the sum over their tokens."""
+    return torch.stack([x for row in rows for x in row]).sum() / len(rows)
+
+
 def constant(rows: Sequence[Sequence[Scalar]], batch: Batch) -> Scalar:
     """Dr. GRPO: the sum over (responses times the longest possible)."""
     return torch.stack([x for row in rows for x in row]).sum() / (len(rows) * batch.max_tokens)
@@ -492,6 +517,7 @@ LOOPS = {
     "dcpo": Loop(dcpo, dcpo_loss, only_token_mean),
     "cispo": Loop(grpo, cispo, token_mean),
     "raft": Loop(raft, likelihood, mean_of_chosen),
+    "online_dpo": Loop(online_dpo, unweighed, sequence_sum),
     "distill": Loop(distill, PPO_CLIP, token_mean),
     "gkd": Loop(nothing, from_teacher, token_mean),
 }

@@ -134,6 +134,7 @@ def _exact(weights: torch.Tensor, given: SampledTokens, aggregation: str, batch:
     exact = {
         "token_mean": torch.full_like(length, 1.0 / tokens),
         "sequence_mean": 1.0 / (samples * length),
+        "sequence_sum": torch.full_like(length, 1.0 / samples),
         "constant": torch.full_like(length, 1.0 / (samples * batch.max_tokens)),
         "only_token_mean": 1.0 / length,
     }[aggregation]

@@ -631,6 +631,33 @@ def test_raft_credits_every_token_of_the_best_sample() -> None:
     assert sum(row.has_signal for row in result.summary.rows) == 3
 
 
+def test_online_dpo_has_the_gradient_of_dpo_on_the_best_and_the_worst_sample() -> None:
+    """In a batch's first update, in float64; a group of equal rewards has no pair."""
+    lengths, groups = torch.tensor([2, 3, 1, 2, 4, 1, 2]), torch.tensor([0, 0, 0, 1, 1, 2, 2])
+    rewards = torch.tensor([0.2, 0.9, -1.0, 0.1, 0.4, 0.5, 0.5])
+    sequence, tokens = torch.repeat_interleave(torch.arange(7), lengths), int(lengths.sum())
+    logprobs = (-torch.rand(tokens, dtype=torch.double)).requires_grad_()
+    reference = -torch.rand(tokens, dtype=torch.double)
+    batch = SampledTokens(
+        rewards=rewards,
+        groups=groups,
+        lengths=lengths,
+        rollout_logprobs=logprobs.detach(),
+        old_logprobs=logprobs.detach(),
+        ref_logprobs=reference,
+        values=None,
+    )
+    row = ALGORITHMS["online_dpo"]
+    config = row.advantage.model_copy(update={"dpo_beta": 0.7})
+    advantages = estimate(config, batch, AdvantageState()).advantages
+    assert not advantages[sequence >= 5].any() and not advantages[sequence == 0].any()
+    (found,) = torch.autograd.grad(-(advantages * (logprobs - logprobs.detach()).exp()).sum() / 7, logprobs)
+    ratios = torch.zeros(7, dtype=torch.double).index_add(0, sequence, logprobs - reference)
+    leads = torch.stack([ratios[1] - ratios[2], ratios[4] - ratios[3]])
+    (expected,) = torch.autograd.grad(-torch.sigmoid(0.7 * leads).log().sum() / 3, logprobs)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+
+
 def test_distill_is_log_teacher_minus_log_policy() -> None:
     samples, config = batch_of(10), ALGORITHMS["distill"].advantage
     expected = [

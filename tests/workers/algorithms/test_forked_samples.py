@@ -156,7 +156,8 @@ def gradients(config: AlgorithmConfig, forked: bool, moved: bool, layout: Layout
 
 
 def reads_old_logprobs(config: AdvantageConfig) -> bool:
-    return bool(config.kl_coef) or config.covariance != "keep" or config.reads_square_sums
+    pairs = config.estimator == "preference_pair"
+    return pairs or bool(config.kl_coef) or config.covariance != "keep" or config.reads_square_sums
 
 
 LAYOUTS = [

@@ -69,6 +69,16 @@ def test_rows_that_were_trained_have_what_was_computed_and_the_others_null() -> 
     assert samples["reward"].to_pylist() == [1.0, 2.0, 2.0, 3.0, None]
 
 
+def test_the_teachers_tokens_are_kept_if_the_run_asks_for_them(tmp_path: Path) -> None:
+    scores = {"teacher_ids": [[7, 8]], "teacher_logprobs": [[-1.0, -0.5] * 2], "teacher_weights": [[0.5]]}
+    tables = [rewards(ROWS), table(ROLLOUTS, ROWS), table(TRAIN, ROWS[:1], advantages=[[0.0, 0.0]], **scores)]
+    for kept in (True, False):
+        write_trajectories(path := tmp_path / f"{kept}.parquet", 1, {}, tables, teacher_tokens=kept)
+        written = pq.read_table(path)
+        for name, (value,) in scores.items():
+            assert written[name].to_pylist() == [value if kept else None, None, None, None, None]
+
+
 def test_a_sample_without_a_finite_score_has_the_reason_as_its_status() -> None:
     """In every row of it; what its functions gave stays in `components`."""
     unscored = {("p1", 0): "reference: not finite", ("p0", 1): "policy: not finite"}

@@ -25,6 +25,9 @@ from troupe.workers.contract.config import (
     TrainerConfig,
 )
 from troupe.workers.contract.messages import TEACHER_TOKENS, RankPlan
+from troupe.workers.contract.offline_config import ExampleConfig, KdLossConfig, OfflineConfig
+from troupe.workers.contract.offline_messages import EXAMPLES
+from troupe.workers.data.examples import ExampleTable, assemble, attach
 from troupe.workers.models.distillation import (
     LogitsReader,
     SquareSums,
@@ -36,6 +39,7 @@ from troupe.workers.models.distillation import (
 from troupe.workers.models.modeling import CausalLogprobs, load_causal, score_plan
 from troupe.workers.models.ragged import ragged
 from troupe.workers.models.token_batch import TokenTable
+from troupe.workers.offline import ExamplePolicyWorker
 from troupe.workers.policy import PolicyWorker
 from troupe.workers.training.deepspeed_engine import TrainEngine
 from troupe.workers.training.zero3 import FrozenModule
@@ -255,6 +259,38 @@ def test_square_sums_and_log_probs_give_the_norm_of_the_gradient_by_the_logits(
     torch.testing.assert_close(1.0 - 2.0 * old.exp() + squares, slopes.square().sum(-1), rtol=1e-5, atol=1e-7)
 
 
+def offline_loss(worker: PolicyWorker, samples: pa.Table, scored: pa.Table, plan: RankPlan) -> torch.Tensor:
+    """The loss of `kd` on the samples that a worker trains on, with the same models; the reference's scores are
+    recorded in the samples or computed for the batch."""
+    policy = worker._config
+    config = OfflineConfig(
+        **{name: value for name, value in policy if name in OfflineConfig.model_fields and name != "loss"},
+        loss=KdLossConfig(distill=policy.loss.distill),
+        examples=ExampleConfig(max_length=16, micro_batch_tokens=64, sampled=True),
+    )
+    trainer = ExamplePolicyWorker(config, "policy-0")
+    trainer._engine, trainer._reference = worker._engine, worker._reference
+    rows = {"score": 0.0, "margin": 0.0, "desirable": True, "member": 0}
+    columns = ("prompt_ids", "response_ids", "loss_mask", "teacher_ids", "teacher_logprobs", "teacher_weights")
+    tokens = samples.select(columns).to_pylist()
+    examples = pa.Table.from_pylist([{"example": n, **rows, **one} for n, one in enumerate(tokens)], schema=EXAMPLES)
+    picks = list(zip(samples.column("prompt_uid").to_pylist(), range(len(tokens)), strict=True))
+    _, batch = assemble(picks, examples, config.examples)
+    names = scored.schema.names
+    keys = batch.select(["prompt_uid", "sample_index", "attempt"])
+    again = pa.table(
+        [*keys.columns, *(scored[name] for name in names[len(keys.columns) + 1 :])],
+        names=[*keys.column_names, *names[len(keys.columns) + 1 :]],
+    )
+    losses = []
+    for table in (batch, attach(batch, [again])):
+        rows_of = ExampleTable(table)
+        cut = rows_of.cut([0, 1, 2, 3], plan, "cpu")
+        losses.append(trainer._loss(trainer.engine.module, cut, plan, 0.0).loss)
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-6, atol=0.0)
+    return losses[0]
+
+
 @pytest.mark.parametrize("support", SUPPORTS)
 def test_the_policys_loss_has_the_divergence_from_its_teacher(
     support: str, models: tuple[ModelConfig, ModelConfig]
@@ -291,6 +327,8 @@ def test_the_policys_loss_has_the_divergence_from_its_teacher(
     weight = student.model.get_parameter("model.embed_tokens.weight")
     (slope,) = torch.autograd.grad(output.loss, [weight])
     assert float(slope.abs().max()) > 1e-3
+    (offline,) = torch.autograd.grad(offline_loss(worker, samples, scored, plan), [weight])
+    torch.testing.assert_close(offline, slope, rtol=1e-5, atol=1e-7)
     if support == "teacher_top_k":
         with pytest.raises(ValueError, match="the batch lacks the column teacher_ids"):
             worker._of_rollouts(TokenTable(train_table(SAMPLES)), plan, 0.0, [0], student)
