@@ -98,10 +98,9 @@ BASELINE_OPTIONS = frozenset({"baseline_decay"})
 """Fields of the algorithm section that only the baseline player_average reads."""
 CRITIC_OPTIONS = frozenset({"value_clip"})
 TRUST_REGION_OPTIONS = frozenset({"trust_region"})
-COMPARES = frozenset({"group", "smooth_group", "max_likelihood", "best_of_subsets", "best_of_group"}) | {
-    "preference_pair",
-    "custom",
-}
+COMPARES = frozenset(
+    ("group", "smooth_group", "max_likelihood", "best_of_subsets", "best_of_group", "preference_pair", "custom")
+)
 """Estimators for which a group of equal rewards may carry no signal, so that it is worth replacing."""
 
 
@@ -468,9 +467,7 @@ ALGORITHMS: dict[str, Algorithm] = {
             min_group_size=2,
             advantage=AdvantageConfig(estimator="preference_pair"),
             loss=PolicyLossConfig(
-                objective="policy_gradient",
-                aggregation="sequence_sum",
-                importance=ImportanceConfig(mode="none"),
+                objective="policy_gradient", aggregation="sequence_sum", importance=ImportanceConfig(mode="none")
             ),
         ),
         Algorithm(

@@ -12,13 +12,12 @@ import pyarrow as pa
 
 from troupe.workers.contract.offline_config import ExampleConfig
 from troupe.workers.contract.offline_messages import EXAMPLES, SAMPLED, ExampleSummary
+from troupe.workers.data.examples import MAX_REPORTED
 from troupe.workers.data.plain_text import response_text
 from troupe.workers.data.tokenizer import outside_embedding
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-MAX_REPORTED = 20
 
 
 def sampled_examples(
