@@ -1,4 +1,4 @@
-"""The reward worker: combines reward functions and a reward model into the reward of a sample and of its steps."""
+"""The reward worker: combines reward functions and reward models into the reward of a sample and of its steps."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,14 @@ import pyarrow.compute as pc
 
 from troupe.workers.agents.interface import JudgeReward
 from troupe.workers.contract.arrow import pickle_tables
-from troupe.workers.contract.config import Device, ModelConfig, RewardConfig, RewardFunctionConfig, ScoringConfig
+from troupe.workers.contract.config import (
+    Device,
+    ModelConfig,
+    RewardConfig,
+    RewardFunctionConfig,
+    RewardModelConfig,
+    ScoringConfig,
+)
 from troupe.workers.contract.environments import OK, cause_of
 from troupe.workers.contract.judges import Judge
 from troupe.workers.contract.messages import (
@@ -31,7 +38,15 @@ from troupe.workers.contract.messages import (
     Unscored,
     WorkerHealth,
 )
-from troupe.workers.contract.rewards import COMPARED, ENVIRONMENT_REWARD, JUDGE_REWARD, differ, not_usable, total
+from troupe.workers.contract.rewards import (
+    COMBINATIONS,
+    COMPARED,
+    ENVIRONMENT_REWARD,
+    JUDGE_REWARD,
+    differ,
+    not_usable,
+    total,
+)
 from troupe.workers.data.kept_tables import Kept, keep_groups, read_group
 from troupe.workers.data.plain_text import response_text, token_counts
 from troupe.workers.data.trajectories import write_evaluation, write_trajectories
@@ -45,10 +60,12 @@ from troupe.workers.telemetry.stacks import Activity, announce
 if TYPE_CHECKING:
     from troupe.workers.rewards.model import RewardModel
 
-MODEL_LABEL = "reward_model"
 _SUM = "sum"
 _VOTE_S = 30.0
 """Longest comparison of the answers of a group."""
+_SAME_OUTCOMES = {"weight": 1.0, "label": "", "normalize": False}
+"""Settings of a component that do not affect its outcomes."""
+_NOT_COMBINED = RewardResult(None, "a component has no value")
 Component = EnvironmentReward | JudgeReward | RewardProcess
 """Computes one component of the reward of samples."""
 
@@ -63,11 +80,9 @@ class SampleReward:
     """Process rewards: (tokens up to the end of the step, reward), in order."""
 
 
-def component_labels(config: RewardConfig) -> tuple[str, ...]:
-    """Names of the reward's components: functions, then the model. Raises ValueError for none, or equal labels."""
-    labels = [function.component for function in config.functions]
-    if config.model is not None:
-        labels.append(MODEL_LABEL)
+def component_labels(components: Sequence[RewardFunctionConfig]) -> tuple[str, ...]:
+    """Names of the reward's components. Raises ValueError if there is no component, or two have the same label."""
+    labels = [component.component for component in components]
     if not labels:
         raise ValueError("a reward needs at least one function or a model")
     if twice := sorted({label for label in labels if labels.count(label) > 1}):
@@ -77,13 +92,26 @@ def component_labels(config: RewardConfig) -> tuple[str, ...]:
 
 def combine(labels: Sequence[str], weights: Sequence[float], outcomes: Sequence[RewardResult]) -> SampleReward:
     """Weighted sum of one sample's components. A failed component fails the reward; the status names it."""
-    failures = [f"{label}: {o.status}" for label, o in zip(labels, outcomes, strict=True) if o.value is None]
+    failures = [
+        f"{label}: {o.status}"
+        for label, o in zip(labels, outcomes, strict=True)
+        if o.value is None and o is not _NOT_COMBINED
+    ]
     if failures:
         return SampleReward("; ".join(failures), None)
     reward = total(weight * (o.value or 0.0) for weight, o in zip(weights, outcomes, strict=True))
     if wrong := not_usable(reward):
         return SampleReward(f"{_SUM}: {wrong}", None)
     return SampleReward("ok", reward)
+
+
+def combination(component: RewardFunctionConfig, outcomes: Sequence[RewardResult]) -> RewardResult:
+    """One sample's combination of the components in `component.of`. If one of these has failed, so has the sample, and
+    the combination adds no reason."""
+    values = [outcome.value for outcome in outcomes if outcome.value is not None]
+    if len(values) < len(outcomes):
+        return _NOT_COMBINED
+    return bounded(RewardResult(COMBINATIONS[component.name](values, float(component.args.get("coef", 1.0)))))
 
 
 def reward_spans(
@@ -116,7 +144,7 @@ def find_faults(labels: Sequence[str], components: Sequence[Sequence[RewardResul
         (f"{label}: {outcome.cause or outcome.status}", outcome.status)
         for label, outcomes in zip(labels, components, strict=True)
         for outcome in outcomes
-        if outcome.value is None
+        if outcome.value is None and outcome is not _NOT_COMBINED
     )
 
 
@@ -153,19 +181,25 @@ def _counted(failures: Iterable[tuple[str, str]]) -> tuple[Fault, ...]:
 class _Rewards:
     """The components of one reward; components of several rewards may share a process."""
 
-    def __init__(self, config: RewardConfig, component: Callable[[RewardFunctionConfig, int], Component]) -> None:
-        self.labels = component_labels(config)
-        model_weight = (config.model_weight,) if config.model else ()
-        self.weights = (*(function.weight for function in config.functions), *model_weight)
-        same = [function.model_copy(update={"weight": 1.0, "label": ""}) for function in config.functions]
+    def __init__(
+        self,
+        components: Sequence[RewardFunctionConfig],
+        models: Mapping[str, RewardModelConfig],
+        component: Callable[[RewardFunctionConfig, int], Component],
+    ) -> None:
+        self.components = components
+        self.labels = component_labels(components)
+        self.weights = tuple(one.weight for one in components)
+        self.models = tuple(dict.fromkeys(one.model for one in components if one.model))
+        functions = [one for one in components if not one.model and not one.of]
+        same = [function.model_copy(update=_SAME_OUTCOMES) for function in functions]
         before = [same[:number].count(function) for number, function in enumerate(same)]
-        self.functions = [component(function, n) for function, n in zip(config.functions, before, strict=True)]
-        self.has_model = config.model is not None
-        by_step = config.model is not None and config.model_level == "step"
-        self.gives_steps = by_step or any(function.process for function in config.functions)
-        compared = [one for one in config.functions if one.weight and one.name in COMPARED]
+        self.functions = {f.component: component(f, n) for f, n in zip(functions, before, strict=True)}
+        by_step = any(models[name].level == "step" for name in self.models)
+        self.gives_steps = by_step or any(function.process for function in functions)
+        compared = [one for one in functions if one.weight and one.name in COMPARED]
         self.voting = {"reward": compared[0].name, "args": compared[0].args} if len(compared) == 1 else {}
-        self.splits_text = by_step or any(f.process and f.name != ENVIRONMENT_REWARD for f in config.functions)
+        self.splits_text = by_step or any(f.process and f.name != ENVIRONMENT_REWARD for f in functions)
 
 
 class RewardWorker:
@@ -182,29 +216,29 @@ class RewardWorker:
         self.device: Device = device
         self.policy = policy
         self._components: dict[str, Component] = {}
-        """Components by the settings that affect their outcomes, which exclude weight and label."""
-        sets = config.sets if isinstance(config, ScoringConfig) else {}
-        own = {name: RewardConfig(functions=functions) for name, functions in sets.items()}
-        self._rewards = {name: _Rewards(part, self._component) for name, part in {"": config, **own}.items()}
+        """Components by the settings that affect their outcomes."""
+        sets = {"": config.components} | (config.sets if isinstance(config, ScoringConfig) else {})
+        models = config.reward_models
+        self._rewards = {name: _Rewards(own, models, self._component) for name, own in sets.items()}
         self._teacher_tokens = isinstance(config, ScoringConfig) and config.teacher_tokens
         self._processes = [part for part in self._components.values() if isinstance(part, RewardProcess)]
         self._family = FamilyPeak()
         self._judges = [part for part in self._components.values() if isinstance(part, JudgeReward)]
         self._votes: dict[str, RewardProcess] = {}
-        self._model: RewardModel | None = None
+        self._models: dict[str, RewardModel] = {}
         self._tokenizer: Any = None
 
     def _component(self, function: RewardFunctionConfig, before: int) -> Component:
         """The component of a function, `before` times used in the same reward: components of one run concurrently."""
-        key = f"{before} {function.model_dump_json(exclude={'weight', 'label'})}"
+        key = f"{before} {function.model_dump_json(exclude={*_SAME_OUTCOMES})}"
         if key not in self._components:
             self._components[key] = _component(function, self.config.memory_limit_mib)
         return self._components[key]
 
     def start(self) -> WorkerHealth:
-        """Load every function and the model, so that errors show before the run. Raises RewardFunctionError if a
-        function cannot be loaded, and ValueError or OSError if the reward model or the policy's tokenizer cannot be
-        loaded, or a judge's cache or key."""
+        """Load every function and model, so that errors show before the run. Raises RewardFunctionError if a function
+        cannot be loaded, and ValueError or OSError if a reward model or the policy's tokenizer cannot be loaded, or a
+        judge's cache or key."""
         try:
             if any(rewards.splits_text for rewards in self._rewards.values()):
                 self._tokenizer = _load_tokenizer(self.policy)
@@ -213,17 +247,8 @@ class RewardWorker:
                 process.config = with_opened_thoughts(process.config, self.policy)
             for process in (*self._processes, *self._judges):
                 process.start()
-            if self.config.model is not None and self._model is None:
-                import torch
-
-                from troupe.workers.rewards.model import RewardModel
-
-                if self.config.threads:
-                    torch.set_num_threads(self.config.threads)
-                announce(Activity.MODEL)
-                self._model = RewardModel(self.config.model, self.config.micro_batch_tokens, self.device)
-                if self.config.model_level != "response" and not self._model.reads_steps:
-                    raise ValueError(f"{self.config.model.path}: its head gives no scores of steps (model_level)")
+            if self.config.reward_models and not self._models:
+                self._load_models()
         except BaseException:
             self.close()
             raise
@@ -293,26 +318,44 @@ class RewardWorker:
         """End the functions' processes and release the model."""
         for process in (*self._processes, *self._judges):
             process.close()
-        self._model = None
+        self._models = {}
         self._tokenizer = None
 
     def _peak(self) -> Peak:
         """Peak memory of this process and the functions' processes, without processes that a function starts."""
         functions = [process.pid for process in self._processes if process.pid is not None]
-        return Peak(self._family.read(functions), 0 if self._model is None else self._model.gpu_peak())
+        return Peak(self._family.read(functions), max((model.gpu_peak() for model in self._models.values()), default=0))
+
+    def _load_models(self) -> None:
+        import torch
+
+        from troupe.workers.rewards.model import RewardModel
+
+        if self.config.threads:
+            torch.set_num_threads(self.config.threads)
+        announce(Activity.MODEL)
+        for name, config in self.config.reward_models.items():
+            self._models[name] = model = RewardModel(config, self.config.micro_batch_tokens, self.device)
+            if config.level != "response" and not model.reads_steps:
+                raise ValueError(f"{config.path}: its head gives no scores of tokens (level: {config.level})")
 
     def _outcomes(self, asked: _Rewards, rollouts: pa.Table) -> list[list[RewardResult]]:
-        """Outcomes by component, then by sample. Functions run concurrently, the model on this thread."""
+        """Outcomes by component, then by sample. Functions run concurrently, the models on this thread."""
         samples = _samples(rollouts)
         with contextlib.ExitStack() as stack:
-            futures = []
+            futures = {}
             if asked.functions:
                 pool = stack.enter_context(ThreadPoolExecutor(len(asked.functions)))
-                futures = [pool.submit(function.score, samples) for function in asked.functions]
-            level = (self.config.model_level, self.config.model_separator)
-            model = [self._loaded_model().score(rollouts, *level)] if asked.has_model else []
-            found = [*(future.result() for future in futures), *model]
-        return [[bounded(outcome) for outcome in outcomes] for outcomes in found]
+                futures = {label: pool.submit(one.score, samples) for label, one in asked.functions.items()}
+            scores = {name: self._scores(name, rollouts) for name in asked.models}
+            found = {label: future.result() for label, future in futures.items()}
+        found |= {one.component: scores[one.model] for one in asked.components if one.model}
+        found = {label: [bounded(outcome) for outcome in outcomes] for label, outcomes in found.items()}
+        for one in asked.components:
+            if one.of:
+                parts = zip(*(found[label] for label in one.of), strict=True)
+                found[one.component] = [combination(one, outcomes) for outcomes in parts]
+        return [found[label] for label in asked.labels]
 
     def _answers(self, asked: _Rewards, rollouts: pa.Table) -> tuple[int | None, ...]:
         """Number of each sample's answer. The process starts with the first vote."""
@@ -349,10 +392,11 @@ class RewardWorker:
             raise RuntimeError(f"{self.name}: the policy's tokenizer is not loaded; call start() first")
         return response_text(self._tokenizer, without_end(self._tokenizer, ids))
 
-    def _loaded_model(self) -> RewardModel:
-        if self._model is None:
-            raise RuntimeError(f"{self.name}: the reward model is not loaded; call start() first")
-        return self._model
+    def _scores(self, name: str, rollouts: pa.Table) -> list[RewardResult]:
+        if (model := self._models.get(name)) is None:
+            raise RuntimeError(f"{self.name}: {name} is not loaded; call start() first")
+        config = self.config.reward_models[name]
+        return model.score(rollouts, config.level, config.separator, config.offset)
 
 
 def _component(function: RewardFunctionConfig, memory_limit_mib: int) -> Component:
@@ -401,8 +445,8 @@ def _rewards_table(
             "status": reward.status,
             "reward": reward.reward,
             "components": [
-                {"name": label, "value": outcome.value, "weight": weight}
-                for label, weight, outcome in zip(asked.labels, asked.weights, outcomes, strict=True)
+                {"name": label, "value": outcome.value, "weight": one.weight, "normalize": one.normalize}
+                for label, one, outcome in zip(asked.labels, asked.components, outcomes, strict=True)
             ],
             "reward_spans": [{"end": end, "reward": value} for end, value in reward.spans],
         }

@@ -237,22 +237,32 @@ def of_process(_spec: RunSpec, placed: PlacedWorker, _gpu: int, _sizes: Sizes) -
 def of_reward(spec: RolloutSpec, placed: PlacedWorker, _gpu: int, sizes: Sizes) -> Memory:
     role = spec.roles.reward
     functions = Part("functions", sum(map(len, reward_functions(spec).values())) * FUNCTION_PROCESS)
-    if role.model is None:
+    if not role.reward_models:
         return (WorkerMemory(placed.worker, "host", (functions, Part("process", REWARD_PROCESS))),), None
-    size = sizes.of(role.model)
-    if size is None:
-        return (), None
-    model = Scoring(
-        size=size.with_score(),
-        dtype=role.model.dtype,
-        tokens=role.micro_batch_tokens,
-        longest=longest_sequence(spec),
-        gpu=role.device == "cuda",
-        values=True,
-        process=SCORER_PROCESS,
-    )
-    found = scoring(placed.worker, model)
+    found: list[WorkerMemory] = []
+    for config in role.reward_models.values():
+        if (size := sizes.of(config)) is None:
+            return (), None
+        model = Scoring(
+            size=size.with_score(),
+            dtype=config.dtype,
+            tokens=role.micro_batch_tokens,
+            longest=longest_sequence(spec),
+            gpu=role.device == "cuda",
+            values=True,
+            process=SCORER_PROCESS,
+        )
+        own = scoring(placed.worker, model)
+        found = [_beside(*both) for both in zip(found, own, strict=True)] if found else [*own]
     return tuple(replace(m, parts=(*m.parts, functions)) if m.where == "host" else m for m in found), None
+
+
+def _beside(one: WorkerMemory, other: WorkerMemory) -> WorkerMemory:
+    """Memory of a worker that holds the models of two, and runs one at a time."""
+    others = {part.name: part.bytes for part in other.parts}
+    pairs = [(part, (part.bytes, others[part.name])) for part in one.parts]
+    parts = (replace(part, bytes=sum(both) if part.name == "weights" else max(both)) for part, both in pairs)
+    return replace(one, parts=tuple(parts))
 
 
 def of_offline_trainer(spec: OfflineSpec, placed: PlacedWorker, _gpu: int, sizes: Sizes) -> Memory:

@@ -16,7 +16,7 @@ from troupe.orchestrator.spec.derived.sampling import held_out_sets
 from troupe.orchestrator.spec.field_tree import field_tree
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.workers.contract.atomic_file import write_atomic
-from troupe.workers.contract.config import ModelConfig, RewardFunctionConfig
+from troupe.workers.contract.config import ModelConfig, RewardFunctionConfig, RewardModelConfig
 from troupe.workers.contract.consequences import Counts
 
 EVALUATIONS = "evaluation.json"
@@ -28,17 +28,16 @@ Json = dict[str, Any]
 
 def described_sets(spec: RolloutSpec, pools: Mapping[str, Pool]) -> dict[str, Json]:
     """Settings with which each set is sampled and scored, by its label."""
-    reward = spec.roles.reward
+    models = spec.roles.reward.reward_models
     forms = spec.sampling.model_dump(mode="json", include={"stop", "structured"}, exclude_defaults=True)
     found: dict[str, Json] = {}
     for one in held_out_sets(spec):
         sampling = one.sampling.model_dump(mode="json") | forms
-        rewards = [function.model_dump(mode="json", exclude_defaults=True) for function in one.functions]
-        if reward.model is not None and not one.own_rewards:
-            model: Json = {"path": reward.model.path, "revision": reward.model.revision}
-            if contents := contents_of(reward.model.model_dump(mode="json"), field_tree(ModelConfig)):
-                model["contents"] = contents
-            rewards.append({"name": "reward_model", "weight": reward.model_weight, **model})
+        rewards = [
+            function.model_dump(mode="json", exclude_defaults=True)
+            | (_described_model(function, models[function.model]) if function.model else {})
+            for function in one.functions
+        ]
         found[one.label] = {
             "digest": pools[one.section].digest,
             "sampling": sampling | {"max_tokens": one.sampling.max_tokens or spec.sampling.max_tokens},
@@ -48,6 +47,13 @@ def described_sets(spec: RolloutSpec, pools: Mapping[str, Pool]) -> dict[str, Js
             **plays_and_judges(spec, one),
         }
     return found
+
+
+def _described_model(function: RewardFunctionConfig, model: RewardModelConfig) -> Json:
+    own = model.model_dump(mode="json", include={"level", "separator", "offset"}, exclude_defaults=True)
+    found: Json = {"weight": function.weight, "path": model.path, "revision": model.revision, **own}
+    contents = contents_of(model.model_dump(mode="json"), field_tree(ModelConfig))
+    return found | ({"contents": contents} if contents else {})
 
 
 def settings_of(sets: Mapping[str, Json]) -> str:

@@ -149,8 +149,13 @@ class RunSpec(Frozen, frozen=True):  # pyright: ignore[reportGeneralTypeIssues]
 
     def models(self) -> dict[str, ModelConfig]:
         """The models that the spec names, by the dotted path of their section; the trained one first."""
-        sections = {f"roles.{name}.model": getattr(role, "model", None) for name, role in self.roles.present().items()}
-        return {"model": self.model} | {path: model for path, model in sections.items() if model is not None}
+        found = {"model": self.model}
+        for name, role in self.roles.present().items():
+            for field, value in role:
+                several = value.items() if field == "models" else ()
+                found |= {f"roles.{name}.{field}": value} if isinstance(value, ModelConfig) else {}
+                found |= {f"roles.{name}.{field}.{key}": model for key, model in several}
+        return found
 
     def updates_of(self, role: str) -> int:
         """Optimizer updates of a role that trains, over the run."""

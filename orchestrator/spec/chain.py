@@ -21,7 +21,7 @@ from troupe.orchestrator.spec import yaml_reader
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.checks.adapters import trained_adapters
 from troupe.orchestrator.spec.checks.machine import missing
-from troupe.orchestrator.spec.checks.models import REWARD_MODEL, reads_tokens
+from troupe.orchestrator.spec.checks.models import reads_tokens, scores_text
 from troupe.orchestrator.spec.errors import Path as FieldPath
 from troupe.orchestrator.spec.errors import Place, Problem, Source, SpecError, format_path
 from troupe.workers.contract.adapter_config import as_peft, difference
@@ -205,7 +205,7 @@ def _plan_stage(
         if path not in _DATA and name in earlier and earlier[name].spec.checkpoint.patience is not None:
             why = f"stage '{name}' may end before its last step (checkpoint.patience), so its model has no known folder"
             problems.append(source.problem(format_path(path), why))
-        elif name in earlier and path[-2:] == ("model", "path"):
+        elif name in earlier and (path[-2:] == ("model", "path") or scores_text(format_path(path[:-1]))):
             _start_from(data, path, earlier[name])
         elif name in earlier and path in _DATA:
             samples_of.append(earlier[name].out)
@@ -265,7 +265,7 @@ def _start_from(data: dict[str, Any], path: FieldPath, stage: PlannedRun) -> Non
     for key in path[:-1]:
         section = section[key]
     below = stage.spec.model
-    if path == (*REWARD_MODEL.split("."), "path"):
+    if scores_text(format_path(path[:-1])):
         section.setdefault("allow_special", below.allow_special)
     if not stage.spec.trains_adapters:
         section["path"] = str(stage.model)

@@ -121,6 +121,8 @@ FORMER_FIELDS: Mapping[str, Former] = {
     "data.curriculum.over_sources": Former((False,), "set the weight of each source in data.train"),
     "failures.alarm": Former((None,), "the verdict reward-hacking says it while the run trains"),
     "roles.rollout.autoscale": Former((None,), "change roles.rollout.workers while the run trains: troupe scale"),
+    "roles.reward.model_level": Former(("response",), "set roles.reward.model.level instead"),
+    "roles.reward.model_separator": Former(("\n\n",), "set roles.reward.model.separator instead"),
     **{f"roles.{role}.lora.{name}": former for role in ("policy", "critic") for name, former in _LORA.items()},
 }
 """The fields by their path."""

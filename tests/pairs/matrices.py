@@ -109,7 +109,9 @@ LEFT_OUT = {
         ),
         "a formula of one step",
     ),
-    **dict.fromkeys(("*.batched", "data.*.process", "data.*.mask_truncated"), "as for the whole run"),
+    **dict.fromkeys(
+        ("*.batched", "data.*.process", "data.*.normalize", "data.*.mask_truncated"), "as for the whole run"
+    ),
     **dict.fromkeys(("data.eval.sampling", "data.eval.rewards"), "as for all sets"),
     **dict.fromkeys(("evaluation.at_end", "*.best.mode"), "another time or side of the same"),
 }
@@ -178,7 +180,16 @@ ROLLOUTS = Matrix(
         "rewards": {
             "function": {},
             "judge": {"roles.reward.functions+": _JUDGED, "roles.judge": _JUDGE},
-            "reward model": {"roles.reward.model": {"path": REWARD_MODEL, "dtype": "float32"}},
+            "reward models": {
+                "roles.reward.models": {
+                    "a": {"path": REWARD_MODEL, "dtype": "float32"},
+                    "b": {"path": REWARD_MODEL, "offset": 1.0},
+                },
+                "roles.reward.functions": [
+                    *(_VOWELS, *({"name": "reward_model", "args": {"model": name}, "weight": 0} for name in "ab")),
+                    {"name": "mean_minus_std", "args": {"of": ["a", "b"]}, "normalize": True},
+                ],
+            },
             "steps": {
                 "roles.reward.functions": [
                     _VOWELS | {"process": True, "args": {"letters": "aeiou", "every": 4}},

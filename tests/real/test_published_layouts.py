@@ -77,7 +77,7 @@ def chain(folder: Path, model: Path) -> Path:
     roles = yaml.safe_load(GRPO.read_text())["roles"]
     roles["rollout"] |= {"max_model_len": 1024}
     steps = {"path": "stage:steps", "dtype": "float32"}
-    roles["reward"] = {"cpus": 0.25, "threads": 1, "model": steps, "model_level": "step", "model_separator": "e"}
+    roles["reward"] = {"cpus": 0.25, "threads": 1, "model": {**steps, "level": "step", "separator": "e"}}
     sampled = sources((name, columns) for name, (columns, _, _) in SAMPLED.items())
     for source, (columns, function, _) in zip(sampled, SAMPLED.values(), strict=True):
         tests = {"args": {"tests": next(iter(columns["metadata"]), "answer")}} if function == TESTS else {}

@@ -42,7 +42,15 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> Chain:
     adapters = ("roles.policy.lora={rank: 8, alpha: 64}", "stages.ppo.roles.critic.lora={rank: 8, alpha: 64}")
     rates = ("stages.sft.roles.policy.learning_rate=0.02", "stages.reward_model.roles.policy.learning_rate=0.01")
     steps_of = ("stages.sft.schedule.steps=4", "stages.ppo.schedule.steps=2", "stages.ppo.audit.at_start=true")
-    overrides = (*adapters, *rates, *steps_of, "checkpoint.every_steps=1")
+    # Two models of the last stage's rewards, beside each other and together.
+    both = (
+        "a: {path: 'stage:reward_model', dtype: float32}",
+        "b: {path: 'stage:reward_model', level: token_mean, offset: 1}",
+    )
+    named = [f"{{name: reward_model, args: {{model: {name}}}, weight: 0}}" for name in "ab"]
+    functions = ", ".join([*named, "{name: min, args: {of: [a, b]}, normalize: true}"])
+    models = f"{{cpus: 0.25, threads: 1, models: {{{', '.join(both)}}}, functions: [{functions}]}}"
+    overrides = (*adapters, *rates, *steps_of, f"stages.ppo.roles.reward={models}", "checkpoint.every_steps=1")
     folder = tmp_path_factory.mktemp("chain")
     with running(Run(folder, THREE_STAGES, *overrides, name="chain")) as first:
         first.wait_until(
@@ -68,9 +76,12 @@ def test_three_stages_run_in_order_and_resume_in_the_interrupted_stage(chain: Ch
         stage: list(range(1, last + 1)) for stage, last in LAST.items()
     }
     for line in lines["ppo"]:
-        assert isinstance(line["reward/reward_model/mean"], float)
+        assert line["reward/min/mean"] == line["reward/mean"] <= min(line["reward/a/mean"], line["reward/b/mean"])
+        assert line["reward/b/std"] != line["reward/a/std"]
         assert line["critic/skipped_updates"] == line["policy/skipped_updates"] == 0.0
     # The reward model starts from the fine-tuned model, not from the base model.
+    state = json.loads((chain.out / "ppo" / "checkpoints" / "step-000002" / "state.json").read_text())
+    assert "components" in json.dumps(state)
     spec = (chain.out / "reward_model" / "spec.yaml").read_text()
     assert str(chain.out / "sft" / "checkpoints" / "step-000004" / "model") in spec
 

@@ -25,7 +25,13 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from troupe.workers.contract.config import ModelConfig, RewardConfig, RewardFunctionConfig, ScoringConfig
+from troupe.workers.contract.config import (
+    ModelConfig,
+    RewardConfig,
+    RewardFunctionConfig,
+    RewardModelConfig,
+    ScoringConfig,
+)
 from troupe.workers.contract.judges import JudgeAnswer, Question
 from troupe.workers.contract.messages import REWARDS, ROLLOUTS
 from troupe.workers.contract.rewards import NO_ANSWER
@@ -33,7 +39,15 @@ from troupe.workers.contract.samples import SAMPLES
 from troupe.workers.data.chat import encode_prompt
 from troupe.workers.data.examples import encode_conversation, encode_response
 from troupe.workers.data.trajectories import join_rewards, write_trajectories
-from troupe.workers.reward import RewardWorker, SampleReward, bounded, combine, component_labels, sum_faults
+from troupe.workers.reward import (
+    RewardWorker,
+    SampleReward,
+    bounded,
+    combination,
+    combine,
+    component_labels,
+    sum_faults,
+)
 from troupe.workers.rewards.loading import RewardFunctionError
 from troupe.workers.rewards.model import RewardModel, budget_batches
 from troupe.workers.rewards.runner import RewardResult
@@ -116,8 +130,8 @@ def test_reward_is_the_weighted_sum_and_components_are_unweighted(worker: Reward
     assert table.schema.equals(REWARDS, check_metadata=True)
     assert table["reward"].to_pylist() == [1.75, 0.0, 1.75]
     assert table["components"].to_pylist()[0] == [
-        {"name": "last_number", "value": 1.0, "weight": 2.0},
-        {"name": "x", "value": 0.5, "weight": -0.5},
+        {"name": "last_number", "value": 1.0, "weight": 2.0, "normalize": False},
+        {"name": "x", "value": 0.5, "weight": -0.5, "normalize": False},
     ]
     assert table["reward_spans"].to_pylist() == [[], [], []]
 
@@ -255,10 +269,9 @@ def test_health_names_the_worker(worker: RewardWorker) -> None:
 
 def test_labels_must_differ() -> None:
     with pytest.raises(ValueError, match="more than once: exact_match"):
-        component_labels(RewardConfig(functions=(function("exact_match"), function("a.b:exact_match"))))
+        component_labels((function("exact_match"), function("a.b:exact_match")))
     with pytest.raises(ValueError, match="more than once: reward_model"):
-        model = ModelConfig(path="somewhere")
-        component_labels(RewardConfig(functions=(function("exact_match", label="reward_model"),), model=model))
+        component_labels((function("exact_match", label="reward_model"), function("reward_model")))
     with pytest.raises(ValueError, match="needs at least one function or a model"):
         RewardWorker(RewardConfig(), "reward-0")
 
@@ -455,8 +468,81 @@ def test_a_language_model_is_not_a_reward_model(tmp_path: Path) -> None:
         reward_model(str(tmp_path))
 
 
+def test_the_score_of_tokens_is_their_mean_and_an_offset_is_subtracted(tmp_path: Path) -> None:
+    path = save_reward_model(tmp_path)
+    reference = LlamaForSequenceClassification.from_pretrained(path).eval()
+    responses = [[5, 6, 1], [7, 1]]
+    expected = []
+    with torch.no_grad():
+        for ids in responses:
+            hidden = reference.model(torch.tensor([[2, 4, 3, *ids]])).last_hidden_state
+            expected.append(reference.score(hidden[0, 3:]).mean().item())
+    model, table = reward_model(path), rollouts(["two three", "four"], ids=responses)
+    for packs in (True, False):
+        model.packs = packs
+        found = [outcome.value for outcome in model.score(table, "token_mean", offset=0.25)]
+        assert found == pytest.approx([value - 0.25 for value in expected], rel=1e-4, abs=1e-5)
+    plain = [outcome.value or 0.0 for outcome in model.score(table)]
+    assert [outcome.value for outcome in model.score(table, offset=-1.5)] == pytest.approx([v + 1.5 for v in plain])
+
+
+@pytest.mark.parametrize(
+    ("name", "coef", "values", "expected"),
+    [
+        ("product", 1.0, [1.0, 0.5, -4.0], -2.0),
+        ("gate", 1.0, [1.0, 0.5, -4.0], -4.0),
+        ("gate", 1.0, [1.0, 0.0, -4.0], 0.0),
+        ("min", 1.0, [1.0, 0.5, -4.0], -4.0),
+        ("max", 1.0, [1.0, 0.5, -4.0], 1.0),
+        ("mean", 1.0, [1.0, 3.0, 8.0], 4.0),
+        ("mean_minus_variance", 0.5, [1.0, 3.0, 8.0], 4.0 - 0.5 * 26.0 / 3.0),
+        ("mean_minus_std", 2.0, [1.0, 3.0, 8.0], 4.0 - 2.0 * (26.0 / 3.0) ** 0.5),
+    ],
+)
+def test_what_combinations_make_of_values(name: str, coef: float, values: list[float], expected: float) -> None:
+    """The variance is that of the ensemble's members (not of a larger population): 9 + 1 + 16 over 3."""
+    one = function(name, args={"of": ["a", "b", "c"], "coef": coef})
+    assert combination(one, [RewardResult(value) for value in values]).value == pytest.approx(expected)
+    assert combination(one, [RewardResult(1e15)] * 3).value in (None, 1e15)
+
+
+def test_components_are_combined_and_a_failed_one_fails_the_sample_once(tmp_path: Path) -> None:
+    """Two models are an ensemble, and one of them counts where the response is right. The set of a source names one."""
+    paths = [save_reward_model(tmp_path / name, hidden_act=act) for name, act in (("a", "silu"), ("b", "relu"))]
+    models = {name: RewardModelConfig(path=path, dtype="float32") for name, path in zip("ab", paths, strict=True)}
+    models["b"] = models["b"].model_copy(update={"offset": 1.0})
+    a, b = (function("reward_model", weight=0.0, args={"model": name}) for name in "ab")
+    functions = (
+        function("last_number", label="right"),
+        *(a, b),
+        function("min", args={"of": ["a", "b"]}, label="worst", weight=0.0),
+        function("product", args={"of": ["right", "worst"]}, label="gated", weight=0.5, normalize=True),
+    )
+    beside = {"data.train.0": (function("last_number"), a.model_copy(update={"weight": 2.0}))}
+    worker = RewardWorker(ScoringConfig(functions=functions, models=models, sets=beside), "reward-0")
+    table = rollouts(["5", "6", "5"], ids=[[4], [5, 6], [63] * 40])
+    try:
+        worker.start()
+        summary, rewards = worker.score(table)
+        named, _ = worker.score(table, "data.train.0")
+        alone = [[outcome.value or 0.0 for outcome in worker._models[name].score(table)] for name in "ab"]
+    finally:
+        worker.close()
+    first, second = alone[0][:2], [value - 1.0 for value in alone[1][:2]]
+    assert summary.components["a"][:2] == pytest.approx(first) and summary.components["b"][:2] == pytest.approx(second)
+    worst = [min(pair) for pair in zip(first, second, strict=True)]
+    assert summary.components["worst"] == (pytest.approx(worst[0]), pytest.approx(worst[1]), None)
+    assert summary.components["gated"] == (pytest.approx(worst[0]), 0.0, None)
+    assert summary.rewards == (pytest.approx(1.0 + 0.5 * worst[0]), 0.0, None)
+    assert summary.statuses[2].count("tokens; the reward model takes 1 to 32") == 2  # of each model, of no combination
+    assert [(fault.cause[0], fault.samples) for fault in summary.faults] == [("a", 1), ("b", 1)]
+    assert named.rewards[:2] == (pytest.approx(1.0 + 2 * first[0]), pytest.approx(2 * first[1]))
+    (one, *_) = rewards["components"].to_pylist()
+    assert [part["name"] for part in one if part["normalize"]] == ["gated"]
+
+
 def test_the_model_is_one_component_among_the_functions(tmp_path: Path) -> None:
-    model = ModelConfig(path=save_reward_model(tmp_path), dtype="float32")
+    model = RewardModelConfig(path=save_reward_model(tmp_path), dtype="float32")
     worker = RewardWorker(RewardConfig(functions=(function("last_number"),), model=model, model_weight=3.0), "reward-0")
     with pytest.raises(RuntimeError, match=r"start\(\)"):
         worker.score(rollouts(["5"]))
@@ -552,8 +638,8 @@ def test_the_samples_of_an_evaluation_are_written_for_reading(worker: RewardWork
         "status": "ok",
         "reward": 1.75,
         "components": [
-            {"name": "last_number", "value": 1.0, "weight": 2.0},
-            {"name": "x", "value": 0.5, "weight": -0.5},
+            {"name": "last_number", "value": 1.0, "weight": 2.0, "normalize": False},
+            {"name": "x", "value": 0.5, "weight": -0.5, "normalize": False},
         ],
         "source": None,
     }

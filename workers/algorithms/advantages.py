@@ -52,6 +52,8 @@ class SampledTokens:
     components: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """float64 [2, N] by name: the values of a component of the reward, and its weights, 0 if a sample has no such
     component."""
+    normalized: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """bool [N] by name of a component: samples that are trained on its values normalized over all batches."""
     sources: tuple[str, ...] = ()
     """[N] name of the source of each sample's prompt, within which batch-wide statistics are computed; if empty, they
     are computed over all samples."""

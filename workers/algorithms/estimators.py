@@ -36,7 +36,7 @@ from troupe.workers.algorithms.advantages import (
     whiten,
 )
 from troupe.workers.algorithms.custom import custom_advantages
-from troupe.workers.contract.advantage_state import AdvantageState, Moments, PromptHistory, adapted_coef
+from troupe.workers.contract.advantage_state import AdvantageState, Moments, PromptHistory, SourceMoments, adapted_coef
 from troupe.workers.contract.config import STEP_ESTIMATORS, AdvantageConfig
 
 SCALE_EPS = 1e-4
@@ -65,6 +65,7 @@ Estimator = Callable[[AdvantageConfig, SampledTokens, AdvantageState], Estimate]
 def estimate(config: AdvantageConfig, batch: SampledTokens, state: AdvantageState) -> Estimate:
     """Advantages of a batch by the configured estimator. Raises ValueError if the batch lacks inputs of the estimator,
     or has process rewards that it does not support."""
+    batch, state = _with_normalized(batch, state)
     if batch.steps is not None and config.estimator not in STEP_ESTIMATORS:
         raise ValueError(f"process rewards (reward_spans) are not supported by the {config.estimator} estimator")
     estimated = ESTIMATORS[config.estimator](config, batch, state)
@@ -83,6 +84,26 @@ def estimate(config: AdvantageConfig, batch: SampledTokens, state: AdvantageStat
         else:
             estimated = replace(estimated, penalties=config.cov_penalty * chosen.double())
     return replace(estimated, advantages=advantages, metrics=metrics)
+
+
+def _with_normalized(batch: SampledTokens, state: AdvantageState) -> tuple[SampledTokens, AdvantageState]:
+    """The batch with its normalized components in the rewards, and the state with the statistics of their values, those
+    of this batch included, within each source. Raises ValueError if the rewards are of steps."""
+    if not batch.normalized:
+        return batch, state
+    if batch.steps is not None:
+        raise ValueError("process rewards (reward_spans) have no normalized components")
+    rewards, following = batch.rewards.clone(), dict[str, SourceMoments]()
+    for source, members in batch.parts():
+        before = state.moments(source)
+        components = dict(before.components)
+        for name, chosen in batch.normalized.items():
+            if len(own := (chosen & members).nonzero().flatten()):
+                values, weights = batch.components[name][:, own]
+                seen = components[name] = components.get(name, Moments()).seen(values.tolist())
+                rewards[own] += weights * ((values - seen.mean) / (seen.std + SCALE_EPS) - values)
+        following[source] = before.model_copy(update={"components": components})
+    return replace(batch, rewards=rewards), state.with_moments(following)
 
 
 def _covariant(config: AdvantageConfig, batch: SampledTokens, advantages: torch.Tensor) -> torch.Tensor:

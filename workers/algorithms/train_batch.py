@@ -204,6 +204,7 @@ class _Batch:
             turns=self._turns() if by_turn else None,
             masked=self.masked,
             components=self._by_component(),
+            normalized=self._normalized(),
             sources=tuple(self.request.sources[uid] for uid in self.uids) if self.request.sources else (),
             players=self.players,
         )
@@ -223,6 +224,11 @@ class _Batch:
                     return {}
                 found.setdefault(one["name"], [(0.0, 0.0)] * len(self.keep))[number] = one["value"], one["weight"]
         return {name: torch.tensor(pairs, dtype=torch.double).T for name, pairs in found.items()}
+
+    def _normalized(self) -> dict[str, torch.Tensor]:
+        """`SampledTokens.normalized`."""
+        chosen = [{one["name"] for one in own if one["normalize"]} for own in self.components]
+        return {name: torch.tensor([name in own for own in chosen]) for name in sorted(set().union(*chosen))}
 
     def _steps(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
         """Process rewards, with the ends of steps counted in tokens that the policy sampled."""

@@ -61,6 +61,8 @@ class SourceMoments(Frozen):
     """Sequence rewards of all batches, as the reward workers returned them."""
     returns: Moments = Moments()
     """Sequence returns of all batches: scaled, clipped, with their KL penalty."""
+    components: Mapping[str, Moments] = Field(default_factory=dict)
+    """Values of the reward components that are normalized, by label."""
 
 
 class AdvantageState(Frozen):
@@ -74,6 +76,8 @@ class AdvantageState(Frozen):
     """Sequence rewards of all batches, as the reward workers returned them."""
     returns: Moments = Moments()
     """Sequence returns of all batches: scaled, clipped, with their KL penalty."""
+    components: Mapping[str, Moments] = Field(default_factory=dict)
+    """Values of the reward components that are normalized, by label."""
     sources: Mapping[str, SourceMoments] = Field(default_factory=dict)
     """These statistics of each source, if they are computed within sources; then the ones above are not used."""
     players: Mapping[str, Mapping[str, float]] = Field(default_factory=dict)
@@ -90,7 +94,7 @@ class AdvantageState(Frozen):
     def moments(self, source: str) -> SourceMoments:
         """The statistics of a source, or of all samples if empty."""
         if not source:
-            return SourceMoments(rewards=self.rewards, returns=self.returns)
+            return SourceMoments(rewards=self.rewards, returns=self.returns, components=self.components)
         return self.sources.get(source, SourceMoments())
 
     def with_moments(self, moments: Mapping[str, SourceMoments]) -> AdvantageState:
@@ -98,7 +102,7 @@ class AdvantageState(Frozen):
         others = {name: own for name, own in moments.items() if name}
         update: dict[str, object] = {"sources": {**self.sources, **others}} if others else {}
         if (every := moments.get("")) is not None:
-            update |= {"rewards": every.rewards, "returns": every.returns}
+            update |= dict(every)
         return self.model_copy(update=update)
 
     def of_rows(self, rows: Iterable[int]) -> AdvantageState:

@@ -66,7 +66,9 @@ Identity = tuple[str, int, int]
 _SPAN = pa.struct([("name", pa.string()), ("start", pa.int32()), ("end", pa.int32())])
 _VERSION_SPAN = pa.struct([("version", pa.int32()), ("start", pa.int32()), ("end", pa.int32())])
 _REWARD_SPAN = pa.struct([("end", pa.int32()), ("reward", pa.float64())])  # end: in the sample's response tokens
-_COMPONENT = pa.struct([("name", pa.string()), ("value", pa.float64()), ("weight", pa.float64())])
+_COMPONENT = pa.struct(
+    [("name", pa.string()), ("value", pa.float64()), ("weight", pa.float64()), ("normalize", pa.bool_())]
+)
 
 PROMPTS = versioned(
     pa.field("row", pa.int64(), nullable=False),

@@ -3,13 +3,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import fmean, pvariance
 
 ENVIRONMENT_REWARD = "environment"
 """Name of the reward component that the environment gives, the sum over an episode's turns."""
 
 JUDGE_REWARD = "judge"
 """Name of the reward component that a language model gives."""
+
+REWARD_MODEL = "reward_model"
+"""Name of the reward component that a reward model gives, and of the only model of a role."""
+
+COMBINATIONS: Mapping[str, Callable[[Sequence[float], float], float]] = {
+    "product": lambda values, _: math.prod(values),
+    "gate": lambda values, _: values[-1] if min(values[:-1]) > 0 else 0.0,
+    "min": lambda values, _: min(values),
+    "max": lambda values, _: max(values),
+    "mean": lambda values, _: fmean(values),
+    "mean_minus_variance": lambda values, coef: fmean(values) - coef * pvariance(values),
+    "mean_minus_std": lambda values, coef: fmean(values) - coef * math.sqrt(pvariance(values)),
+}
+"""Reward components made of the values of others, and a coefficient. `gate` is the last value if all others are above
+0, and 0 if not. `min` and `mean_minus_variance` of several reward models are WCO and UWO (arXiv 2310.02743)."""
+PENALIZED = ("mean_minus_variance", "mean_minus_std")
+"""The combinations that read the coefficient."""
 
 CONSISTENCY = "consistency"
 """Name of what a judge that compares in both orders says of itself: the share in which both orders agree."""
@@ -32,7 +50,7 @@ SHIPPED = {
 }
 """The built-in functions of a response, by their names."""
 
-REWARD_FUNCTIONS = (ENVIRONMENT_REWARD, JUDGE_REWARD, *SHIPPED)
+REWARD_FUNCTIONS = (ENVIRONMENT_REWARD, JUDGE_REWARD, REWARD_MODEL, *SHIPPED, *COMBINATIONS)
 """Names of the built-in reward functions."""
 
 STEP_FUNCTIONS = (ENVIRONMENT_REWARD, "letter_share", "equations")

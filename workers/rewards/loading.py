@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from troupe.workers.contract import imports
-from troupe.workers.contract.rewards import ENVIRONMENT_REWARD, JUDGE_REWARD, SHIPPED
+from troupe.workers.contract.rewards import COMBINATIONS, ENVIRONMENT_REWARD, JUDGE_REWARD, REWARD_MODEL, SHIPPED
 
 RUN_MODEL_CODE = ("python_tests",)
 """Built-in functions that run code that a model wrote, in a sandbox."""
@@ -41,6 +41,8 @@ def locate(name: str) -> tuple[str, str]:
         raise RewardFunctionError("environment: the sum of an environment's rewards is no function of a response")
     if name == JUDGE_REWARD:
         raise RewardFunctionError("judge: a judge is asked by roles.reward only")
+    if name == REWARD_MODEL or name in COMBINATIONS:
+        raise RewardFunctionError(f"{name}: a component of rewards, and no function of a response")
     try:
         return imports.locate(name, SHIPPED, "reward function", "package.module:function")
     except imports.NameProblem as error:
@@ -84,6 +86,9 @@ def find_problems(functions: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str,
         if function["name"] == JUDGE_REWARD:
             problem = imports.resolve(_JUDGE_PROBLEM)(function["args"])
             yield ("args", f"judge: {problem}") if problem else ("", "")
+            continue
+        if function["name"] == REWARD_MODEL or function["name"] in COMBINATIONS:  # the spec's checks read their args
+            yield "", ""
             continue
         try:
             load(function["name"], function["args"], bool(function.get("batched")))

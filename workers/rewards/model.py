@@ -38,13 +38,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_OUTCOMES: Mapping[ScoreLevel, Callable[[Sequence[float]], float]] = {
+_OF_STEPS: Mapping[ScoreLevel, Callable[[Sequence[float]], float]] = {
     "min": min,
     "mean": fmean,
     "last": itemgetter(-1),
     "step": fmean,
 }
-"""What becomes of the chances of a response's steps, by the level."""
+"""What becomes of the chances of a response's steps, by the level; of other levels the scores' mean is the outcome."""
 Places = Sequence[Sequence[int]] | None
 """The places of the scores in each sequence; None: where a classifier reads its score."""
 
@@ -94,15 +94,17 @@ class RewardModel:
         self.reads_steps = hasattr(self.model, "score")
         self.packs = self._scores_packed_rows()
 
-    def score(self, rollouts: pa.Table, level: ScoreLevel = "response", separator: str = "") -> list[RewardResult]:
-        """Score of every row of a ROLLOUTS table, at the places that `level` names; `separator` ends each step but the
-        last. A row that is too long for the model, has a token outside its embedding, has no steps where the level asks
-        for them, or gets a score that is not finite, has a failed outcome."""
+    def score(
+        self, rollouts: pa.Table, level: ScoreLevel = "response", separator: str = "", offset: float = 0.0
+    ) -> list[RewardResult]:
+        """Score of every row of a ROLLOUTS table less the offset, at the places that `level` names; `separator` ends
+        each step but the last. A row that is too long for the model, has a token outside its embedding, has no steps or
+        tokens if the level asks for them, or gets a score that is not finite, has a failed outcome."""
         sequences = self.encode(rollouts)
         outcomes = [RewardResult(None, self._unusable(ids)) for ids in sequences]
         steps: list[Mapping[int, int]] = [{} for _ in sequences]
         for number, row in enumerate(rollouts.select(["response"]).to_pylist() if level != "response" else ()):
-            steps[number] = self._step_ends(sequences[number], row["response"], separator)
+            steps[number] = self._places(sequences[number], row["response"], separator if level in _OF_STEPS else None)
             if not steps[number]:
                 outcomes[number] = RewardResult(None, "error: the reward model's chat template changes the response")
         fitting = [row for row, outcome in enumerate(outcomes) if not outcome.status]
@@ -113,13 +115,14 @@ class RewardModel:
             for row in batch:
                 own = list(islice(scores, max(1, len(steps[row]))))
                 wrong = next((score for score in own if not math.isfinite(score)), None)
-                found = RewardResult(own[0]) if level == "response" else _of_steps(level, list(steps[row]), own)
+                found = _outcome(level, list(steps[row]), own, offset)
                 outcomes[row] = found if wrong is None else RewardResult(None, f"not a finite number: {wrong}")
         return outcomes
 
-    def _step_ends(self, ids: list[int], text: str, separator: str) -> Mapping[int, int]:
-        """For the position at which each step of a response ends, the place of the token that has it; empty if the
-        tokens do not have the text. White space alone is no step, and the last one ends with the sequence."""
+    def _places(self, ids: list[int], text: str, separator: str | None) -> Mapping[int, int]:
+        """For the position at which each step of a response ends, the place of the token that has it, or by number the
+        places of all its tokens without a separator; empty if the tokens do not have the text. White space alone is no
+        step, and the last one ends with the sequence."""
 
         def decode(some: list[int]) -> str:
             return response_text(self.tokenizer, some)
@@ -128,6 +131,10 @@ class RewardModel:
         before = shown.rfind(text)
         if before < 0:
             return {}
+        if separator is None:
+            # The token of the first character; an empty response has the one that ends the sequence.
+            first = token_counts([before + min(1, len(text))], shown, ids, decode)[0] - 1
+            return dict(enumerate(range(first, len(ids))))
         cuts = [found.end() for found in re.finditer(re.escape(separator), text) if text[found.end() :].strip()]
         starts = [0, *cuts]
         ends = [end for start, end in zip(starts, cuts, strict=False) if text[start:end].strip()]
@@ -233,11 +240,13 @@ class RewardModel:
         return self.model.score(hidden.flatten(0, 1)[torch.tensor(at).to(self.device)])[:, 0].float().tolist()
 
 
-def _of_steps(level: ScoreLevel, ends: Sequence[int], scores: Sequence[float]) -> RewardResult:
-    """The outcome of a response whose steps end at these positions and have these scores: sigmoids, as trained."""
-    chances = [1.0 / (1.0 + math.exp(-max(score, -700.0))) for score in scores]
+def _outcome(level: ScoreLevel, ends: Sequence[int], scores: Sequence[float], offset: float) -> RewardResult:
+    """The outcome of a response with these scores, of steps that end at these positions: sigmoids, as trained."""
+    if level not in _OF_STEPS:
+        return RewardResult(fmean(scores) - offset)
+    chances = [1.0 / (1.0 + math.exp(-max(score, -700.0))) - offset for score in scores]
     steps = tuple(zip(ends, chances, strict=True)) if level == "step" else ()
-    return RewardResult(_OUTCOMES[level](chances), steps=steps)
+    return RewardResult(_OF_STEPS[level](chances), steps=steps)
 
 
 def _score_in_float32(model: PreTrainedModel) -> None:

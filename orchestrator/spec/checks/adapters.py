@@ -12,7 +12,7 @@ from troupe.orchestrator.algorithms.offline import Trains
 from troupe.orchestrator.errors import Finding
 from troupe.orchestrator.model_facts.model_size import METADATA, SizeUnknown, read_header
 from troupe.orchestrator.spec.base import RunSpec
-from troupe.orchestrator.spec.checks.models import REWARD_MODEL, reads_tokens
+from troupe.orchestrator.spec.checks.models import reads_tokens, scores_text
 from troupe.orchestrator.spec.derived.training import resolved_backend
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.workers.contract.adapter_config import (
@@ -190,7 +190,7 @@ def _read(folder: Path) -> dict[str, Any] | str:
 
 def _wrong_kind(section: str, config: Mapping[str, Any], trains: Trains) -> str:
     scores = config.get("task_type") == SCORES
-    if section == REWARD_MODEL:
+    if scores_text(section):
         return "" if scores else "is the adapter of a language model; the reward role needs a reward model's"
     if section == "roles.critic.model" or (section == "model" and trains == "reward_model"):
         return ""

@@ -7,6 +7,12 @@ from typing import Any
 
 from troupe.orchestrator.algorithms import section as algorithms
 from troupe.orchestrator.errors import Finding, nearest
+from troupe.orchestrator.spec.checks.components import (
+    component_list_problems,
+    is_held_out,
+    reward_model_problems,
+    steps_problems,
+)
 from troupe.orchestrator.spec.checks.shared import (
     IMPORTED,
     best_problems,
@@ -22,7 +28,7 @@ from troupe.orchestrator.spec.errors import show
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.sections import CurriculumConfig, EvaluationConfig
 from troupe.orchestrator.spec.sources import DataSource, HeldOut, MixedSource, ReasoningGymSource
-from troupe.workers.contract.config import STEP_ESTIMATORS, EvalSampling, RewardFunctionConfig
+from troupe.workers.contract.config import EvalSampling, RewardFunctionConfig
 from troupe.workers.contract.judges import TEMPLATE_FIELDS, is_file, template_fields
 from troupe.workers.contract.rewards import COMPARED, JUDGE_REWARD, REWARD_FUNCTIONS, STEP_FUNCTIONS
 
@@ -35,21 +41,12 @@ _WITHIN_GROUP = ("group", "pairs")
 
 def reward_problems(spec: RolloutSpec) -> Iterator[Finding]:
     reward = spec.roles.reward
-    if not reward.functions and reward.model is None:
+    if not reward.components:
         yield "roles.reward", "scores nothing: set functions, model or both"
-    for name in ("model_weight", "model_level", "model_separator", "micro_batch_tokens"):
-        if reward.model is None and changed(reward, name):
-            yield f"roles.reward.{name}", "has no effect without a reward model"
-    if reward.model is not None and reward.model_level == "response" and changed(reward, "model_separator"):
-        yield "roles.reward.model_separator", "has no effect on scores of responses; set model_level"
-    if reward.model is not None and reward.model_level == "step":
-        yield from _steps_problems(spec, "roles.reward.model_level", reward.model_weight)
-    weights = [function.weight for function in reward.functions]
-    weights += [reward.model_weight] if reward.model is not None else []
-    if weights and not any(weights):
+    elif not any(one.weight for one in reward.components):
         yield "roles.reward", "every weight is 0: there is nothing to learn"
-    labels = ["reward_model"] if reward.model is not None else []
-    yield from _functions(spec, "roles.reward.functions", reward.functions, labels)
+    yield from reward_model_problems(spec)
+    yield from _functions(spec, "roles.reward.functions", reward.components)
     shared = any(not one.own_rewards for one in held_out_sets(spec))
     if not shared and spec.data.mixture and all(one.rewards is not None for one in spec.data.mixture):
         why = "has no effect: every source of data.train sets rewards; leave them out of one source"
@@ -57,16 +54,17 @@ def reward_problems(spec: RolloutSpec) -> Iterator[Finding]:
     for path, functions in reward_functions(spec).items():
         if path.startswith("data."):
             if not any(function.weight for function in functions):
-                lacks = "no reward to report" if _is_held_out(path) else "nothing to learn"
+                lacks = "no reward to report" if is_held_out(path) else "nothing to learn"
                 yield path, f"every weight is 0: there is {lacks}"
-            yield from _functions(spec, path, functions, [])
+            yield from _functions(spec, path, functions)
     yield from _judge(spec)
 
 
-def _functions(
-    spec: RolloutSpec, section: str, functions: Sequence[RewardFunctionConfig], labels: list[str]
-) -> Iterator[Finding]:
-    """Reward functions of one list that cannot work; `labels`: labels of the components before them."""
+def _functions(spec: RolloutSpec, section: str, components: Sequence[RewardFunctionConfig]) -> Iterator[Finding]:
+    """Components of one list that cannot work. A reward model that is not in the list is the last one."""
+    functions = reward_functions(spec)[section]
+    labels = [component.component for component in components[len(functions) :]]
+    yield from component_list_problems(spec, section, components)
     for index, function in enumerate(functions):
         path = f"{section}.{index}"
         label = function.component
@@ -84,18 +82,13 @@ def _functions(
             yield from _compared(spec, section, f"{path}.args", function)
         if function.batched and function.name in REWARD_FUNCTIONS:
             yield f"{path}.batched", f"{function.name} takes one response at a time; remove it"
-        if function.process and _is_held_out(section):
+        if function.process and is_held_out(section):
             yield f"{path}.process", "only training uses the rewards of steps; remove it"
         elif function.process:
-            yield from _steps_problems(spec, f"{path}.process", function.weight)
+            yield from steps_problems(spec, f"{path}.process", function.weight)
             if function.name in REWARD_FUNCTIONS and function.name not in STEP_FUNCTIONS:
                 why = f"{function.name} returns no steps; shipped functions that do: {', '.join(STEP_FUNCTIONS)}"
                 yield f"{path}.process", why
-
-
-def _is_held_out(section: str) -> bool:
-    """Whether a list of reward functions belongs to a held-out set."""
-    return section.startswith("data.eval.")
 
 
 def _judge(spec: RolloutSpec) -> Iterator[Finding]:
@@ -124,9 +117,7 @@ def _judge(spec: RolloutSpec) -> Iterator[Finding]:
 
 def component_problems(spec: RolloutSpec, path: str, name: str, sources: Sequence[MixedSource]) -> Iterator[Finding]:
     """A field with a reward component that the spec, or one of these sources, does not have."""
-    reward = spec.roles.reward
-    of_role = [function.component for function in reward.functions]
-    of_role += ["reward_model"] if reward.model is not None else []
+    of_role = [component.component for component in spec.roles.reward.components]
     of_sources = {
         f" in the rewards of {one.name}": of_role
         if one.rewards is None
@@ -210,16 +201,6 @@ def _scored_by(spec: RolloutSpec, section: str) -> dict[str, DataSource]:
         return {split: source for split, source in sources.items() if split not in own}
     split = section.removeprefix("data.").removesuffix(".rewards")
     return {split: sources[split]}
-
-
-def _steps_problems(spec: RolloutSpec, path: str, weight: float) -> Iterator[Finding]:
-    """Rewards of steps that nothing reads."""
-    row = algorithms.row_of(spec.algorithm)
-    if row.advantage.estimator not in STEP_ESTIMATORS:
-        others = [a.name for a in algorithms.ALGORITHMS.values() if a.advantage.estimator in STEP_ESTIMATORS]
-        yield path, f"{row.name} takes one reward for a response; remove it or use one of {', '.join(others)}"
-    if weight == 0:
-        yield path, "has no effect with weight 0; remove it"
 
 
 def data_problems(spec: RolloutSpec) -> Iterator[Finding]:

@@ -24,8 +24,6 @@ from troupe.orchestrator.spec.locations import is_hub_name
 from troupe.workers.contract.config import NO_TEMPLATE, ModelConfig
 from troupe.workers.contract.model_files import check_model_files
 
-REWARD_MODEL = "roles.reward.model"
-"""A model that reads the conversation through its own tokenizer, and fails samples that are too long for it."""
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head sizes of vLLM's CPU attention (`CPUAttentionBackend.get_supported_head_sizes`)."""
@@ -38,6 +36,12 @@ _EITHER_KIND = "roles.critic.model"
 """A critic takes the backbone of a language model, or a reward model with its head."""
 _DEFAULT_LABELS = 2
 """transformers leaves a classifier's labels out of its config.json if there are two."""
+
+
+def scores_text(section: str) -> bool:
+    """Whether a model is a reward model: it reads the conversation through its own tokenizer, and fails samples that
+    are too long for it."""
+    return section == "roles.reward.model" or section.startswith("roles.reward.models.")
 
 
 def reads_tokens(section: str) -> bool:
@@ -106,7 +110,7 @@ def too_long(models: Mapping[str, ModelConfig], lengths: Mapping[str, int]) -> I
                         f"embedding ({bound[1]}) depends on the longest sequence of a batch, and differs from vLLM's"
                     ),
                 )
-            elif isinstance(positions, int) and tokens > positions and section != REWARD_MODEL:
+            elif isinstance(positions, int) and tokens > positions and not scores_text(section):
                 yield field, f"{tokens} is more than {whose}'s {positions} positions"
 
 
@@ -136,7 +140,7 @@ def wrong_kinds(models: Mapping[str, ModelConfig], trains: Trains) -> Iterator[F
     for section, model in models.items():
         config = config_or_empty(Path(model.path))
         kind = _architecture(config)
-        if section == REWARD_MODEL:
+        if scores_text(section):
             wrong = _not_a_reward_model(kind, config) if model.adapter is None else ""
         elif section == _EITHER_KIND or (section == "model" and trains == "reward_model"):
             continue
@@ -209,7 +213,7 @@ def headless(models: Mapping[str, ModelConfig], trains: Trains) -> Iterator[Find
     """Language models whose files hold no output head, by the path of their field. Critics and reward models need none,
     nor does the model that a reward model is trained from."""
     for section, model in models.items():
-        if section in (REWARD_MODEL, _EITHER_KIND) or (section == "model" and trains == "reward_model"):
+        if scores_text(section) or section == _EITHER_KIND or (section == "model" and trains == "reward_model"):
             continue
         folder = Path(model.path)
         try:

@@ -17,6 +17,7 @@ from troupe.orchestrator.spec.checks.shared import (
     trainer_problems,
     unread_distill,
 )
+from troupe.orchestrator.spec.derived.sampling import reward_functions
 from troupe.orchestrator.spec.derived.training import resolved_backend
 from troupe.orchestrator.spec.engine_options import refused_options
 from troupe.orchestrator.spec.errors import show
@@ -181,6 +182,7 @@ def check_algorithm(spec: RolloutSpec) -> Iterator[Finding]:
 def _without_effect(spec: RolloutSpec) -> Iterator[Finding]:
     """Settings of the algorithm that another one turns off."""
     config, sources = spec.algorithm, len(spec.data.mixture)
+    normalized = any(one.normalize for own in reward_functions(spec).values() for one in own)
     importance = algorithms.policy_loss(config).importance
     if importance.mode == "none":
         for name in ("level", "cap"):
@@ -189,7 +191,7 @@ def _without_effect(spec: RolloutSpec) -> Iterator[Finding]:
     yield from unread_distill(config.distill, algorithms.policy_loss(config).distill)
     if not config.by_source and sources < 2:
         yield "algorithm.by_source", "has no effect with one source in data.train; remove it"
-    elif not config.by_source and not algorithms.compares_with_batch(config):
+    elif not config.by_source and not algorithms.compares_with_batch(config) and not normalized:
         why = f"has no effect: {config.name} compares samples of a group only, and a group has one source; remove it"
         yield "algorithm.by_source", why
 
@@ -272,7 +274,7 @@ def check_lengths(spec: RolloutSpec) -> Iterator[Finding]:
         budgets["reference"] = spec.roles.reference.micro_batch_tokens
     teachers = spec.roles.teachers().items()
     budgets |= {name: one.micro_batch_tokens for name, one in teachers if name not in spec.in_policy}
-    if spec.roles.reward.model is not None:
+    if spec.roles.reward.reward_models:
         budgets["reward"] = spec.roles.reward.micro_batch_tokens
     for name, tokens in budgets.items():
         if tokens < longest:
@@ -351,7 +353,7 @@ def check_devices(spec: RolloutSpec) -> Iterator[Finding]:
         if not isinstance(role, EngineRole | ReferenceRole) and role.gpus > 1:
             yield f"roles.{name}.gpus", f"a {name} worker uses one GPU; raise workers instead"
     yield from shard_problems(spec)
-    if spec.roles.reward.gpus > 0 and spec.roles.reward.model is None:
+    if spec.roles.reward.gpus > 0 and not spec.roles.reward.reward_models:
         yield "roles.reward.gpus", "reward functions run on the CPU; only a reward model uses a GPU"
     yield from _engine_devices("rollout", spec.roles.rollout)
     if spec.roles.judge is not None:

@@ -15,6 +15,7 @@ from troupe.orchestrator.spec.derived.sampling import (
     group_settings,
     held_out_sets,
     reward_functions,
+    scored_models,
 )
 from troupe.orchestrator.spec.locations import checkpoint_problems, is_url
 from troupe.orchestrator.spec.rollout import RolloutSpec
@@ -270,15 +271,15 @@ def _environment_rewards(spec: RolloutSpec) -> Iterator[Finding]:
             yield f"{path}.name", f"scores episodes only, but the samples of data.{single[0]} are single responses"
         if function.process and not given and len(single) < len(scored):
             yield f"{path}.process", "the steps of an episode are its turns: only `environment` rewards them"
-    reward = spec.roles.reward
-    of_model = reward.model is not None and reward.model_level == "step"
-    if reward.model is not None and reward.model_level != "response":
-        played = [path for path, environment in _scored(spec, "roles.reward.functions").items() if environment]
-        if played:
-            yield (
-                "roles.reward.model_level",
-                f"the samples of data.{played[0]} are episodes, whose steps are their turns",
-            )
+    models = scored_models(spec)
+    of_model = any(model.level == "step" for model in models.values())
+    for path, model in models.items():
+        alone = path == "roles.reward.model"
+        section = "roles.reward.functions" if alone else path.rpartition(".")[0]
+        played = [place for place, environment in _scored(spec, section).items() if environment is not None]
+        if played and model.level != "response":
+            field = f"{path}.level" if alone else f"{path}.args.model"
+            yield field, f"the samples of data.{played[0]} are episodes: only level response scores them"
     if estimator != "group" and (of_model or any(f.process for own in reward_functions(spec).values() for f in own)):
         if advantage.reward_scale != "none":
             yield "algorithm.reward_scale", "scales rewards of responses, not of steps; set none"

@@ -50,8 +50,8 @@ def reward_digest(spec: RunSpec) -> str:
     }
     if reward.model is not None:
         content["model"] = [*decisive(reward, "reward")["model"].values(), reward.model_weight]
-        if reward.model_level != "response":
-            content["steps"] = [reward.model_level, reward.model_separator]
+    if reward.models:
+        content["models"] = decisive(reward, "reward")["models"]
     if judge is not None:
         content["judge"] = decisive(judge, "reward")
     if contents := contents_of(decisive(rollouts.roles, "reward"), field_tree(type(rollouts.roles))):

@@ -9,7 +9,7 @@ from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.sections import EvaluationConfig
 from troupe.orchestrator.spec.sources import HeldOut, MixedSource
-from troupe.workers.contract.config import EvalSampling, RewardFunctionConfig
+from troupe.workers.contract.config import EvalSampling, RewardFunctionConfig, RewardModelConfig
 from troupe.workers.contract.rewards import RIGHT_OR_WRONG
 
 COMPARISONS = ("win_rate", "position_consistency")
@@ -152,7 +152,7 @@ def held_out_sets(spec: RolloutSpec) -> list[HeldOutSettings]:
             HeldOutSettings(
                 section=name,
                 sampling=own.sampling or evaluation.sampling,
-                functions=own.rewards or spec.roles.reward.functions,
+                functions=own.rewards or spec.roles.reward.components,
                 own_rewards=own.rewards is not None,
                 solved_at=solved if own.solved_at is None else own.solved_at,
                 level=own.level,
@@ -161,6 +161,18 @@ def held_out_sets(spec: RolloutSpec) -> list[HeldOutSettings]:
             )
         )
     return found
+
+
+def scored_models(spec: RolloutSpec) -> dict[str, RewardModelConfig]:
+    """The reward model of each component that has one, by the path of the component; of `roles.reward.model` as a
+    component without an entry in a list, by the model's path."""
+    reward = spec.roles.reward
+    lists = {**reward_functions(spec), "roles.reward.functions": reward.components}
+    named = {f"{path}.{n}": one.model for path, own in lists.items() for n, one in enumerate(own) if one.model}
+    if len(reward.components) > len(reward.functions):
+        named["roles.reward.model"] = named.pop(f"roles.reward.functions.{len(reward.functions)}")
+    models = reward.reward_models
+    return {path: models[name] for path, name in named.items() if name in models}
 
 
 def reward_functions(spec: RolloutSpec) -> dict[str, tuple[RewardFunctionConfig, ...]]:
@@ -183,8 +195,7 @@ def solved_at(spec: RolloutSpec) -> float | None:
     """Least reward (of the role) of a solved sample, or None if neither evaluation nor reward define it."""
     if spec.evaluation is not None and spec.evaluation.solved_at is not None:
         return spec.evaluation.solved_at
-    reward = spec.roles.reward
-    return None if reward.model is not None and reward.model_weight else right_from(reward.functions)
+    return right_from(spec.roles.reward.components)
 
 
 def right_from(functions: Sequence[RewardFunctionConfig], component: str | None = None) -> float | None:
@@ -232,7 +243,7 @@ def _solved_in_training(spec: RolloutSpec, rewards: Sequence[RewardFunctionConfi
     component = None if curriculum is None else curriculum.component
     if component is None and rewards is None:
         return solved_at(spec)
-    return right_from(spec.roles.reward.functions if rewards is None else rewards, component)
+    return right_from(spec.roles.reward.components if rewards is None else rewards, component)
 
 
 def _environment_of(spec: RolloutSpec, name: str | None) -> str | None:

@@ -79,12 +79,11 @@ def _priced_lengths(spec: RolloutSpec) -> Iterator[str]:
     for number, group in enumerate(group_settings(spec)):
         path = group.rewards or "roles.reward"
         own = spec.data.mixture[number].rewards if group.rewards else None
-        functions = [one for one in (spec.roles.reward.functions if own is None else own) if one.weight]
+        functions = [one for one in (spec.roles.reward.components if own is None else own) if one.weight]
         others = [one for one in functions if one.name not in _LENGTHS]
         # A response of the right form may have a wrong answer.
         others.sort(key=lambda one: 1 if one.name == "regex" else -(one.name in RIGHT_OR_WRONG))
         deciding = [one.component for one in others]
-        deciding += ["reward_model"] if own is None and spec.roles.reward.model is not None else []
         priced = next((one.component for one in functions if one.name in _LENGTHS), None)
         if priced and deciding and group.signal_in is None and section.dynamic_sampling(spec.algorithm):
             field = f"data.train.{number}" if group.source else "algorithm"

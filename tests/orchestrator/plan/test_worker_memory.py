@@ -8,7 +8,7 @@ import subprocess
 import sys
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import pytest
 import yaml
@@ -19,7 +19,7 @@ from tests.orchestrator.model_facts.test_families import REAL, folder
 from troupe.orchestrator.commands.plan_table import notes, render_periods, unknown_sizes
 from troupe.orchestrator.model_facts.model_size import ModelSize, read_size
 from troupe.orchestrator.plan.fit import gib
-from troupe.orchestrator.plan.memory import Sizes
+from troupe.orchestrator.plan.memory import PlacedWorker, Sizes, of_reward
 from troupe.orchestrator.plan.placement import Node
 from troupe.orchestrator.plan.plan import Plan, as_json, described_nodes, local_node, plan
 from troupe.orchestrator.plan.worker_memory import (
@@ -49,6 +49,7 @@ from troupe.orchestrator.plan.worker_memory import (
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.derived.sizes import batch_bytes
 from troupe.orchestrator.spec.load import plan_runs, read_document
+from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.workers.contract.config import CHUNK_LOGITS, REDUCE_BUCKET, Dtype, EngineConfig, LoraConfig, TrainerConfig
 from troupe.workers.contract.units import GIB, MIB
 
@@ -541,6 +542,25 @@ def spec_of(path: Path, *changes: str) -> RunSpec:
 def planned(size: ModelSize, nodes: list[Node], *changes: str, name: str = "node-8gpu-grpo.yaml") -> Plan:
     spec = spec_of(ROOT / "deploy" / "specs" / name, "model.path=given", *changes)
     return plan(spec, nodes, Sizes({"given": size}), advise=True)
+
+
+@pytest.mark.parametrize("gpus", [0, 1])
+def test_a_reward_worker_holds_the_weights_of_its_models_and_runs_one_at_a_time(gpus: int) -> None:
+    sizes = Sizes({"a": SMALL, "b": replace(SMALL, backbone=3000, intermediate=1000)})
+    tiny = ROOT / "deploy" / "specs" / "tiny-grpo.yaml"
+
+    def parts(*changes: str) -> dict[str, int]:
+        spec = spec_of(tiny, f"roles.reward.gpus={gpus}", *changes)
+        found, _ = of_reward(cast(RolloutSpec, spec), PlacedWorker("reward-0", 1.0, gpus, "", 0, ""), 0, sizes)
+        return {f"{one.where} {part.name}": part.bytes for one in found for part in one.parts}
+
+    a, b = (parts(f"roles.reward.model={{path: {name}}}") for name in "ab")
+    named = [f"{{name: reward_model, args: {{model: {name}}}}}" for name in "ab"]
+    both = parts("roles.reward.models={a: {path: a}, b: {path: b}}", f"roles.reward.functions=[{', '.join(named)}]")
+    where = "gpu" if gpus else "host"
+    assert both[f"{where} weights"] == a[f"{where} weights"] + b[f"{where} weights"]
+    assert both[f"{where} activations"] == b[f"{where} activations"] > a[f"{where} activations"]
+    assert both[f"{where} process"] == a[f"{where} process"]
 
 
 def test_a_gpu_that_is_too_small_is_reported_with_a_change_that_helps() -> None:

@@ -158,9 +158,9 @@ CASES = [Case(name, line, edits, base) for base, rows in _TABLE.items() for name
     ),
     Case(
         "reward_of_steps_for_responses",
-        f"15: roles.reward.model_level: dcpo takes one reward for a response; remove it or use one of {_BY_STEP}",
+        f"15: roles.reward.model.level: dcpo takes one reward for a response; remove it or use one of {_BY_STEP}",
         {
-            "    functions:": "    model_level: step\n    model: {path: m}\n    functions:",
+            "    functions:": "    model: {path: m, level: step}\n    functions:",
             "  name: grpo": "  name: dcpo",
         },
     ),

@@ -55,9 +55,21 @@ NEITHER = {
         "metric",
         "players",
     ),
-    *("steps", "step_labels", "separator", "model_separator", "where", "options"),
-    *("response", "messages", "chosen", "rejected", "margin", "answers", "scores", "project", "environment", "eval"),
-    *("dynamic_sampling_on", "system_column", "ranks", "column", "first", "second", "ties", "tools"),
+    *("steps", "step_labels", "separator", "where", "options"),
+    *(
+        "response",
+        "messages",
+        "chosen",
+        "rejected",
+        "margin",
+        "answers",
+        "scores",
+        "project",
+        "environment",
+        "eval",
+        "models",
+    ),
+    *("models", "dynamic_sampling_on", "system_column", "ranks", "column", "first", "second", "ties", "tools"),
 }
 """Names of text fields that hold something else, or sections by name."""
 

@@ -6,12 +6,14 @@ import math
 import random
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import pyarrow as pa
 import pytest
 import torch
 
 from troupe.workers.algorithms.train_batch import prepare
+from troupe.workers.contract.advantage_state import AdvantageState
 from troupe.workers.contract.config import AdvantageConfig
 from troupe.workers.contract.messages import (
     REWARDS,
@@ -72,10 +74,10 @@ KEYS: list[Key] = [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
 LENGTHS = [2, 1, 0, 3]
 
 
-def with_components(rewards: pa.Table, components: Sequence[Sequence[tuple[str, float, float | None]]]) -> pa.Table:
-    """A rewards table with (name, value, weight) of each sample's components."""
-    index = rewards.schema.get_field_index("components")
-    given = [[dict(zip(("name", "value", "weight"), one, strict=True)) for one in own] for own in components]
+def with_components(rewards: pa.Table, components: Sequence[Sequence[tuple[Any, ...]]]) -> pa.Table:
+    """A rewards table with (name, value, weight, whether it is normalized) of each sample's components."""
+    index, names = rewards.schema.get_field_index("components"), ("name", "value", "weight", "normalize")
+    given = [[dict(zip(names, one, strict=False)) for one in own] for own in components]
     return rewards.set_column(index, REWARDS.field(index), pa.array(given, REWARDS.field(index).type))
 
 
@@ -358,6 +360,45 @@ def test_equal_components_have_no_signal_and_no_rounding_error() -> None:
     summary, table = prepare(GDPO, PrepareRequest(tuple(keys)), tables)
     assert table["advantages"].to_pylist()[:3] == [[0.0, 0.0]] * 3
     assert [row.has_signal for row in summary.rows] == [False] * 3 + [True] * 2
+
+
+def test_normalized_components_have_the_statistics_of_all_batches_of_their_source() -> None:
+    """`score` of source x: 1 and 3, then 5 and 7 with mean 4 and variance 20/3 of all four. Source y has its own, and
+    the component without normalization stays as it is."""
+    config = AdvantageConfig(estimator="returns")
+    state = AdvantageState()
+    sources = {"a": "x", "b": "y"}
+
+    def rewards(scores: list[float]) -> tuple[pa.Table, pa.Table]:
+        own = [[("right", 1.0, 1.0, False), ("score", score, 2.0, True)] for score in scores]
+        table = reward_table(KEYS, [1.0 + 2.0 * score for score in scores])
+        return rollout_table(KEYS, [1, 1, 1, 1]), with_components(table, own)
+
+    for scores_, x, y in (
+        ([1.0, 3.0, 10.0, 10.0], (2.0, 2.0**0.5), (10.0, 0.0)),
+        ([5.0, 7.0, 10.0, 14.0], (4.0, (20 / 3) ** 0.5), (11.0, 2.0)),
+    ):
+        summary, table = prepare(config, PrepareRequest(tuple(KEYS), state=state, sources=sources), rewards(scores_))
+        state = AdvantageState.model_validate_json(summary.state.model_dump_json())  # as a checkpoint holds it
+        pairs = zip(scores_, (x, x, y, y), strict=True)
+        expected = [1.0 + 2.0 * (score - mean) / (std + 1e-4) for score, (mean, std) in pairs]
+        assert [row[0] for row in table["advantages"].to_pylist()] == pytest.approx(expected, rel=1e-6)
+        assert table["reward"].to_pylist() == [1.0 + 2.0 * score for score in scores_]
+    assert {name: one.components["score"].count for name, one in state.sources.items()} == {"x": 4, "y": 4}
+    summary, _ = prepare(config, PrepareRequest(tuple(KEYS)), rewards([1.0, 2.0, 3.0, 4.0]))
+    assert summary.state.components["score"].mean == 2.5
+
+
+def test_rewards_of_steps_are_not_normalized() -> None:
+    tables = [
+        rollout_table(KEYS, [1] * 4),
+        with_components(reward_table(KEYS, [1.0] * 4), [[("a", 1.0, 1.0, True)]] * 4),
+    ]
+    index = tables[1].schema.get_field_index("reward_spans")
+    spans = pa.array([[{"end": 1, "reward": 1.0}]] * 4, REWARDS.field(index).type)
+    tables[1] = tables[1].set_column(index, REWARDS.field(index), spans)
+    with pytest.raises(ValueError, match="no normalized components"):
+        prepare(AdvantageConfig(estimator="returns"), PrepareRequest(tuple(KEYS)), tables)
 
 
 def test_rewards_without_components_or_weights_are_not_decoupled() -> None:

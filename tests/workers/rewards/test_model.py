@@ -24,7 +24,7 @@ from transformers import (
 
 from tests.token_batches import batch_of
 from tests.workers.test_reward import rollouts
-from troupe.workers.contract.config import ModelConfig, RewardConfig
+from troupe.workers.contract.config import ModelConfig, RewardConfig, RewardModelConfig
 from troupe.workers.contract.offline_config import ExampleConfig
 from troupe.workers.contract.offline_messages import EXAMPLE_TEXTS
 from troupe.workers.data.examples import tokenize
@@ -332,24 +332,24 @@ def test_white_space_is_no_step(text: str, ends: list[int], tiny_model: Path, tm
     copy_tokenizer(ModelConfig(path=str(tiny_model)), tmp_path)
     model = RewardModel(ModelConfig(path=str(tmp_path), dtype="float32"), 96, "cpu")
     ids = model.tokenizer(f"Add.{text}")["input_ids"]
-    found = model._step_ends(ids, text, "\n\n")
+    found = model._places(ids, text, "\n\n")
     assert list(found) == ends
     assert list(found.values()) == sorted({*found.values()}) and found[len(text)] == len(ids) - 1
-    assert model._step_ends(ids, f"{text} and more", "\n\n") == {}
+    assert model._places(ids, f"{text} and more", "\n\n") == {}
 
 
 def test_the_scores_of_steps_are_process_rewards(tiny_model: Path, tmp_path: Path) -> None:
     with_head(ModelConfig(path=str(tiny_model), dtype="float32")).save_pretrained(tmp_path)
     config = ModelConfig(path=str(tiny_model))
     copy_tokenizer(config, tmp_path)
-    scorer = ModelConfig(path=str(tmp_path), dtype="float32")
-    worker = RewardWorker(RewardConfig(model=scorer, model_level="step", model_weight=2.0), "reward-0", policy=config)
+    scorer = RewardModelConfig(path=str(tmp_path), dtype="float32", level="step")
+    worker = RewardWorker(RewardConfig(model=scorer, model_weight=2.0), "reward-0", policy=config)
     try:
         worker.start()
-        example = in_steps(worker._loaded_model().tokenizer, STEPS[0])
+        example = in_steps(worker._models["reward_model"].tokenizer, STEPS[0])
         table = rollouts(["\n\n".join(STEPS[0])], ids=[example["response_ids"]])
         summary, rewards = worker.score(table)
-        (outcome,) = worker._loaded_model().score(table, "step", "\n\n")
+        (outcome,) = worker._models["reward_model"].score(table, "step", "\n\n")
     finally:
         worker.close()
     assert summary.rewards == (pytest.approx(2.0 * (outcome.value or 0.0)),)

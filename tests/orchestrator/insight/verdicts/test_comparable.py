@@ -13,9 +13,9 @@ from troupe.orchestrator.insight.report.overview import overview
 from troupe.orchestrator.insight.verdicts.apply import comparable_history, verdicts_of
 from troupe.orchestrator.insight.verdicts.history import History
 from troupe.orchestrator.rollouts.evaluation_log import EVALUATIONS
-from troupe.orchestrator.spec.derived.digests import reward_digest
+from troupe.orchestrator.spec.derived.digests import evaluation_digest, reward_digest
 from troupe.orchestrator.telemetry.run_folder import RunFolder
-from troupe.workers.contract.config import ModelConfig
+from troupe.workers.contract.config import RewardModelConfig
 
 STEPS = 12
 Json = dict[str, Any]
@@ -105,10 +105,14 @@ def test_the_digest_of_rewards_is_that_of_what_they_are(tmp_path: Path) -> None:
 
     assert digest() == digest(timeout_s=77.0) == reward_digest(base)
     assert len({digest(), digest(weight=0.5), digest(args={"letters": "x"})}) == 3
-    models = [ModelConfig(path="m", adapter=adapter) for adapter in (None, "a", "b")]
+    models = [RewardModelConfig(path="m", adapter=adapter) for adapter in (None, "a", "b")]
+    models += [RewardModelConfig(path="m", offset=1.0), RewardModelConfig(path="m", level="min")]
     rewards = [reward.model_copy(update={"model": model}) for model in models]
-    roles = [base.roles.model_copy(update={"reward": one}) for one in rewards]
-    assert len({reward_digest(base.model_copy(update={"roles": one})) for one in roles} | {digest()}) == 4
+    rewards += [reward.model_copy(update={"models": {"x": model}}) for model in models]
+    specs = [base.model_copy(update={"roles": base.roles.model_copy(update={"reward": one})}) for one in rewards]
+    for of in (reward_digest, evaluation_digest):
+        assert len({*map(of, specs), of(base)}) == len(specs) + 1
+    assert digest(normalize=True) == digest(), "what rewards are, not what is trained on"
 
 
 def test_a_damaged_file_of_evaluations_hides_none(tmp_path: Path) -> None:
