@@ -13,9 +13,16 @@ import pyarrow as pa
 import torch
 import torch.distributed as dist
 
-from troupe.workers.algorithms.policy_loss import LossOutput, exact_kl, policy_loss, policy_tokens
+from troupe.workers.algorithms.policy_loss import (
+    LossOutput,
+    PolicyTokens,
+    exact_kl,
+    loss_by_source,
+    policy_loss,
+    policy_tokens,
+)
 from troupe.workers.algorithms.train_batch import prepare
-from troupe.workers.contract.config import DistillConfig, PolicyConfig
+from troupe.workers.contract.config import DistillConfig, PolicyConfig, PolicyLossConfig
 from troupe.workers.contract.imports import resolve
 from troupe.workers.contract.messages import (
     TOKEN_RECORDS,
@@ -242,9 +249,15 @@ class PolicyWorker(TrainingRank[PolicyConfig]):
         if self._records is not None:
             self._records.note(micro_batch, logprobs, entropy)
         max_tokens = self._config.sampling.max_tokens
-        tokens = policy_tokens(table, micro_batch, plan, loss, max_tokens, logprobs, entropy)
-        tokens = replace(tokens, divergences=compared[0] if compared else None)
-        return micro_batch, policy_loss(tokens, loss, kl_old_coef)
+
+        def tokens(own: PolicyLossConfig) -> PolicyTokens:
+            found = policy_tokens(table, micro_batch, plan, own, max_tokens, logprobs, entropy)
+            return replace(found, divergences=compared[0] if compared else None)
+
+        if not self._config.source_losses:
+            return micro_batch, policy_loss(tokens(loss), loss, kl_old_coef)
+        losses = {"": loss, **self._config.source_losses}
+        return micro_batch, loss_by_source(losses, table, micro_batch, tokens, kl_old_coef)
 
 
 def _subsample(stride: int, batch: TokenBatch) -> TokenBatch:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -31,12 +31,13 @@ from troupe.orchestrator.algorithms.table import (
 from troupe.orchestrator.errors import nearest
 from troupe.workers.contract.config import (
     AdvantageConfig,
+    Aggregation,
     CriticLossConfig,
     CustomConfig,
     Frozen,
     PolicyLossConfig,
 )
-from troupe.workers.contract.consequences import AS_SAMPLED, noted
+from troupe.workers.contract.consequences import AS_SAMPLED, NEXT_STEP, noted
 
 CUSTOM_NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 """Name of a custom algorithm."""
@@ -136,6 +137,22 @@ class AlgorithmConfig(Frozen):
         return self
 
 
+class SourceAlgorithm(Frozen):
+    """What a source of a mixture replaces of the algorithm for its samples. A field left out has the run's value."""
+
+    consequences: ClassVar = NEXT_STEP
+    clip_low: float | None = Field(default=None, gt=0.0, lt=1.0)
+    """As `algorithm.clip_low`."""
+    clip_high: float | None = Field(default=None, gt=0.0)
+    """As `algorithm.clip_high`."""
+    dual_clip: float | None = Field(default=None, gt=1.0)
+    """As `algorithm.dual_clip`."""
+    aggregation: Aggregation | None = None
+    """As `algorithm.aggregation`: the totals are those of the whole mini-batch."""
+    kl_coef: float | None = Field(default=None, ge=0.0)
+    """As `algorithm.kl.coef`, of a KL term in the loss."""
+
+
 def is_custom(name: str) -> bool:
     """Whether the name is a custom algorithm's: `package.module:attribute`."""
     return CUSTOM_NAME.fullmatch(name) is not None
@@ -196,6 +213,13 @@ def policy_loss(config: AlgorithmConfig) -> PolicyLossConfig:
     own = {"kl_coef": coef, "kl_estimator": config.kl.estimator}
     own["distill"] = overridden(row.loss.distill, dict(config.distill or ()))
     return overridden(row.loss, clips | _given(config) | own)
+
+
+def of_source(config: AlgorithmConfig, own: SourceAlgorithm) -> AlgorithmConfig:
+    """The algorithm with what a source of a mixture replaces."""
+    given = own.model_dump(exclude={"kl_coef"}, exclude_none=True)
+    kl = {} if own.kl_coef is None else {"kl": config.kl.model_copy(update={"coef": own.kl_coef})}
+    return config.model_copy(update=given | kl)
 
 
 def corrects_sampler(config: AlgorithmConfig) -> bool:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
 from pydantic import Field, create_model, field_validator
 
+from troupe.orchestrator.algorithms.section import SourceAlgorithm
 from troupe.orchestrator.spec.conditions import Condition
 from troupe.workers.contract.config import EvalSampling, Frozen, RewardFunctionConfig
 from troupe.workers.contract.consequences import (
@@ -253,6 +254,9 @@ class Mixed(SourceShare):
     dynamic_sampling_on: Annotated[str | None, SAMPLED] = None
     """Overrides `algorithm.dynamic_sampling_on` for this source, whose rewards may have other components, unless
     null."""
+
+    algorithm: SourceAlgorithm | None = None
+    """Settings of the loss for the samples of this source: `{clip_high: 0.28, kl_coef: 0.0}`; null: the run's."""
 
 
 class MixedPrompts(Mixed, Prompts):

@@ -242,11 +242,13 @@ def test_truncated_samples_of_a_source_carry_no_loss_where_it_says_so(tmp_path: 
 
 def test_batch_statistics_are_taken_within_sources_unless_the_spec_says_otherwise(tmp_path: Path) -> None:
     run = run_of(tmp_path / "within")
+    run.change(data={"train": [TRAIN[0], TRAIN[1] | {"algorithm": {"clip_high": 0.3}}]})
     run.run()
     policy = run.policies[0]
-    for keep, sources in zip(policy.prepared, policy.sources, strict=True):
+    for keep, sources, losses in zip(policy.prepared, policy.sources, policy.losses, strict=True):
         assert sources == {uid: uid.partition("-")[0] for uid, _ in keep}
+        assert losses == {uid: source for uid, source in sources.items() if source == "chat"}
     over_all = run_of(tmp_path / "over")
     over_all.change(algorithm={"by_source": False})
     over_all.run()
-    assert over_all.policies[0].sources == [{}] * STEPS
+    assert over_all.policies[0].sources == over_all.policies[0].losses == [{}] * STEPS

@@ -169,7 +169,9 @@ ROLLOUTS = Matrix(
             "mixture": {
                 "data.train": [
                     _SUMS | {"name": "sums", "weight": 2, "solved_at": 0.3},
-                    _SUMS | {"name": "others", "seed": 2, "solved_at": 0.3, "group_size": 2, "max_tokens": 4},
+                    _SUMS
+                    | {"name": "others", "seed": 2, "solved_at": 0.3, "group_size": 2, "max_tokens": 4}
+                    | {"algorithm": {"aggregation": "constant"}},
                 ]
             },
         },

@@ -11,7 +11,7 @@ metric.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -253,6 +253,11 @@ class PolicyTokens:
         numbers = {n: v for n, v in vars(self).items() if isinstance(v, torch.Tensor) and n not in others}
         return replace(self, **{name: _masked(value, self.loss_mask) for name, value in numbers.items()})
 
+    def taken(self, chosen: torch.Tensor) -> PolicyTokens:
+        """The tokens where `chosen`, bool [T], is True."""
+        tensors = {name: value[chosen] for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+        return replace(self, **tensors)
+
 
 def policy_tokens(
     table: TokenTable,
@@ -416,6 +421,38 @@ def policy_loss(tokens: PolicyTokens, config: PolicyLossConfig, kl_old_coef: flo
         sums=_totals(sums),
         maxima={name: _maximum(values) for name, values in part.maxima.items()},
     )
+
+
+def loss_by_source(
+    losses: Mapping[str, PolicyLossConfig],
+    table: TokenTable,
+    micro_batch: TokenBatch,
+    tokens: Callable[[PolicyLossConfig], PolicyTokens],
+    kl_old_coef: float = 0.0,
+) -> LossOutput:
+    """`policy_loss` of a micro-batch whose rows have different losses: the sum over `losses`, by source, of the loss of
+    the source's rows, with weights from the totals of the whole update. The loss of the run has an empty name.
+    `tokens`: inputs of a loss for the whole micro-batch."""
+    # Also those without a row here: ranks and micro-batches have the same metrics.
+    parts = [
+        policy_loss(tokens(config).taken(table.with_loss_of(micro_batch, source)), config, kl_old_coef)
+        for source, config in losses.items()
+    ]
+    return LossOutput(
+        loss=torch.stack([part.loss for part in parts]).sum(),
+        terms=_joined([part.terms for part in parts], torch.add),
+        sums=_joined([part.sums for part in parts], torch.add),
+        maxima=_joined([part.maxima for part in parts], torch.maximum),
+    )
+
+
+def _joined(
+    parts: Sequence[Mapping[str, torch.Tensor]], join: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for part in parts:
+        found |= {name: join(found[name], value) if name in found else value for name, value in part.items()}
+    return found
 
 
 def _of_ratio(tokens: PolicyTokens, config: PolicyLossConfig, kl_old_coef: float) -> _LossTerms:

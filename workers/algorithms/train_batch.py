@@ -388,6 +388,8 @@ def _train_table(batch: _Batch, rollouts: pa.Table, estimated: dict[str, torch.T
     for field in TRAIN:
         if field.name == "reward":
             columns.append(pa.array(batch.reward[batch.sample].numpy()))
+        elif field.name == "loss_of":
+            columns.append(pa.array([batch.request.losses.get(uid) for uid, _ in batch.rows], pa.string()))
         elif field.name in floats:
             columns.append(list_column(floats[field.name].float(), batch.lengths, pa.float32()))
         elif field.name in rollouts.column_names:

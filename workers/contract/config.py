@@ -925,6 +925,8 @@ class PolicyConfig(PolicySettings, RankConfig):
     """Configuration of one rank of the policy."""
 
     loss: PolicyLossConfig
+    source_losses: dict[str, PolicyLossConfig] = Field(default_factory=dict)
+    """The losses of sources with their own, by name."""
     advantage: AdvantageConfig
     sampling: SamplingConfig
     run_id: str

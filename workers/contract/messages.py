@@ -140,6 +140,7 @@ TRAIN = versioned(
     pa.field("returns", pa.list_(pa.float32())),
     pa.field("penalties", pa.list_(pa.float32())),  # coefficients of |log pi - log pi_old| (kl_cov); null: none
     pa.field("reward", pa.float64(), nullable=False),
+    pa.field("loss_of", pa.string()),  # the source whose loss the row has; null: the run's
 )
 """Batch of one step, for the trainers."""
 
@@ -446,6 +447,8 @@ class PrepareRequest:
     computed over the whole batch."""
     teachers: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Weights of the teachers of each prompt_uid by name; if empty, the reference is the teacher."""
+    losses: Mapping[str, str] = field(default_factory=dict)
+    """Source of each prompt_uid whose loss is not the run's."""
 
 
 @dataclass(frozen=True)

@@ -259,6 +259,19 @@ class TokenTable:
         number, tokens = (to_device(values, batch.targets.device) for values in per_token)
         return number, tokens
 
+    def with_loss_of(self, batch: TokenBatch, source: str) -> torch.Tensor:
+        """bool [T] on the device of `batch`: the response tokens of rows with the loss of a source, or of the run if
+        empty."""
+        rows = torch.tensor([self._losses[row] == source for row in batch.rows.tolist()], dtype=torch.bool)
+        return to_device(rows.repeat_interleave(self.responses.lengths[batch.rows]), batch.targets.device)
+
+    @cached_property
+    def _losses(self) -> list[str]:
+        """The source whose loss each row has, or empty for the run's."""
+        if "loss_of" not in self.table.column_names:  # a table of an earlier version
+            return [""] * self.table.num_rows
+        return [source or "" for source in self.table.column("loss_of").to_pylist()]
+
     def teachers(self, batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
         """(ids int64 [T, n, k], log-probs float32 [T, n, k + 1], weights float32 [T, n]) of n teachers' likeliest
         tokens and all others together, and of their losses, on the batch's device, or None if the table has none."""

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from troupe.orchestrator.algorithms import section as algorithms
+from troupe.orchestrator.algorithms.section import SourceAlgorithm
 from troupe.orchestrator.errors import Finding, nearest
 from troupe.orchestrator.spec.checks.components import (
     component_list_problems,
@@ -265,6 +266,27 @@ def _mixture(spec: RolloutSpec) -> Iterator[Finding]:
         if source.max_tokens is not None and source.max_tokens > spec.sampling.max_tokens:
             limit = f"sampling.max_tokens, {spec.sampling.max_tokens}"
             yield f"{path}.max_tokens", f"must be at most {limit}, the longest response of the run; raise that"
+        if source.algorithm is not None:
+            yield from _source_algorithm(spec, f"{path}.algorithm", source.algorithm)
+
+
+def _source_algorithm(spec: RolloutSpec, path: str, own: SourceAlgorithm) -> Iterator[Finding]:
+    """Settings of a source's loss that nothing reads, or that the run has no role for."""
+    row = algorithms.row_of(spec.algorithm)
+    given = {name for name, value in own if value is not None}
+    for name in sorted(given & {*algorithms.unused_options(algorithms.of_source(spec.algorithm, own))}):
+        yield f"{path}.{name}", f"{row.name} does not use it; remove it"
+    if not given:
+        yield path, "replaces nothing; remove it, or set a field"
+    if own.kl_coef is None:
+        return
+    if row.kl_in != "loss" or not row.loss.has_ratio:
+        yield (
+            f"{path}.kl_coef",
+            f"{row.name} has no KL term in a loss with a ratio; set algorithm.kl.coef for all sources",
+        )
+    elif own.kl_coef and spec.roles.reference is None:
+        yield f"{path}.kl_coef", "needs a role `reference`; add it, or set 0"
 
 
 def _candidates(spec: RolloutSpec, split: str) -> Iterator[Finding]:

@@ -6,7 +6,7 @@ from troupe.orchestrator.algorithms import section
 from troupe.orchestrator.algorithms.table import KlPenalty
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.rollout import RolloutSpec
-from troupe.workers.contract.config import Sleep
+from troupe.workers.contract.config import PolicyLossConfig, Sleep
 from troupe.workers.contract.weight_backends import BACKENDS, TransferBackend, automatic_backend
 
 
@@ -33,10 +33,17 @@ def kl_penalty(spec: RunSpec) -> KlPenalty | None:
     return None if spec.rollouts is None else section.kl_penalty(spec.rollouts.algorithm)
 
 
+def source_losses(spec: RolloutSpec) -> dict[str, PolicyLossConfig]:
+    """The losses of the sources that have their own, by name."""
+    own = {source.name: source.algorithm for source in spec.data.mixture if source.algorithm is not None}
+    return {name: section.policy_loss(section.of_source(spec.algorithm, one)) for name, one in own.items()}
+
+
 def skips_zero_advantage(spec: RolloutSpec) -> bool:
     """Whether updates leave out rows without an advantage: the loss, unless a custom one, has no other term."""
     loss = section.policy_loss(spec.algorithm)
     only_advantages = loss.objective != "custom" and loss.kl_coef == 0 and loss.entropy_coef == 0
+    only_advantages = only_advantages and not any(own.kl_coef for own in source_losses(spec).values())
     only_advantages = only_advantages and loss.distill.coef == 0 and loss.observation_coef == 0
     only_advantages = only_advantages and section.advantage(spec.algorithm).covariance != "penalize"
     return only_advantages and section.kl_penalty(spec.algorithm) is None

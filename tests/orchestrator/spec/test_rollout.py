@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
 from tests.conftest import NO_WEIGHTS
+from troupe.orchestrator.algorithms.section import policy_loss
 from troupe.orchestrator.roles.settings import (
     critic_config,
     policy_config,
@@ -26,7 +27,12 @@ from troupe.orchestrator.spec.derived import sampling
 from troupe.orchestrator.spec.derived.paths import with_sections
 from troupe.orchestrator.spec.derived.sampling import evaluation_metrics, group_settings, held_out_sets, solved_at
 from troupe.orchestrator.spec.derived.sizes import group_scoring_s, prompt_room
-from troupe.orchestrator.spec.derived.training import resolved_backend, resolved_sleep
+from troupe.orchestrator.spec.derived.training import (
+    resolved_backend,
+    resolved_sleep,
+    skips_zero_advantage,
+    source_losses,
+)
 from troupe.orchestrator.spec.derived.warnings import warnings_of
 from troupe.orchestrator.spec.errors import Source, SpecError, known_paths, models_in, parse_path
 from troupe.orchestrator.spec.load import load_rollout_spec, parse_rollout_spec, plan_runs, read_document, spec_schema
@@ -471,6 +477,23 @@ evaluation: {sampling: {temperature: 1.0, samples: 2}, solved_at: 0.8}
 NAMED = GRPO.replace(
     "{train: {kind: jsonl, path: train.jsonl}}", "\n  train: {kind: jsonl, path: train.jsonl}\n" + SETS
 )
+
+
+def test_a_source_replaces_settings_of_the_loss(tmp_path: Path) -> None:
+    """The others stay the run's. Rows without an advantage are left out only if no source has a KL term for them."""
+    rows = "kind: jsonl, path: a.jsonl, answer: answer"
+    sources = f"data.train=[{{name: a, {rows}}}, {{name: b, {rows}, algorithm: {{clip_high: 0.5, kl_coef: %s}}}}]"
+    reference, run = (
+        "roles.reference={colocate_with: policy}",
+        "algorithm={name: grpo, clip_low: 0.1, kl: {estimator: k2}}",
+    )
+    spec = load(tmp_path, GRPO, run, reference, sources % 0.3)
+    assert [own.own_loss for own in group_settings(spec)] == [False, True]
+    expected = policy_loss(spec.algorithm).model_copy(update={"clip_high": 0.5, "kl_coef": 0.3})
+    assert source_losses(spec) == {"b": expected} and expected.clip_low == 0.1 and expected.kl_estimator == "k2"
+    assert not skips_zero_advantage(spec)
+    assert skips_zero_advantage(load(tmp_path, GRPO, run, reference, sources % 0.0))
+    assert load(tmp_path, spec.as_yaml()) == spec
 
 
 def test_named_held_out_sets_have_their_own_sampling_and_rewards(tmp_path: Path) -> None:

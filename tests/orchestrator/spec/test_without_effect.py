@@ -72,6 +72,18 @@ def test_what_may_not_be_meant_is_a_warning(name: str, changes: tuple[str, ...],
 
 _TEACHER = "roles.reference={colocate_with: policy}"
 REFUSED: list[tuple[str, tuple[str, ...], str]] = [
+    ("tiny-mixture", ("data.train.0.algorithm={}",), "data.train.0.algorithm: replaces nothing; remove it"),
+    ("tiny-mixture", ("data.train.0.algorithm={kl_coef: 0.1}",), "data.train.0.algorithm.kl_coef: needs a role"),
+    (
+        "tiny-mixture",
+        ("algorithm={name: rloo, kl: {coef: 0}}", "data.train.0.algorithm={kl_coef: 0.1}"),
+        "data.train.0.algorithm.kl_coef: rloo has no KL term in a loss with a ratio",
+    ),
+    (
+        "tiny-mixture",
+        ("algorithm={name: raft}", "data.train.0.algorithm={clip_high: 0.3}"),
+        "data.train.0.algorithm.clip_high: raft does not use it; remove it",
+    ),
     ("tiny-grpo", ("roles.policy.min_lr_ratio=0.1",), "roles.policy.min_lr_ratio: has no effect on a constant"),
     ("tiny-grpo", ("roles.policy.recompute_every=2",), "roles.policy.recompute_every: has no effect without"),
     ("tiny-ppo", ("roles.critic.min_lr_ratio=0.1",), "roles.critic.min_lr_ratio: has no effect on a constant"),
