@@ -585,7 +585,7 @@ class FakePolicy(FakeTrainer):
         self.candidates: list[tuple[tuple[str, int], ...]] = []
         """Those of them that come from other sources."""
         self.sources: list[Mapping[str, str]] = []
-        self.losses: list[Mapping[str, str]] = []
+        self.algorithms: list[Mapping[str, str]] = []
         """Source of every prompt of a batch, within which statistics are computed."""
         self.values: list[dict[str, list[int]]] = []
         """Of every batch, which versions of the critic gave the values of each of its groups."""
@@ -612,7 +612,7 @@ class FakePolicy(FakeTrainer):
         self.masked.append(request.masked)
         self.candidates.append(request.candidates)
         self.sources.append(request.sources)
-        self.losses.append(request.losses)
+        self.algorithms.append(request.algorithms)
         # Over Ray (`benchmarks.controller_cost`) tables are references.
         values = [table for table in tables if isinstance(table, FakeTable) and table.kind == "values"]
         uids = dict(request.keep)

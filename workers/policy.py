@@ -107,7 +107,7 @@ class PolicyWorker(TrainingRank[PolicyConfig]):
         return self._config.share_prompts and self._packs
 
     def prepare(self, request: PrepareRequest, *tables: pa.Table) -> tuple[TrainSummary, pa.Table]:
-        return prepare(self._config.advantage, request, tables)
+        return prepare(self._config.advantage, request, tables, self._config.source_advantages)
 
     def cut_texts(self, texts: pa.Table, cuts: Sequence[TextCut]) -> tuple[tuple[TextSummary, ...], pa.Table]:
         return cut_sources(load_tokenizer(self._config.model), texts, cuts)

@@ -141,6 +141,9 @@ class SourceAlgorithm(Frozen):
     """What a source of a mixture replaces of the algorithm for its samples. A field left out has the run's value."""
 
     consequences: ClassVar = NEXT_STEP
+    advantage: str | None = None
+    """Name of an algorithm without a critic, whose estimator computes the advantages, by its defaults and without a KL
+    term in the reward."""
     clip_low: float | None = Field(default=None, gt=0.0, lt=1.0)
     """As `algorithm.clip_low`."""
     clip_high: float | None = Field(default=None, gt=0.0)
@@ -151,6 +154,17 @@ class SourceAlgorithm(Frozen):
     """As `algorithm.aggregation`: the totals are those of the whole mini-batch."""
     kl_coef: float | None = Field(default=None, ge=0.0)
     """As `algorithm.kl.coef`, of a KL term in the loss."""
+
+
+REWARDS_ONLY = frozenset({"group", "smooth_group", "decoupled_group", "max_likelihood", "best_of_subsets", "returns"})
+"""Advantage estimators that may compute a part of a batch from its rewards alone."""
+
+
+def from_rewards(advantage: AdvantageConfig) -> bool:
+    """Whether advantages follow from the rewards of their samples, so that sources may have different ones."""
+    others = ("greedy", "player_average", "optimal_token")
+    plain = advantage.kl_coef == 0 and advantage.covariance == "keep" and advantage.baseline not in others
+    return plain and advantage.estimator in REWARDS_ONLY
 
 
 def is_custom(name: str) -> bool:
@@ -217,7 +231,7 @@ def policy_loss(config: AlgorithmConfig) -> PolicyLossConfig:
 
 def of_source(config: AlgorithmConfig, own: SourceAlgorithm) -> AlgorithmConfig:
     """The algorithm with what a source of a mixture replaces."""
-    given = own.model_dump(exclude={"kl_coef"}, exclude_none=True)
+    given = own.model_dump(exclude={"kl_coef", "advantage"}, exclude_none=True)
     kl = {} if own.kl_coef is None else {"kl": config.kl.model_copy(update={"coef": own.kl_coef})}
     return config.model_copy(update=given | kl)
 

@@ -9,7 +9,7 @@ from typing import Any
 from troupe.orchestrator.algorithms import section
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.derived.sampling import held_out_sets, reward_functions
-from troupe.orchestrator.spec.derived.training import resolved_backend, resolved_sleep, source_losses
+from troupe.orchestrator.spec.derived.training import resolved_backend, resolved_sleep, source_advantages, source_losses
 from troupe.orchestrator.spec.offline import OfflineSpec
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.sections import environment_role
@@ -155,6 +155,7 @@ def policy_config(spec: RolloutSpec) -> PolicyConfig:
         loss=section.policy_loss(spec.algorithm),
         source_losses=source_losses(spec),
         advantage=section.advantage(spec.algorithm),
+        source_advantages=source_advantages(spec),
         sampling=spec.sampling,
         ptx_coef=spec.algorithm.ptx_coef,
         run_id=spec.name,

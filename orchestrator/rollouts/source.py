@@ -350,9 +350,9 @@ class RolloutSource(BatchSource):
         sources = {uid: own.source for uid, own in settings.items() if own.source}
         by_source = sources if self._spec.algorithm.by_source else {}
         teachers = {uid: own.teachers for uid, own in settings.items() if own.teachers}
-        losses = {uid: own.source for uid, own in settings.items() if own.own_loss}
+        algorithms = {uid: own.source for uid, own in settings.items() if own.own_algorithm}
         kept, others = tuple(keep + candidates), tuple(candidates)
-        return PrepareRequest(kept, state, rows, greedy, tuple(masked), others, by_source, teachers, losses)
+        return PrepareRequest(kept, state, rows, greedy, tuple(masked), others, by_source, teachers, algorithms)
 
     def _masked(self, group: ScoredGroup) -> list[int]:
         """Indices of the samples that have a reward and carry no loss."""

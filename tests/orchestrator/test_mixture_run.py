@@ -245,10 +245,10 @@ def test_batch_statistics_are_taken_within_sources_unless_the_spec_says_otherwis
     run.change(data={"train": [TRAIN[0], TRAIN[1] | {"algorithm": {"clip_high": 0.3}}]})
     run.run()
     policy = run.policies[0]
-    for keep, sources, losses in zip(policy.prepared, policy.sources, policy.losses, strict=True):
+    for keep, sources, losses in zip(policy.prepared, policy.sources, policy.algorithms, strict=True):
         assert sources == {uid: uid.partition("-")[0] for uid, _ in keep}
         assert losses == {uid: source for uid, source in sources.items() if source == "chat"}
     over_all = run_of(tmp_path / "over")
     over_all.change(algorithm={"by_source": False})
     over_all.run()
-    assert over_all.policies[0].sources == over_all.policies[0].losses == [{}] * STEPS
+    assert over_all.policies[0].sources == over_all.policies[0].algorithms == [{}] * STEPS

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import compress
 
 import torch
 
@@ -67,6 +68,32 @@ class SampledTokens:
             yield "", torch.ones(len(self.rewards), dtype=torch.bool)
         for name in dict.fromkeys(self.sources):
             yield name, torch.tensor([own == name for own in self.sources])
+
+    def taken(self, members: torch.Tensor) -> SampledTokens:
+        """The samples where `members`, bool [N], is True, with their tokens, for an estimator that reads no teacher and
+        no turns. They are whole groups."""
+        tokens, inside, known = members[self.sequence], members.tolist(), self.groups[members].unique()
+        number = members.long().cumsum(0) - 1
+        chosen = {"rewards": members, "lengths": members, "greedy_rewards": members, "masked": members}
+        chosen |= dict.fromkeys(("rollout_logprobs", "old_logprobs", "ref_logprobs", "values", "square_sums"), tokens)
+        found = {name: value[where] for name, where in chosen.items() if (value := vars(self)[name]) is not None}
+        steps = self.steps
+        if steps is not None:
+            rewards, ends, samples = (part[members[steps[2]]] for part in steps)
+            steps = rewards, ends, number[samples]
+        return replace(
+            self,
+            **found,
+            groups=torch.searchsorted(known, self.groups[members]),
+            steps=steps,
+            taught=None,
+            turns=None,
+            prompt_rows=tuple(self.prompt_rows[group] for group in known.tolist()) if self.prompt_rows else (),
+            components={name: values[:, members] for name, values in self.components.items()},
+            normalized={name: those[members] for name, those in self.normalized.items()},
+            sources=tuple(compress(self.sources, inside)),
+            players=tuple(compress(self.players, inside)),
+        )
 
     @property
     def sequence(self) -> torch.Tensor:

@@ -7,7 +7,7 @@ part of the next state, not an action.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -84,6 +84,22 @@ def estimate(config: AdvantageConfig, batch: SampledTokens, state: AdvantageStat
         else:
             estimated = replace(estimated, penalties=config.cov_penalty * chosen.double())
     return replace(estimated, advantages=advantages, metrics=metrics)
+
+
+def estimate_by_source(
+    configs: Mapping[str, AdvantageConfig], batch: SampledTokens, state: AdvantageState, sources: Sequence[str]
+) -> Estimate:
+    """Advantages of a batch by the estimator of each sample's source. `sources`: [N]; one that is not in `configs` has
+    the run's, under an empty name. What is computed over a batch is computed over the samples of one estimator."""
+    advantages, metrics = torch.zeros(len(batch.rollout_logprobs), dtype=torch.double), dict[str, float]()
+    named = [source if source in configs else "" for source in sources]
+    for name, config in configs.items():
+        members = torch.tensor([source == name for source in named])
+        if members.any():
+            part = estimate(config, batch.taken(members), state)
+            advantages[members[batch.sequence]] = part.advantages
+            state, metrics = state.after(part.state), {**part.metrics, **metrics}
+    return Estimate(advantages, state, metrics=metrics | statistics("advantage", advantages))
 
 
 def _with_normalized(batch: SampledTokens, state: AdvantageState) -> tuple[SampledTokens, AdvantageState]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import compress
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import pyarrow as pa
 import torch
 
 from troupe.workers.algorithms.advantages import SampledTokens
-from troupe.workers.algorithms.estimators import estimate
+from troupe.workers.algorithms.estimators import estimate, estimate_by_source
 from troupe.workers.algorithms.teachers import Teacher, kl_metrics, targets, train_columns
 from troupe.workers.contract.advantage_state import AdvantageState
 from troupe.workers.contract.config import AdvantageConfig
@@ -35,11 +36,15 @@ Keep = Sequence[tuple[str, int]]
 
 
 def prepare(
-    config: AdvantageConfig, request: PrepareRequest, tables: Sequence[pa.Table]
+    config: AdvantageConfig,
+    request: PrepareRequest,
+    tables: Sequence[pa.Table],
+    sources: Mapping[str, AdvantageConfig] = MappingProxyType({}),
 ) -> tuple[TrainSummary, pa.Table]:
     """Join ROLLOUTS, REWARDS and token_scores tables, in any order and partition, compute advantages, and build the
     TRAIN table.
 
+    `sources`: configurations of sources with their own advantages, by name.
     Samples outside `request.keep` are removed before anything is computed. Those in `request.masked` are removed
     afterwards: their rewards are part of the statistics of their group, and they carry no loss (overlong filtering:
     DAPO, arXiv 2503.14476, sec. 3.4).
@@ -61,7 +66,12 @@ def prepare(
     names = dict.fromkeys(name for uid, _ in keep for name in request.teachers.get(uid, ()))
     teachers = {n: parts.segments(n, [key for key in keep if n in request.teachers.get(key[0], ())]) for n in names}
     batch = _Batch(request, rollouts, rewards_table, scores, teachers)
-    estimated = estimate(config, batch.sampled(by_turn=config.estimator == "turn_group"), request.state)
+    sampled, own = batch.sampled(by_turn=config.estimator == "turn_group"), batch.algorithms
+    estimated = (
+        estimate_by_source({"": config, **sources}, sampled, request.state, own)
+        if sources
+        else estimate(config, sampled, request.state)
+    )
     advantages = batch.spread(estimated.advantages)
     given = {"returns": estimated.returns, "penalties": estimated.penalties}
     added = {name: batch.spread(values) for name, values in given.items() if values is not None}
@@ -208,6 +218,11 @@ class _Batch:
             sources=tuple(self.request.sources[uid] for uid in self.uids) if self.request.sources else (),
             players=self.players,
         )
+
+    @property
+    def algorithms(self) -> list[str]:
+        """The source of each sample that has settings of the algorithm, or empty."""
+        return [self.request.algorithms.get(uid, "") for uid in self.uids]
 
     def spread(self, values: torch.Tensor) -> torch.Tensor:
         """float64 over all response tokens: `values` on tokens that the policy sampled, 0 on the others."""
@@ -389,7 +404,7 @@ def _train_table(batch: _Batch, rollouts: pa.Table, estimated: dict[str, torch.T
         if field.name == "reward":
             columns.append(pa.array(batch.reward[batch.sample].numpy()))
         elif field.name == "loss_of":
-            columns.append(pa.array([batch.request.losses.get(uid) for uid, _ in batch.rows], pa.string()))
+            columns.append(pa.array([batch.request.algorithms.get(uid) for uid, _ in batch.rows], pa.string()))
         elif field.name in floats:
             columns.append(list_column(floats[field.name].float(), batch.lengths, pa.float32()))
         elif field.name in rollouts.column_names:

@@ -928,6 +928,8 @@ class PolicyConfig(PolicySettings, RankConfig):
     source_losses: dict[str, PolicyLossConfig] = Field(default_factory=dict)
     """The losses of sources with their own, by name."""
     advantage: AdvantageConfig
+    source_advantages: dict[str, AdvantageConfig] = Field(default_factory=dict)
+    """How rewards become advantages in sources with their own, by name."""
     sampling: SamplingConfig
     run_id: str
     """Run id, part of the name of the shared-memory weight file."""

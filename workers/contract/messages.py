@@ -447,8 +447,8 @@ class PrepareRequest:
     computed over the whole batch."""
     teachers: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Weights of the teachers of each prompt_uid by name; if empty, the reference is the teacher."""
-    losses: Mapping[str, str] = field(default_factory=dict)
-    """Source of each prompt_uid whose loss is not the run's."""
+    algorithms: Mapping[str, str] = field(default_factory=dict)
+    """Source of each prompt_uid whose source has settings of the algorithm."""
 
 
 @dataclass(frozen=True)

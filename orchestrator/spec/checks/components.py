@@ -25,7 +25,7 @@ from troupe.workers.contract.rewards import COMBINATIONS, PENALIZED, REWARD_MODE
 _ARGS = {REWARD_MODEL: ModelArgs, **dict.fromkeys(COMBINATIONS, CombinationArgs)}
 """Arguments of the components that are no functions of a response."""
 _MODEL_WEIGHT = "roles.reward.model_weight"
-_NOT_NORMALIZED = {
+NOT_NORMALIZED = {
     "max_likelihood": "divides by the mean reward of a group, which must not be negative",
     "decoupled_group": "normalizes each component in its group",
 }
@@ -131,7 +131,7 @@ def _normalized(spec: RolloutSpec, path: str, one: RewardFunctionConfig) -> Iter
         yield field, "has no effect with weight 0; remove it"
     elif by_steps:
         yield field, "a batch with rewards of steps is not normalized: remove it, or reward responses only"
-    elif (why := _NOT_NORMALIZED.get(advantage.estimator)) is not None:
+    elif (why := NOT_NORMALIZED.get(advantage.estimator)) is not None:
         yield field, f"{name} {why}; remove it"
     elif advantage.baseline == "greedy":
         yield field, f"{name} compares with the reward of a greedy response, which is not normalized; remove it"

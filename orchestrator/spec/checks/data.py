@@ -9,6 +9,7 @@ from troupe.orchestrator.algorithms import section as algorithms
 from troupe.orchestrator.algorithms.section import SourceAlgorithm
 from troupe.orchestrator.errors import Finding, nearest
 from troupe.orchestrator.spec.checks.components import (
+    NOT_NORMALIZED,
     component_list_problems,
     is_held_out,
     reward_model_problems,
@@ -23,13 +24,13 @@ from troupe.orchestrator.spec.checks.shared import (
     name_problems,
     template_problems,
 )
-from troupe.orchestrator.spec.derived.sampling import group_settings, held_out_sets, reward_functions
+from troupe.orchestrator.spec.derived.sampling import group_settings, held_out_sets, reward_functions, scored_models
 from troupe.orchestrator.spec.derived.training import resolved_sleep
 from troupe.orchestrator.spec.errors import show
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.sections import CurriculumConfig, EvaluationConfig
 from troupe.orchestrator.spec.sources import DataSource, HeldOut, MixedSource, ReasoningGymSource
-from troupe.workers.contract.config import EvalSampling, RewardFunctionConfig
+from troupe.workers.contract.config import STEP_ESTIMATORS, EvalSampling, RewardFunctionConfig
 from troupe.workers.contract.judges import TEMPLATE_FIELDS, is_file, template_fields
 from troupe.workers.contract.rewards import COMPARED, JUDGE_REWARD, REWARD_FUNCTIONS, STEP_FUNCTIONS
 
@@ -278,6 +279,8 @@ def _source_algorithm(spec: RolloutSpec, path: str, own: SourceAlgorithm) -> Ite
         yield f"{path}.{name}", f"{row.name} does not use it; remove it"
     if not given:
         yield path, "replaces nothing; remove it, or set a field"
+    if own.advantage is not None:
+        yield from _source_advantage(spec, f"{path}.advantage", own.advantage)
     if own.kl_coef is None:
         return
     if row.kl_in != "loss" or not row.loss.has_ratio:
@@ -287,6 +290,28 @@ def _source_algorithm(spec: RolloutSpec, path: str, own: SourceAlgorithm) -> Ite
         )
     elif own.kl_coef and spec.roles.reference is None:
         yield f"{path}.kl_coef", "needs a role `reference`; add it, or set 0"
+
+
+def _source_advantage(spec: RolloutSpec, path: str, name: str) -> Iterator[Finding]:
+    """Advantages of a source that need more than its rewards, or that cannot be beside those of the run."""
+    if (other := algorithms.ALGORITHMS.get(name)) is None:
+        yield path, algorithms.unknown_algorithm(name)
+        return
+    advantage, run = other.advantage, algorithms.advantage(spec.algorithm)
+    if not algorithms.from_rewards(advantage.model_copy(update={"kl_coef": 0.0})):
+        yield path, f"{name} computes advantages from more than rewards: only the algorithm of the run may be {name}"
+    if not algorithms.from_rewards(run):
+        why = "a KL term" if run.kl_coef else "more than rewards"
+        yield path, f"the run's {spec.algorithm.name} computes advantages with {why}: all sources have its advantages"
+    least = max(other.min_group_size, advantage.pass_k + 1 if advantage.estimator == "best_of_subsets" else 1)
+    if min(spec.group_sizes) < least:
+        yield path, f"{name} compares samples of a group: needs groups of at least {least}"
+    lists = [one for functions in reward_functions(spec).values() for one in functions]
+    by_steps = any(one.process for one in lists) or any(one.level == "step" for one in scored_models(spec).values())
+    if by_steps and advantage.estimator not in STEP_ESTIMATORS:
+        yield path, f"{name} takes one reward for a response, and a reward function rewards steps"
+    if any(one.normalize for one in lists) and (why := NOT_NORMALIZED.get(advantage.estimator)) is not None:
+        yield path, f"{name} {why}: remove normalize from the rewards"
 
 
 def _candidates(spec: RolloutSpec, split: str) -> Iterator[Finding]:

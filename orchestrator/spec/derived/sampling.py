@@ -39,8 +39,8 @@ class GroupSettings:
     """Whether responses that were cut carry no loss."""
     signal_in: str | None = None
     """Reward component that must differ within a group (dynamic sampling), or None for the reward."""
-    own_loss: bool = False
-    """Whether the source has settings of the loss."""
+    own_algorithm: bool = False
+    """Whether the source has settings of the algorithm."""
     teachers: Mapping[str, float] = field(default_factory=dict)
     """Weights of the source's teachers, by the name of their role; empty if the reference is the teacher."""
 
@@ -229,7 +229,7 @@ def _of_source(spec: RolloutSpec, number: int, source: MixedSource) -> GroupSett
         environment=_environment_of(spec, source.environment),
         mask_truncated=algorithm.mask_truncated if source.mask_truncated is None else source.mask_truncated,
         signal_in=source.dynamic_sampling_on or algorithm.dynamic_sampling_on,
-        own_loss=source.algorithm is not None,
+        own_algorithm=source.algorithm is not None,
         teachers=_teachers_of(spec, source.name),
     )
 

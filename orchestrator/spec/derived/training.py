@@ -6,7 +6,7 @@ from troupe.orchestrator.algorithms import section
 from troupe.orchestrator.algorithms.table import KlPenalty
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.rollout import RolloutSpec
-from troupe.workers.contract.config import PolicyLossConfig, Sleep
+from troupe.workers.contract.config import AdvantageConfig, PolicyLossConfig, Sleep
 from troupe.workers.contract.weight_backends import BACKENDS, TransferBackend, automatic_backend
 
 
@@ -37,6 +37,14 @@ def source_losses(spec: RolloutSpec) -> dict[str, PolicyLossConfig]:
     """The losses of the sources that have their own, by name."""
     own = {source.name: source.algorithm for source in spec.data.mixture if source.algorithm is not None}
     return {name: section.policy_loss(section.of_source(spec.algorithm, one)) for name, one in own.items()}
+
+
+def source_advantages(spec: RolloutSpec) -> dict[str, AdvantageConfig]:
+    """How rewards become advantages in the sources that name another algorithm for it, by source; without a KL term in
+    the reward."""
+    named = {source.name: source.algorithm.advantage for source in spec.data.mixture if source.algorithm is not None}
+    rows = {name: section.ALGORITHMS[other].advantage for name, other in named.items() if other is not None}
+    return {name: row.model_copy(update={"kl_coef": 0.0}) for name, row in rows.items()}
 
 
 def skips_zero_advantage(spec: RolloutSpec) -> bool:

@@ -488,7 +488,7 @@ def test_a_source_replaces_settings_of_the_loss(tmp_path: Path) -> None:
         "algorithm={name: grpo, clip_low: 0.1, kl: {estimator: k2}}",
     )
     spec = load(tmp_path, GRPO, run, reference, sources % 0.3)
-    assert [own.own_loss for own in group_settings(spec)] == [False, True]
+    assert [own.own_algorithm for own in group_settings(spec)] == [False, True]
     expected = policy_loss(spec.algorithm).model_copy(update={"clip_high": 0.5, "kl_coef": 0.3})
     assert source_losses(spec) == {"b": expected} and expected.clip_low == 0.1 and expected.kl_estimator == "k2"
     assert not skips_zero_advantage(spec)

@@ -73,6 +73,26 @@ def test_what_may_not_be_meant_is_a_warning(name: str, changes: tuple[str, ...],
 _TEACHER = "roles.reference={colocate_with: policy}"
 REFUSED: list[tuple[str, tuple[str, ...], str]] = [
     ("tiny-mixture", ("data.train.0.algorithm={}",), "data.train.0.algorithm: replaces nothing; remove it"),
+    (
+        "tiny-mixture",
+        ("data.train.0.algorithm={advantage: remax}",),
+        "data.train.0.algorithm.advantage: remax computes advantages from more than rewards",
+    ),
+    (
+        "tiny-mixture",
+        ("algorithm={name: gigpo}", "data.train.0.algorithm={advantage: rloo}"),
+        "data.train.0.algorithm.advantage: the run's gigpo computes advantages with more than rewards",
+    ),
+    (
+        "tiny-mixture",
+        ("data.train.0.algorithm={advantage: pass_at_k}",),
+        "data.train.0.algorithm.advantage: pass_at_k compares samples of a group: needs groups of at least 5",
+    ),
+    (
+        "tiny-mixture",
+        ("data.train.0.rewards=[{name: length, normalize: true}]", "data.train.0.algorithm={advantage: maxrl}"),
+        "data.train.0.algorithm.advantage: maxrl divides by the mean reward of a group",
+    ),
     ("tiny-mixture", ("data.train.0.algorithm={kl_coef: 0.1}",), "data.train.0.algorithm.kl_coef: needs a role"),
     (
         "tiny-mixture",

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from statistics import fmean, stdev
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -23,6 +24,7 @@ from troupe.orchestrator.training.micro_batches import plan_update
 from troupe.workers.algorithms.advantages import STD_EPS
 from troupe.workers.algorithms.policy_loss import LossOutput, loss_by_source, policy_tokens
 from troupe.workers.algorithms.train_batch import prepare
+from troupe.workers.contract.advantage_state import AdvantageState, Moments, PromptHistory
 from troupe.workers.contract.config import AdvantageConfig, ImportanceConfig, PolicyLossConfig
 from troupe.workers.contract.messages import PrepareRequest, RankPlan, TrainSummary
 from troupe.workers.models.capabilities import adapt
@@ -43,7 +45,10 @@ def prepared(
     given: list[Sample], old: dict[Key, list[float]], reference: dict[Key, list[float]]
 ) -> tuple[TrainSummary, pa.Table]:
     keys = [sample.key for sample in given]
-    columns = {"prompt_ids": [one.prompt for one in given], "response_ids": [one.response for one in given]}
+    columns: dict[str, Any] = {
+        "prompt_ids": [one.prompt for one in given],
+        "response_ids": [one.response for one in given],
+    }
     tables = [
         rollout_table(keys, [len(sample.response) for sample in given], **columns),
         reward_table(keys, [sample.reward for sample in given]),
@@ -51,7 +56,7 @@ def prepared(
         scores("ref_logprobs", keys, [reference[key] for key in keys]),
     ]
     losses = {uid: source for uid, source in SOURCES.items() if source}
-    return prepare(AdvantageConfig(estimator="group"), PrepareRequest(tuple(keys), losses=losses), tables)
+    return prepare(AdvantageConfig(estimator="group"), PrepareRequest(tuple(keys), algorithms=losses), tables)
 
 
 def loop(
@@ -105,3 +110,34 @@ def test_a_mixed_batch_has_the_gradients_of_its_sources(ranks: int, layout: str,
     names = {(*one.terms, *one.sums, *one.maxima) for one in outputs}
     assert len(names) == 1 and "kl_loss" in names.pop(), "ranks add up the same metrics"
     assert sum(float(one.sums["tokens"]) for one in outputs) == sum(len(sample.response) for sample in given)
+
+
+def test_sources_have_the_advantages_of_their_estimators() -> None:
+    """As if each source were a batch. Groups lie between each other, and two of three keep something of the batch."""
+    keys: list[Key] = [(uid, index) for index in range(3) for uid in "cab"]
+    lengths = [1 + (7 * place) % 4 for place in range(9)]
+    rewards = [1.0, 0.0, 2.0, 4.0, 1.0, 7.0, 3.0, 0.0, 5.0]
+    run, names = AdvantageConfig(estimator="group"), {"b": "looped", "c": "smooth"}
+    own = {
+        "looped": AdvantageConfig(estimator="returns", baseline="running_mean", reward_scale="running"),
+        "smooth": AdvantageConfig(estimator="smooth_group"),
+    }
+    state = AdvantageState(prompts={3: PromptHistory(visits=1, rewards=Moments().seen([9.0, 2.0]))})
+
+    def advantages(uids: str, config: AdvantageConfig, **sources: Any) -> tuple[TrainSummary, dict[Key, list[float]]]:
+        chosen = [place for place, (uid, _) in enumerate(keys) if uid in uids]
+        held, rows = [keys[place] for place in chosen], {"a": 1, "b": 2, "c": 3}
+        tables = [
+            rollout_table(held, [lengths[place] for place in chosen]),
+            reward_table(held, [rewards[place] for place in chosen]),
+        ]
+        request = PrepareRequest(tuple(held), state, {uid: rows[uid] for uid in uids}, algorithms=names)
+        summary, table = prepare(config, request, tables, **sources)
+        return summary, dict(zip(held, table["advantages"].to_pylist(), strict=True))
+
+    summary, found = advantages("cab", run, sources=own)
+    alone = {uid: advantages(uid, own[names[uid]] if uid in names else run) for uid in "abc"}
+    assert found == {key: alone[key[0]][1][key] for key in keys}
+    assert summary.state.rewards == alone["b"][0].state.rewards and summary.state.rewards.count == 3
+    assert summary.state.prompts == alone["c"][0].state.prompts and summary.state.prompts[3].visits == 2
+    assert advantages("cab", run)[1] != found
