@@ -298,7 +298,12 @@ def test_refusals_name_the_sample() -> None:
             [rollouts, rewards, scores("values", KEYS, [[0.0], [0.0], [], [0.0] * 3])],
             r"a\[0\]: values has 1 entries for 2 response tokens",
         ),
-        (gae.model_copy(update={"kl_coef": 0.1}), KEYS, [rollouts, rewards, good_values], "kl_coef needs old_logprobs"),
+        (
+            gae.model_copy(update={"kl_coef": 0.1}),
+            KEYS,
+            [rollouts, rewards, good_values],
+            "to the reference needs old_logprobs",
+        ),
         (
             GROUP,
             KEYS,
