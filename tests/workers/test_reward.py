@@ -534,6 +534,7 @@ def test_components_are_combined_and_a_failed_one_fails_the_sample_once(tmp_path
     assert summary.components["worst"] == (pytest.approx(worst[0]), pytest.approx(worst[1]), None)
     assert summary.components["gated"] == (pytest.approx(worst[0]), 0.0, None)
     assert summary.rewards == (pytest.approx(1.0 + 0.5 * worst[0]), 0.0, None)
+    assert "has no value" not in summary.statuses[2]
     assert summary.statuses[2].count("tokens; the reward model takes 1 to 32") == 2  # of each model, of no combination
     assert [(fault.cause[0], fault.samples) for fault in summary.faults] == [("a", 1), ("b", 1)]
     assert named.rewards[:2] == (pytest.approx(1.0 + 2 * first[0]), pytest.approx(2 * first[1]))

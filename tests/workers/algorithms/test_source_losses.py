@@ -117,9 +117,11 @@ def test_sources_have_the_advantages_of_their_estimators() -> None:
     keys: list[Key] = [(uid, index) for index in range(3) for uid in "cab"]
     lengths = [1 + (7 * place) % 4 for place in range(9)]
     rewards = [1.0, 0.0, 2.0, 4.0, 1.0, 7.0, 3.0, 0.0, 5.0]
-    run, names = AdvantageConfig(estimator="group"), {"b": "looped", "c": "smooth"}
+    run, names = AdvantageConfig(estimator="smooth_group"), {"b": "looped", "c": "smooth"}
     own = {
-        "looped": AdvantageConfig(estimator="returns", baseline="running_mean", reward_scale="running"),
+        "looped": AdvantageConfig(
+            estimator="returns", baseline="running_mean", reward_scale="running", reward_clip=0.5
+        ),
         "smooth": AdvantageConfig(estimator="smooth_group"),
     }
     state = AdvantageState(prompts={3: PromptHistory(visits=1, rewards=Moments().seen([9.0, 2.0]))})
@@ -139,5 +141,6 @@ def test_sources_have_the_advantages_of_their_estimators() -> None:
     alone = {uid: advantages(uid, own[names[uid]] if uid in names else run) for uid in "abc"}
     assert found == {key: alone[key[0]][1][key] for key in keys}
     assert summary.state.rewards == alone["b"][0].state.rewards and summary.state.rewards.count == 3
-    assert summary.state.prompts == alone["c"][0].state.prompts and summary.state.prompts[3].visits == 2
+    assert summary.state.prompts == {**alone["a"][0].state.prompts, **alone["c"][0].state.prompts}
+    assert {row: one.visits for row, one in summary.state.prompts.items()} == {1: 1, 3: 2}
     assert advantages("cab", run)[1] != found
