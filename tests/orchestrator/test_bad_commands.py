@@ -61,7 +61,7 @@ COMMANDS = [
     ("run good.yaml --set output.trackers=[wandb]", USAGE, "output.trackers: unknown field (did you mean 'sinks'?)"),
     ("run good.yaml --set model.name=x", USAGE, "model.name: unknown field (did you mean 'path'?)"),
     ("run good.yaml --set roles.actor.workers=2", USAGE, "roles.actor: unknown field (did you mean 'policy'?)"),
-    ("run good.yaml --set roles.policy.name=x", USAGE, "it belongs at name or roles.reward.functions.name"),
+    ("run good.yaml --set roles.policy.name=x", USAGE, "it belongs at name or algorithm.name"),
     ("run ''", USAGE, ".: is a folder"),
     ("run empty.yaml", USAGE, "empty.yaml:1: the file is empty"),
     ("run binary.yaml", USAGE, "binary.yaml:2: is not UTF-8 text"),
