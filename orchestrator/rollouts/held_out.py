@@ -5,19 +5,21 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import NormalDist, fmean
+from typing import TypeVar
 
 import numpy as np
 
 from troupe.orchestrator.spec.derived.sampling import COMPARISONS
-from troupe.orchestrator.telemetry.metrics import pass_at_k
+from troupe.orchestrator.telemetry.metrics import best_of_k, pass_at_k
 from troupe.workers.contract.rewards import CONSISTENCY, NO_ANSWER, is_solved
 
+T = TypeVar("T")
 REWARD = "reward"
 CONFIDENCE = 0.95
-_SHOWN = re.compile(r"reward|avg|win_rate|pass@[0-9]+|maj@[0-9]+")
+_SHOWN = re.compile(r"reward|avg|win_rate|(?:pass|maj|best)@[0-9]+")
 _Z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
 _T = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281)
 """Quantiles of Student's t for `CONFIDENCE` with 1 to 10 degrees of freedom."""
@@ -94,8 +96,8 @@ class SetResult:
     failed_samples: int
     """Samples without a reward: they are in no estimate."""
     estimates: dict[str, MeanEstimate] = field(default_factory=dict)
-    """`reward`; if the reward defines what is solved, also the share of solved samples, `pass@K` and `maj@K`; with a
-    baseline `win_rate` and `position_consistency`. Players of a game have their own `pass@K` and `maj@K`."""
+    """`reward`; if the reward defines what is solved, also the share of solved samples, `pass@K` and `maj@K`, else
+    `best@K`; with a baseline `win_rate` and `position_consistency`. Players of a game have their own of K samples."""
     response_tokens: float | None = None
     """Mean length of the responses."""
     truncated: float | None = None
@@ -221,20 +223,29 @@ def _terms(
         known = [[one for one in result.comparisons.get(name, ()) if one is not None] for result in results]
         terms[name] = _Terms([sum(group) for group in known], [len(group) for group in known])
     if solved_at is None:
-        return terms
+        return terms | _of_k("best", scored, pass_at, best_of_k)
     solved = [[is_solved(reward, solved_at) for reward in group] for group in scored]
     if average == "avg":
         terms[average] = _Terms([_mean(group) for group in solved], [float(bool(group)) for group in solved])
     else:
         terms[average] = _Terms([sum(group) for group in solved], [len(group) for group in solved])
-    for k in pass_at:
-        wide = [len(group) >= k for group in solved]
-        if any(wide):
-            values = [pass_at_k(len(g), sum(g), k) if w else 0.0 for g, w in zip(solved, wide, strict=True)]
-            terms[f"pass@{k}"] = _Terms(values, [float(w) for w in wide])
+    terms |= _of_k("pass", solved, pass_at, lambda group, k: pass_at_k(len(group), sum(group), k))
     votes = [_vote_of(result, solved_at) for result in results]
     if any(vote is not None for vote in votes):
         terms[f"maj@{samples}"] = _Terms([vote or 0.0 for vote in votes], [float(vote is not None) for vote in votes])
+    return terms
+
+
+def _of_k(
+    name: str, groups: Sequence[Sequence[T]], pass_at: Sequence[int], value: Callable[[Sequence[T], int], float]
+) -> dict[str, _Terms]:
+    """`name@k` for every k that a group has samples for, as the mean over these groups."""
+    terms: dict[str, _Terms] = {}
+    for k in pass_at:
+        wide = [len(group) >= k for group in groups]
+        if any(wide):
+            values = [value(group, k) if w else 0.0 for group, w in zip(groups, wide, strict=True)]
+            terms[f"{name}@{k}"] = _Terms(values, [float(w) for w in wide])
     return terms
 
 
@@ -269,7 +280,10 @@ def vote(answers: Sequence[int], solved: Sequence[bool]) -> float:
 
 def estimates(terms: Mapping[str, _Terms], samples: int) -> dict[str, MeanEstimate]:
     """Estimates of ratios of sums over the same prompts, each with `samples` samples."""
-    return {name: _estimate(term, samples, share=name != REWARD) for name, term in terms.items()}
+    return {
+        name: _estimate(term, samples, share=name != REWARD and not name.startswith("best@"))
+        for name, term in terms.items()
+    }
 
 
 def mean_estimate(values: Sequence[float]) -> MeanEstimate:

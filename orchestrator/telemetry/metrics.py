@@ -106,6 +106,16 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
     return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 
+def best_of_k(rewards: Sequence[float], k: int) -> float:
+    """Unbiased estimate of the best reward of `k` samples: the mean of the maximum over all subsets of this size, as
+    `pass_at_k` of rewards of 0 and 1. The i-th smallest is the best of C(i - 1, k - 1) subsets. Raises ValueError
+    outside 1 <= k <= the number of rewards."""
+    if not 1 <= k <= len(rewards):
+        raise ValueError(f"best@{k} is not defined for {len(rewards)} samples")
+    subsets = math.comb(len(rewards), k)
+    return sum(reward * (math.comb(i, k - 1) / subsets) for i, reward in enumerate(sorted(rewards)))
+
+
 def merge_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Means over a step's updates that have a metric, and the largest of `_max`. A non-finite gradient norm (of a
     skipped update) counts only if none is finite."""
@@ -162,7 +172,7 @@ _PLACEHOLDERS |= {"COMPONENT": ".+", "LEVEL": ".+", "K": "[0-9]+", "SET": "[a-z0
 _PLACEHOLDERS |= {"BUDGET": "|".join(BUDGETS), "ENVIRONMENT": "[a-z0-9-]+"}
 _PLACEHOLDERS |= {"TEACHER": "[a-z0-9-]+", "PLAYER": "[A-Za-z0-9._-]+"}
 _OF_SETS = ("prompts", "refused", "failed_samples", "reward", "reward_low", "reward_high", "solved_at")
-_OF_SETS += ("response_tokens", "truncated", "accuracy", "avg", "pass@[0-9]+", "maj@[0-9]+")
+_OF_SETS += ("response_tokens", "truncated", "accuracy", "avg", "pass@[0-9]+", "maj@[0-9]+", "best@[0-9]+")
 _OF_SETS += tuple(f"{name}{bound}" for name in COMPARISONS for bound in ("", "_low", "_high"))
 _PLACEHOLDERS |= {"RESULT": "|".join(_OF_SETS), "COUNT": "rows|bad_rows|removed_rows|refused_rows"}
 _PLACEHOLDER = re.compile(r"[A-Z]+")

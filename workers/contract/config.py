@@ -209,7 +209,7 @@ class EvalSampling(Frozen):
     """Longest response, in tokens; null: `sampling.max_tokens`."""
     samples: int = Field(default=1, ge=1)
     """Samples per prompt; with more than one, pass@k is reported for k up to this number, and the vote of all of them
-    (maj@k), if the reward defines which samples are solved (`solved_at`)."""
+    (maj@k), if the reward defines which samples are solved (`solved_at`), else the best reward of k (best@k)."""
 
 
 class EngineConfig(Frozen):

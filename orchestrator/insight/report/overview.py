@@ -289,7 +289,7 @@ def _row(name: str, results: Sequence[Mapping[str, Any]], kind: str = "", part: 
     estimates = [one.get(kind, {}).get(part, {}) if kind else one["estimates"] for one in results]
     first, last = (one.get(name) for one in estimates)
     shown = f"avg@{samples}" if name in ("avg", "accuracy") else name
-    return {"name": shown, "share": name != "reward", "first": first, "last": last}
+    return {"name": shown, "share": name != "reward" and not name.startswith("best@"), "first": first, "last": last}
 
 
 def sampling_text(sampling: Mapping[str, Any]) -> str:

@@ -93,7 +93,7 @@ class HeldOutSettings:
 
     @property
     def pass_at(self) -> list[int]:
-        """Every k of its pass@k: the powers of two up to the number of samples, and that number."""
+        """Every k of its pass@k, or best@k: the powers of two up to the number of samples, and that number."""
         samples = self.sampling.samples
         powers = [1 << power for power in range(1, samples.bit_length()) if 1 << power <= samples]
         return powers if samples in powers or samples == 1 else [*powers, samples]
@@ -107,7 +107,7 @@ class HeldOutSettings:
         """Every metric that an evaluation reports of it, besides those by level."""
         solved = self.solved_at is not None
         means = ["reward", *([self.average] if solved else ()), *(COMPARISONS if self.compared else ())]
-        at = [f"pass@{k}" for k in self.pass_at] if solved else []
+        at = [f"{'pass' if solved else 'best'}@{k}" for k in self.pass_at]
         at += [f"maj@{self.sampling.samples}"] if self.votes else []
         names = ["prompts", "refused", "failed_samples", "response_tokens", "truncated"]
         names += ["solved_at"] if solved else []

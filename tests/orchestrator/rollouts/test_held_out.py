@@ -146,6 +146,17 @@ def test_a_single_prompt_has_no_interval_and_no_reward_no_estimate() -> None:
     assert failed.metrics("eval/") == {"eval/prompts": 1.0, "eval/refused": 1.0, "eval/failed_samples": 1.0}
 
 
+def test_a_reward_that_does_not_say_what_is_solved_has_the_best_of_k() -> None:
+    """Of 1, 2 and 4 two samples have 2, 4 or 4 as the best; the second prompt has too few for 3."""
+    results = [result(4.0, 1.0, 2.0), result(0.0, None, 6.0)]
+    found = summarize(results, refused=0, samples=3, solved_at=None, average="avg", pass_at=[2, 3]).estimates
+    assert {name: one.value for name, one in found.items()} == {
+        "reward": pytest.approx(13 / 5), "best@2": pytest.approx((10 / 3 + 6) / 2), "best@3": 4.0,
+    }  # fmt: skip
+    low, high = found["best@2"].low, found["best@2"].high
+    assert low is not None and high is not None and low < 10 / 3 and high > 6, "no share of a whole"
+
+
 def test_an_estimate_of_a_single_prompt_has_no_interval_whatever_the_set_has() -> None:
     """Of three prompts one has rewards; of two with rewards, one has enough samples for pass@2 and for a vote."""
     alone = summarize(

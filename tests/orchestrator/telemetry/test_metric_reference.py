@@ -115,6 +115,7 @@ eval/truncated
 eval/center_loss
 eval/lm_loss
 eval/nll
+eval/best@4
 eval/pass@16
 eval/pass@2
 eval/reference_point

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from troupe.orchestrator.telemetry.metrics import (
     PeakMemory,
     PhaseTimers,
+    best_of_k,
     merge_update_metrics,
     merge_updates,
     pass_at_k,
@@ -126,6 +127,23 @@ def test_pass_at_k_is_the_fraction_of_subsets_with_a_correct_sample(case: tuple[
     samples, correct, k = case
     subsets = itertools.combinations([index < correct for index in range(samples)], k)
     assert pass_at_k(samples, correct, k) == pytest.approx(fmean(any(subset) for subset in subsets))
+
+
+@given(
+    st.lists(st.floats(-9.0, 9.0), min_size=1, max_size=8).flatmap(
+        lambda r: st.tuples(st.just(r), st.integers(1, len(r)))
+    )
+)
+def test_best_of_k_is_the_mean_over_subsets_of_their_largest_reward(case: tuple[list[float], int]) -> None:
+    rewards, k = case
+    assert best_of_k(rewards, k) == pytest.approx(fmean(map(max, itertools.combinations(rewards, k))), abs=1e-12)
+
+
+def test_best_of_k_of_many_samples_is_finite_and_refuses_more_than_there_are() -> None:
+    assert best_of_k([0.5] * 4000, 2000) == pytest.approx(0.5)
+    for k in (0, 3):
+        with pytest.raises(ValueError, match=f"best@{k}"):
+            best_of_k([1.0, 2.0], k)
 
 
 @pytest.mark.parametrize(("samples", "correct", "k"), [(4, 5, 1), (4, -1, 1), (4, 2, 0), (4, 2, 5), (0, 0, 1)])

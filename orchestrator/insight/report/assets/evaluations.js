@@ -2,7 +2,7 @@
 
 function evaluationSection(app) {
   const parts = app.data.runs.filter((run) => run.evaluations.sets?.length).map((run) => evaluationCard(app, run));
-  return parts.length ? section('evaluation', 'Evaluation', null, ...parts, el('p', { class: 'healthy', text: 'Brackets hold the 95% confidence interval over the choice of prompts. avg@k is the share of solved samples, pass@k the chance that one of k is solved, maj@k that the answer most of k give is right.' })) : null;
+  return parts.length ? section('evaluation', 'Evaluation', null, ...parts, el('p', { class: 'healthy', text: 'Brackets hold the 95% confidence interval over the choice of prompts. avg@k is the share of solved samples, pass@k the chance that one of k is solved, best@k the best reward of k, maj@k that the answer most of k give is right.' })) : null;
 }
 
 function evaluationCard(app, run) {
