@@ -141,7 +141,7 @@ def test_a_reward_that_does_not_say_what_is_solved_has_neither_accuracy_nor_pass
         f"eval/{name}"
         for name in (
             *("prompts", "refused", "failed_samples", "reward", "reward_low", "reward_high"),
-            *("response_tokens", "truncated"),
+            *("response_tokens", "truncated", "best@2", "best@4"),
         )
     }
 
