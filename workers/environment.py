@@ -110,7 +110,10 @@ class EnvironmentWorker:
         """An episode process, once one is free. Raises EnvironmentGone if no more episodes can start."""
         await self._places.acquire()
         try:
-            return self._free.pop() if self._free else await self._processes.fork()
+            while self._free:
+                if (process := self._free.pop()).alive:
+                    return process
+            return await self._processes.fork()
         except EpisodeProcessFailed as error:
             self._places.release()
             raise EnvironmentGone(f"{self._name}: {error}") from None

@@ -50,6 +50,7 @@ class EpisodeProcess:
         self._mark = mark
         self._output = output
         self._hint = hint
+        self._asking = asyncio.Lock()
         self.pid = pid
 
     @property
@@ -83,16 +84,21 @@ class EpisodeProcess:
             return failed(f"{op}: error: {error}")
 
     async def _ask(self, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-        """The reply to a request. Raises EpisodeProcessFailed if there is no reply."""
-        self._output.forget()
+        """The reply to a request, which waits for the reply to the one before. Raises EpisodeProcessFailed if there is
+        no reply."""
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(timeout_s), self._asking:
+                if not self.alive:
+                    raise EpisodeProcessFailed("its process was killed")
+                self._output.forget()
                 self._writer.write(json.dumps(request).encode() + b"\n")
                 line = await self._reader.readline()
             reply = json.loads(line) if line else None
         except TimeoutError:
             self.kill()
             raise EpisodeProcessFailed(f"timeout after {timeout_s:g} s{self._hint}") from None
+        except EpisodeProcessFailed:
+            raise
         except (ValueError, RecursionError, OSError) as error:
             self.kill()
             raise EpisodeProcessFailed(f"error: {error}") from None

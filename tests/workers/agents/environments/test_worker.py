@@ -97,6 +97,29 @@ def test_the_episodes_of_a_lost_engine_give_their_seats_back() -> None:
     play(test)
 
 
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_an_episode_that_ends_during_a_turn_leaves_its_process_whole_or_none(cancelled: bool) -> None:
+    """The reply to the turn is not taken for that to a later request, nor is a killed process used again."""
+
+    async def test(worker: EnvironmentWorker) -> None:
+        await worker.begin("rollout-1/a", ROW)
+        turn = asyncio.create_task(worker.step("rollout-1/a", SAY))
+        await asyncio.sleep(0)  # it has asked
+        assert await worker.end_all("rollout-1") == 1
+        if cancelled:
+            turn.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await turn
+        else:
+            assert (await turn).status == "ok"
+        for number in range(3):
+            assert (await worker.begin(f"rollout-2/{number}", ROW)).status == "ok"
+            assert (await worker.step(f"rollout-2/{number}", SAY)).status == "ok"
+            await worker.end(f"rollout-2/{number}")
+
+    play(test, episodes=1)
+
+
 FAULTS = {
     "raises": "step: error: KeyError: 'treasure' (misbehaving.py:",
     "hangs": "step: timeout after 1 s",
