@@ -120,6 +120,18 @@ def test_an_episode_that_ends_during_a_turn_leaves_its_process_whole_or_none(can
     play(test, episodes=1)
 
 
+def test_a_process_that_was_killed_while_it_was_free_is_not_used() -> None:
+    async def test(worker: EnvironmentWorker) -> None:
+        await worker.begin("a", ROW)
+        await worker.end("a")
+        while not worker._free:
+            await asyncio.sleep(0.01)
+        worker._free[0].kill()
+        assert (await worker.begin("b", ROW)).status == "ok"
+
+    play(test, episodes=1)
+
+
 FAULTS = {
     "raises": "step: error: KeyError: 'treasure' (misbehaving.py:",
     "hangs": "step: timeout after 1 s",
