@@ -34,13 +34,14 @@ from troupe.orchestrator.training.batch import (
     unless_failed,
     unless_stopped,
 )
+from troupe.orchestrator.training.best_checkpoints import BestCheckpoints
 from troupe.orchestrator.training.evaluations import RunEvaluations
 from troupe.orchestrator.training.ledger import Ledger
 from troupe.orchestrator.training.parts import Metrics, Moment, RunPart, UpdatedStep, close_parts
 from troupe.orchestrator.training.recovery import TrainerRecovery
-from troupe.orchestrator.training.saves import BestCheckpoints, RunSaves
+from troupe.orchestrator.training.saves import RunSaves
 from troupe.orchestrator.training.state import BestState
-from troupe.orchestrator.training.step_record import StepRecorder
+from troupe.orchestrator.training.step_recorder import StepRecorder
 from troupe.orchestrator.training.updates import Penalty, Updates
 
 logger = logging.getLogger(__name__)

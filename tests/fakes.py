@@ -27,8 +27,9 @@ from troupe.orchestrator.cluster.recoverable_calls import RecoverableCalls
 from troupe.orchestrator.cluster.worker_group import CriticGroup, PolicyGroup, TrainerGroup
 from troupe.orchestrator.controller import Controller, RunOutcome
 from troupe.orchestrator.errors import WorkerDied, WorkerRaised, WorkerTimeout
-from troupe.orchestrator.pools.engine import Engine, PoolWeights
+from troupe.orchestrator.pools.engine import Engine
 from troupe.orchestrator.pools.engines import EnginePool
+from troupe.orchestrator.pools.pool_weights import PoolWeights
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.telemetry.console import Console

@@ -50,7 +50,7 @@ from troupe.orchestrator.spec.checks.models import (
 from troupe.orchestrator.spec.errors import SpecError
 from troupe.orchestrator.spec.load import plan_runs, read_document
 from troupe.orchestrator.spec.sources import DataSource
-from troupe.orchestrator.telemetry.event_log import JsonLinesFile
+from troupe.orchestrator.telemetry.json_lines import JsonLinesFile
 from troupe.orchestrator.telemetry.run_folder import RunFolder
 from troupe.orchestrator.training.checkpoint import Checkpoint, CheckpointStore, InvalidCheckpoint, verify
 from troupe.orchestrator.training.ledger import Ledger

@@ -81,7 +81,7 @@ STATE_OF_OTHERS = {
     "orchestrator.controller: self._recorder.events.step": "events name the step in which they happen",
     "orchestrator.controller: self.parts.penalty.state": "an update's result, which the next one starts from",
     "orchestrator.rollouts.scoring: self._group.workers": "a wave is scored by the workers that serve",
-    "orchestrator.training.saves: self._store.protected": "the steps whose checkpoints stay",
+    "orchestrator.training.best_checkpoints: self._store.protected": "the steps whose checkpoints stay",
 }
 """Attributes that another object sets, with what they are: state that changes while a run is active, not wiring."""
 HEAVY = {"torch", "ray", "vllm", "deepspeed", "transformers", "datasets", "pandas"}

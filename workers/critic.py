@@ -12,7 +12,7 @@ from troupe.workers.contract.config import CriticConfig
 from troupe.workers.contract.messages import RankPlan, ScoreSummary, UpdateMetrics, WorkerHealth
 from troupe.workers.models.modeling import TokenValues, load_value, score_plan, torch_dtype
 from troupe.workers.models.token_batch import TokenBatch, TokenTable
-from troupe.workers.telemetry.stacks import Activity, announce
+from troupe.workers.telemetry.start_activity import Activity, announce
 from troupe.workers.training.deepspeed_engine import Forward
 from troupe.workers.training.rank import TrainingRank, loss_metrics
 from troupe.workers.training.zero3 import partitioner_for

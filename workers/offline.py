@@ -32,7 +32,7 @@ from troupe.workers.data.tokenizer import load_chat_tokenizer
 from troupe.workers.data.turn_ends import padding_besides, turn_ends
 from troupe.workers.models.modeling import RewardScores, evaluating, load_value, share_backbone, torch_dtype
 from troupe.workers.models.token_batch import TokenBatch
-from troupe.workers.telemetry.stacks import Activity, announce
+from troupe.workers.telemetry.start_activity import Activity, announce
 from troupe.workers.training.deepspeed_engine import Forward
 from troupe.workers.training.group import all_reduce
 from troupe.workers.training.rank import TrainingRank, added

@@ -32,7 +32,7 @@ from troupe.workers.models.modeling import (
     score_plan,
     torch_dtype,
 )
-from troupe.workers.telemetry.stacks import Activity, announce
+from troupe.workers.telemetry.start_activity import Activity, announce
 from troupe.workers.training.group import LOOPBACK, join_group, leave_group, open_store
 from troupe.workers.training.rank import own_peak, prepare_torch, worker_health
 from troupe.workers.training.zero3 import FrozenModule, ZeroPartitioner, place_frozen

@@ -55,7 +55,7 @@ from troupe.workers.rewards.results import Step
 from troupe.workers.rewards.runner import EnvironmentReward, RewardProcess, RewardResult, Sample
 from troupe.workers.rewards.thoughts import VOTES, with_opened_thoughts
 from troupe.workers.telemetry.peak_memory import FamilyPeak
-from troupe.workers.telemetry.stacks import Activity, announce
+from troupe.workers.telemetry.start_activity import Activity, announce
 
 if TYPE_CHECKING:
     from troupe.workers.rewards.model import RewardModel

@@ -25,7 +25,7 @@ from troupe.workers.engine.process import import_ahead
 from troupe.workers.engine.serving import ServingEngine
 from troupe.workers.engine.settings import engine_args, set_environment, unread_metrics
 from troupe.workers.engine.sleep import EngineSleep
-from troupe.workers.telemetry.stacks import Activity, announce
+from troupe.workers.telemetry.start_activity import Activity, announce
 from troupe.workers.weights.receiver import EngineWeights, NodeFile
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from troupe.orchestrator.rollouts.source import RolloutSource
 from troupe.orchestrator.telemetry.event_log import EventLog
 from troupe.orchestrator.telemetry.recorder import RunRecorder
 from troupe.orchestrator.telemetry.timeline import CallLog
-from troupe.orchestrator.training import step_record
-from troupe.orchestrator.training.step_record import StepRecorder
+from troupe.orchestrator.training import step_recorder
+from troupe.orchestrator.training.step_recorder import StepRecorder
 from troupe.workers.contract.config import Device, ModelConfig, PolicyConfig, RewardConfig
 from troupe.workers.contract.messages import KeptFile, Unscored
 from troupe.workers.models.token_batch import TokenBatch
@@ -77,7 +77,7 @@ FUNCTIONS: tuple[tuple[Any, str, str], ...] = (
     (CallLog, "drain", "calls"),
     (EventLog, "record", "events"),
     (RunRecorder, "_write", "timeline"),
-    (step_record, "_fresh", "replay"),
+    (step_recorder, "_fresh", "replay"),
     (StepRecorder, "_publish", "replay"),
 )
 """Functions of the driver that record, each with its owner and the part that it belongs to."""

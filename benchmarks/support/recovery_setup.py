@@ -21,8 +21,8 @@ from benchmarks.support.workload import Group
 from troupe.orchestrator.cluster.worker_group import PolicyGroup
 from troupe.orchestrator.insight.bench.batches import Unscored
 from troupe.orchestrator.insight.bench.points import measured_spec
-from troupe.orchestrator.pools.engine import PoolWeights
 from troupe.orchestrator.pools.engines import EnginePool
+from troupe.orchestrator.pools.pool_weights import PoolWeights
 from troupe.orchestrator.rollouts.scheduler import RolloutScheduler
 from troupe.orchestrator.rollouts.scoring import TokenScorer
 from troupe.orchestrator.rollouts.weight_sync import WeightSync, weight_sync

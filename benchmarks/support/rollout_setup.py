@@ -20,8 +20,8 @@ from troupe.orchestrator.insight.bench.batches import SamplingBatches
 from troupe.orchestrator.insight.bench.points import measured_spec
 from troupe.orchestrator.launcher import WorkerLauncher
 from troupe.orchestrator.plan.placement import demand, place, role_sizes
-from troupe.orchestrator.pools.engine import PoolWeights
 from troupe.orchestrator.pools.engines import EnginePool, sample_group
+from troupe.orchestrator.pools.pool_weights import PoolWeights
 from troupe.orchestrator.pools.workers import Workers
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.workers.contract.messages import GroupRequest

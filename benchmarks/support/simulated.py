@@ -34,8 +34,9 @@ from troupe.orchestrator.cluster.recoverable_calls import RecoverableCalls
 from troupe.orchestrator.cluster.worker_group import PolicyGroup, TrainerGroup, WorkerHandle
 from troupe.orchestrator.controller import Controller, RunComponents, RunOutcome
 from troupe.orchestrator.data.prompts import PromptPick, PromptSource
-from troupe.orchestrator.pools.engine import Engine, PoolWeights
+from troupe.orchestrator.pools.engine import Engine
 from troupe.orchestrator.pools.engines import EnginePool
+from troupe.orchestrator.pools.pool_weights import PoolWeights
 from troupe.orchestrator.pools.workers import Workers
 from troupe.orchestrator.rollouts.scheduler import NextPrompt, RolloutScheduler
 from troupe.orchestrator.rollouts.scoring import RewardPool, Scorer
@@ -49,7 +50,7 @@ from troupe.orchestrator.telemetry.sinks import LoggedRun, MetricSinks
 from troupe.orchestrator.training.checkpoint import CheckpointStore
 from troupe.orchestrator.training.ledger import Ledger
 from troupe.orchestrator.training.recovery import TrainerRecovery
-from troupe.orchestrator.training.step_record import StepRecorder
+from troupe.orchestrator.training.step_recorder import StepRecorder
 from troupe.orchestrator.training.updates import RolloutUpdates
 from troupe.workers.contract import roles
 from troupe.workers.contract.messages import (

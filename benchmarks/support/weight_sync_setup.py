@@ -15,8 +15,8 @@ from benchmarks.support.rollout_setup import started
 from benchmarks.support.weight_sync_workers import MeasuredPolicy, MeasuredSyncRollout
 from troupe.orchestrator.cluster.worker_group import PolicyGroup, WorkerHandle
 from troupe.orchestrator.data.prompts import load_pools
-from troupe.orchestrator.pools.engine import PoolWeights
 from troupe.orchestrator.pools.engines import EnginePool
+from troupe.orchestrator.pools.pool_weights import PoolWeights
 from troupe.orchestrator.rollouts.scoring import TokenScorer
 from troupe.orchestrator.rollouts.weight_sync import FileSync, SyncReport, WeightSync, weight_sync
 from troupe.orchestrator.spec.rollout import RolloutSpec

@@ -33,7 +33,7 @@ from troupe.orchestrator.roles.names import role_of
 from troupe.orchestrator.roles.table import named
 from troupe.workers.telemetry.process_end import end_of_log, ended_by
 from troupe.workers.telemetry.stacks import FOLDER as STACKS
-from troupe.workers.telemetry.stacks import read_activities
+from troupe.workers.telemetry.start_activity import read_activities
 
 logger = logging.getLogger(__name__)
 

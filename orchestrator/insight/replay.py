@@ -25,7 +25,8 @@ from troupe.orchestrator.spec.locations import matching_files
 from troupe.orchestrator.spec.sources import Located
 from troupe.orchestrator.telemetry.console import Console
 from troupe.orchestrator.training.checkpoint import Checkpoint, CheckpointStore, load_checkpoint
-from troupe.orchestrator.training.step_record import REPLAY, RecordedStep, read_step, read_steps, software
+from troupe.orchestrator.training.step_record import REPLAY, RecordedStep, read_step, read_steps
+from troupe.orchestrator.training.step_recorder import software
 from troupe.orchestrator.training.updates import OfflineUpdates, RolloutUpdates, Updates
 from troupe.workers.contract.config import NO_TEMPLATE
 from troupe.workers.contract.roles import TableRef

@@ -14,7 +14,8 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from troupe.orchestrator.errors import UsageError
-from troupe.orchestrator.insight.report.report import as_json, first_groups, render, sample_block, summary
+from troupe.orchestrator.insight.report.page import as_json, render
+from troupe.orchestrator.insight.report.report import first_groups, sample_block, summary
 from troupe.orchestrator.insight.report.samples import TokenTexts
 from troupe.orchestrator.telemetry.run_folder import RunFolder
 from troupe.workers.contract.units import MIB

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from troupe.orchestrator.errors import UsageError
+from troupe.orchestrator.plan.balance import Division
 from troupe.orchestrator.plan.fit import MemoryPlan, memory_plan
 from troupe.orchestrator.plan.memory import PlacedWorker, Sizes
 from troupe.orchestrator.plan.placement import GPU_GIB, Node, Placement, demand, fit, place, role_sizes, room, too_large
 from troupe.orchestrator.plan.remedies import Misfit, MisfitRemedy, changed, describe, remedies
-from troupe.orchestrator.plan.speed import Division, Prediction, predict
+from troupe.orchestrator.plan.speed import Prediction, predict
 from troupe.orchestrator.plan.worker_memory import Part
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.chain import PlannedRun

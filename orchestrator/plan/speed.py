@@ -7,10 +7,10 @@ Sequences are as long as the spec allows. The numbers rank layouts; `troupe benc
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from fractions import Fraction
+from dataclasses import dataclass
 
 from troupe.orchestrator.model_facts.model_size import ModelSize
+from troupe.orchestrator.plan.balance import Division, Stages, divisions
 from troupe.orchestrator.plan.memory import PlacedWorker, Sizes
 from troupe.orchestrator.plan.placement import Node
 from troupe.orchestrator.plan.worker_memory import BUCKET, WIDTHS, Cache, adapter_numbers, kv_bytes
@@ -24,83 +24,6 @@ from troupe.orchestrator.spec.sections import TrainerRole
 from troupe.workers.contract.config import TrainerConfig
 from troupe.workers.contract.gpus import GpuPeaks, gpu_peaks
 from troupe.workers.contract.weight_backends import BACKENDS
-
-
-@dataclass(frozen=True)
-class Stages:
-    """Seconds of the stages of a step."""
-
-    sampling_s: float
-    """A step's samples, by engines that always have more to sample."""
-    training_s: float
-    transfer_s: float = 0.0
-    """New weights reach the engines: nobody works."""
-    group_s: float = 0.0
-    """A group, from its first token to its last."""
-    drain: float = 1.0
-    """How many times longer sampling takes if nothing follows: until the longest response ends."""
-    others_s: float = 0.0
-    """Training of other roles at the same time, on separate GPUs."""
-
-    def step_s(self, staleness: int) -> float:
-        """Seconds of a step with this limit of staleness."""
-        training_s = max(self.training_s, self.others_s)
-        in_turn = self.drain * self.sampling_s + training_s + self.transfer_s
-        if not staleness:
-            return in_turn
-        return max(max(self.sampling_s, training_s) + self.transfer_s, in_turn / (staleness + 1))
-
-    def mean_staleness(self, staleness: int) -> float:
-        """Versions that the policy is ahead of a sample's first token on average, with this limit."""
-        step_s = self.step_s(staleness)
-        if step_s > self.sampling_s + self.transfer_s:  # the engines wait
-            return float(staleness)
-        return min(staleness, (self.group_s + max(self.training_s, self.others_s) + self.transfer_s) / step_s)
-
-    def waits(self, staleness: int) -> tuple[float, float]:
-        """Shares of a step in which engines, and the policy, wait for the others."""
-        sampling_s = self.sampling_s * (1.0 if staleness else self.drain)
-        step_s = self.step_s(staleness)
-        return 1 - (sampling_s + self.transfer_s) / step_s, 1 - (self.training_s + self.transfer_s) / step_s
-
-
-@dataclass(frozen=True)
-class Division:
-    """A division of the GPUs that sample and train."""
-
-    sampling: int
-    training: int
-    step_s: float
-
-    def changes(self, spec: RolloutSpec) -> dict[str, int]:
-        """The fields of a spec that make the division."""
-        engines = self.sampling // spec.roles.rollout.tensor_parallel_size
-        return {"roles.rollout.workers": engines, "roles.policy.workers": self.training}
-
-
-def ratio(value: float) -> str:
-    """A ratio of workers in small numbers: `3 : 2`."""
-    near = Fraction(max(value, 0.125)).limit_denominator(4)
-    return f"{near.numerator} : {near.denominator}"
-
-
-def divisions(stages: Stages, gpus: tuple[int, int], groups: tuple[int, int], staleness: int) -> tuple[Division, ...]:
-    """The divisions of the GPUs, shortest steps first; `groups`: GPUs of an engine, trainers that share a
-    micro-batch. R of N GPUs sample for A / R seconds and the others train for B / (N - R): the longer is shortest
-    at R = N A / (A + B), their sum at R = N sqrt(A) / (sqrt(A) + sqrt(B))."""
-    (sampling, training), (engine, sharing) = gpus, groups
-    both = sampling + training
-
-    def divided(r: int) -> Division:
-        scaled = {
-            "sampling_s": stages.sampling_s * sampling / r,
-            "training_s": stages.training_s * training / (both - r),
-        }
-        return Division(r, both - r, replace(stages, **scaled).step_s(staleness))
-
-    counts = (r for r in range(engine, both, engine) if (both - r) % sharing == 0)
-    return tuple(sorted(map(divided, counts), key=lambda one: one.step_s))
-
 
 PRODUCTS, ATTENTION, TRAFFIC = 0.68, 0.35, 0.78
 """Shares of the peak that matrix products, FlashAttention 2 and memory traffic reach."""

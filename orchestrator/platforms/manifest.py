@@ -12,14 +12,9 @@ from pathlib import Path
 from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.platforms.flags import KubernetesFlags, NodeFlags, SlurmFlags
 from troupe.orchestrator.platforms.kubernetes.documents import manifests, notes, to_yaml, unmounted
-from troupe.orchestrator.platforms.kubernetes.options import (
-    KubernetesOptions,
-    Variable,
-    parse_claim,
-    parse_secret_variable,
-    parse_variable,
-)
+from troupe.orchestrator.platforms.kubernetes.options import KubernetesOptions
 from troupe.orchestrator.platforms.kubernetes.pods import Limits
+from troupe.orchestrator.platforms.kubernetes.values import Variable, parse_claim, parse_secret_variable, parse_variable
 from troupe.orchestrator.platforms.slurm import Container, Runtime, SlurmOptions, parse_mount, script
 from troupe.orchestrator.spec.chain import PlannedRun, to_send
 from troupe.orchestrator.spec.derived.paths import absolute_paths

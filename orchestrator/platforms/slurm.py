@@ -14,7 +14,7 @@ from typing import Literal
 from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.plan.placement import CPUS_PER_NODE, Node
 from troupe.orchestrator.plan.plan import Plan, plan_stages
-from troupe.orchestrator.platforms.kubernetes.options import Variable
+from troupe.orchestrator.platforms.kubernetes.values import Variable
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.chain import PlannedRun
 from troupe.workers.contract.units import GIB

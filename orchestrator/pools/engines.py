@@ -24,15 +24,8 @@ from troupe.orchestrator.errors import (
     WorkerError,
     WorkerTimeout,
 )
-from troupe.orchestrator.pools.engine import (
-    Dispatch,
-    Engine,
-    EngineQueue,
-    EngineState,
-    GenerationMeter,
-    PoolWeights,
-    Queues,
-)
+from troupe.orchestrator.pools.engine import Dispatch, Engine, EngineQueue, EngineState, GenerationMeter, Queues
+from troupe.orchestrator.pools.pool_weights import PoolWeights
 from troupe.orchestrator.pools.replicas import ReplicaPool, RestartBudget
 from troupe.orchestrator.spec.derived.sizes import engine_load
 from troupe.orchestrator.spec.derived.training import resolved_sleep

@@ -26,7 +26,7 @@ from troupe.orchestrator.training.offline_source import (
     Tokenized,
 )
 from troupe.orchestrator.training.recovery import TrainerRecovery
-from troupe.orchestrator.training.step_record import StepRecorder
+from troupe.orchestrator.training.step_recorder import StepRecorder
 from troupe.orchestrator.training.updates import OfflineUpdates, UpdateProfiles
 from troupe.workers.contract.roles import TableRef
 

@@ -17,10 +17,11 @@ from troupe.orchestrator.telemetry.metrics import PeakMemory, merge_updates
 from troupe.orchestrator.telemetry.recorder import RunRecorder
 from troupe.orchestrator.telemetry.sinks import MetricSinks
 from troupe.orchestrator.training.batch import BatchSource
+from troupe.orchestrator.training.best_checkpoints import BestCheckpoints
 from troupe.orchestrator.training.evaluations import RunEvaluations
 from troupe.orchestrator.training.ledger import Ledger
 from troupe.orchestrator.training.parts import Metrics, Moment, RunPart, UpdatedStep, restore_parts
-from troupe.orchestrator.training.saves import BestCheckpoints, RunSaves, SaveContext, Uploads
+from troupe.orchestrator.training.saves import RunSaves, SaveContext, Uploads
 from troupe.orchestrator.training.updates import Penalty
 
 

@@ -11,9 +11,10 @@ from typing import Any, cast
 from troupe.orchestrator.cluster.event_loop import gather_all
 from troupe.orchestrator.cluster.worker_group import ReferenceGroup, WorkerHandle
 from troupe.orchestrator.errors import TroupeError, WorkerError
-from troupe.orchestrator.pools.engine import Engine, PoolWeights
+from troupe.orchestrator.pools.engine import Engine
 from troupe.orchestrator.pools.engines import EnginePool, trainer_memory
 from troupe.orchestrator.pools.linked import Callers, LinkedPool
+from troupe.orchestrator.pools.pool_weights import PoolWeights
 from troupe.orchestrator.pools.replicas import ReplicaPool, RestartBudget
 from troupe.orchestrator.roles.table import row_of, settings_of
 from troupe.orchestrator.rollouts.scoring import RewardPool, TokenScorer

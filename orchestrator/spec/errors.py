@@ -12,7 +12,8 @@ from pydantic import BaseModel, ValidationError
 
 from troupe.orchestrator.errors import TroupeError, nearest, nearest_word
 from troupe.orchestrator.spec.engine_options import engine_option
-from troupe.orchestrator.spec.migration import counterpart, former_advice
+from troupe.orchestrator.spec.former_fields import former_advice
+from troupe.orchestrator.spec.migration import counterpart
 from troupe.orchestrator.spec.sources import LIST, MAP, SECTION
 
 Path = tuple[str | int, ...]

@@ -26,8 +26,8 @@ from troupe.orchestrator.spec.checks.shared import NEEDS_DISK
 from troupe.orchestrator.spec.derived.paths import in_home
 from troupe.orchestrator.spec.errors import SpecError, from_validation
 from troupe.orchestrator.spec.examples import example_name, example_text
+from troupe.orchestrator.spec.former_fields import without_former_fields
 from troupe.orchestrator.spec.locations import is_url
-from troupe.orchestrator.spec.migration import without_former_fields
 from troupe.orchestrator.spec.offline import OfflineSpec
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.yaml_reader import Document

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.sections import BaseOutput, SinkName
-from troupe.orchestrator.telemetry.event_log import JsonLinesFile
+from troupe.orchestrator.telemetry.json_lines import JsonLinesFile
 from troupe.workers.contract.text import without_secrets
 
 if TYPE_CHECKING:

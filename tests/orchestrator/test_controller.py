@@ -49,8 +49,8 @@ from troupe.orchestrator.errors import (
 from troupe.orchestrator.insight.verdicts.data import dropped_samples, failing_rewards
 from troupe.orchestrator.insight.verdicts.history import History
 from troupe.orchestrator.live.scaling import WorkerScaler
-from troupe.orchestrator.pools.engine import PoolWeights
 from troupe.orchestrator.pools.engines import EnginePool
+from troupe.orchestrator.pools.pool_weights import PoolWeights
 from troupe.orchestrator.pools.workers import Workers
 from troupe.orchestrator.rollouts.scheduler import RolloutScheduler
 from troupe.orchestrator.rollouts.scoring import RewardPool, Scorer, TokenScorer
@@ -71,7 +71,7 @@ from troupe.orchestrator.training.batch import EvaluationBesideTraining, HeldOut
 from troupe.orchestrator.training.checkpoint import CheckpointError, CheckpointStore
 from troupe.orchestrator.training.ledger import Ledger
 from troupe.orchestrator.training.remote_checkpoints import RemoteCheckpoints
-from troupe.orchestrator.training.step_record import StepRecorder
+from troupe.orchestrator.training.step_recorder import StepRecorder
 from troupe.orchestrator.training.updates import RolloutUpdates
 from troupe.workers.algorithms.advantages import SampledTokens
 from troupe.workers.algorithms.estimators import estimate

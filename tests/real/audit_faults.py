@@ -22,8 +22,9 @@ from tests.fakes import FaultyWorker
 from troupe.orchestrator.cluster.worker_group import PolicyGroup
 from troupe.orchestrator.data.summary import load_data
 from troupe.orchestrator.insight.audit.auditor import AuditedWeights, Auditor, AuditReport
-from troupe.orchestrator.pools.engine import Engine, PoolWeights
+from troupe.orchestrator.pools.engine import Engine
 from troupe.orchestrator.pools.engines import EnginePool
+from troupe.orchestrator.pools.pool_weights import PoolWeights
 from troupe.orchestrator.roles.settings import policy_config, rollout_config
 from troupe.orchestrator.rollouts.weight_sync import FileSync
 from troupe.orchestrator.spec.load import load_rollout_spec

@@ -35,7 +35,7 @@ from troupe.workers.models.modeling import CausalLogprobs, ModelModule, head_chu
 from troupe.workers.models.sequence_parallel import SequenceGroup
 from troupe.workers.models.token_batch import TokenBatch, TokenTable
 from troupe.workers.telemetry.peak_memory import resident_peak
-from troupe.workers.telemetry.stacks import Activity, announce
+from troupe.workers.telemetry.start_activity import Activity, announce
 from troupe.workers.training.adapter import ModelAdapter
 from troupe.workers.training.background_save import BackgroundWriter, whole_files
 from troupe.workers.training.deepspeed_engine import Forward, StepResult, TrainEngine

@@ -27,7 +27,8 @@ from troupe.workers.contract.weight_backends import BACKENDS
 from troupe.workers.engine.kept_tokens import record_kept_tokens
 from troupe.workers.engine.process import OWNER_VARIABLE, die_with_owner
 from troupe.workers.engine.settings import receiver_name
-from troupe.workers.telemetry.stacks import Activity, announce, write_stacks_on_signal
+from troupe.workers.telemetry.stacks import write_stacks_on_signal
+from troupe.workers.telemetry.start_activity import Activity, announce
 from troupe.workers.weights.buckets import Bucket, buckets_of, checksums, unpack, weights_digest
 from troupe.workers.weights.cpu_kernels import logits_in_blocks, multiply_single_tokens_alike
 from troupe.workers.weights.file import DTYPES, MappedWeights, WeightDigestMismatch, open_weights

@@ -11,7 +11,8 @@ from typing import Any
 
 from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.insight.bench.points import settings_label
-from troupe.orchestrator.insight.report.report import REPORT, page_data, render
+from troupe.orchestrator.insight.report.page import render
+from troupe.orchestrator.insight.report.report import REPORT, page_data
 from troupe.orchestrator.insight.sweep.halving import Halving
 from troupe.orchestrator.insight.sweep.results import (
     DEFAULTS,

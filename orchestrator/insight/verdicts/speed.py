@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from troupe.orchestrator.insight.verdicts.history import SHORTEST, History, Series
 from troupe.orchestrator.insight.verdicts.verdict import Level, Remedy, Verdict, field, while_it_lasts
-from troupe.orchestrator.plan.speed import ratio
+from troupe.orchestrator.plan.balance import ratio
 from troupe.orchestrator.roles.table import SAMPLERS, TRAINERS
 from troupe.orchestrator.telemetry.run_summary import SCORING
 

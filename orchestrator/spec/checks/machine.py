@@ -10,7 +10,7 @@ from typing import Any
 
 from troupe.orchestrator.algorithms import custom, section
 from troupe.orchestrator.errors import Finding
-from troupe.orchestrator.spec import engine_options
+from troupe.orchestrator.spec import installed_vllm
 from troupe.orchestrator.spec.base import NamedData, RunSpec
 from troupe.orchestrator.spec.checks import models as of_models
 from troupe.orchestrator.spec.checks.adapters import trained_adapters, wrong_adapters
@@ -119,9 +119,9 @@ def _unusable_code(spec: RolloutSpec) -> Iterator[Finding]:
     engines = {"rollout": spec.roles.rollout.engine}
     if spec.roles.judge is not None:
         engines["judge"] = spec.roles.judge.engine
-    yield from engine_options.unknown_options(engines)
+    yield from installed_vllm.unknown_options(engines)
     environments = {f"roles.{environment_role(name)}": role for name, role in spec.roles.environments().items()}
-    yield from engine_options.unusable_parsers(
+    yield from installed_vllm.unusable_parsers(
         {f"{path}.tool_parser": role.tool_parser for path, role in environments.items()}
     )
     for path, functions in reward_functions(spec).items():

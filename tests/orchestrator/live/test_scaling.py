@@ -38,7 +38,7 @@ from troupe.orchestrator.live import control
 from troupe.orchestrator.live.control import ControlServer, ask
 from troupe.orchestrator.live.diff import changed, differences, worker_changes
 from troupe.orchestrator.live.scaling import RoleState, WorkerScaler
-from troupe.orchestrator.pools.engine import PoolWeights
+from troupe.orchestrator.pools.pool_weights import PoolWeights
 from troupe.orchestrator.pools.replicas import ReplicaPool
 from troupe.orchestrator.rollouts.scoring import RewardPool, TokenScorer
 from troupe.orchestrator.spec.base import RESOLVED_SPEC

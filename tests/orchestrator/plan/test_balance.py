@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from benchmarks.pipeline_bubble import STALENESS, Times, pipeline_turn
 from benchmarks.support.simulated import Shape
 from tests.clock import on_virtual_time
-from troupe.orchestrator.plan.speed import Stages, divisions
+from troupe.orchestrator.plan.balance import Stages, divisions
 
 GROUPS = 16
 WITHIN = 0.13

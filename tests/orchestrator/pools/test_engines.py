@@ -11,8 +11,9 @@ import pytest
 from tests.clock import on_virtual_time
 from tests.fakes import FakeEngine, FakeTable, FaultyEngine, FaultyWorker, fake_pool, pool_spec
 from troupe.orchestrator.errors import EnginesLost, WorkerDied, WorkerRaised, WorkerTimeout
-from troupe.orchestrator.pools.engine import Engine, PoolWeights
+from troupe.orchestrator.pools.engine import Engine
 from troupe.orchestrator.pools.engines import EnginePool
+from troupe.orchestrator.pools.pool_weights import PoolWeights
 from troupe.workers.contract.messages import GroupRequest, GroupSummary, WorkerHealth
 
 

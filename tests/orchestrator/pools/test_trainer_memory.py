@@ -14,8 +14,9 @@ import pytest
 from tests.fakes import FakePolicy, FaultyEngine, FaultyWorker, fakes_of
 from tests.orchestrator.test_controller import RolloutRun
 from troupe.orchestrator.errors import EnginesLost, WorkerRaised
-from troupe.orchestrator.pools.engine import Engine, MemoryLock, PoolWeights
+from troupe.orchestrator.pools.engine import Engine
 from troupe.orchestrator.pools.engines import EnginePool, trainer_memory
+from troupe.orchestrator.pools.pool_weights import MemoryLock, PoolWeights
 from troupe.orchestrator.telemetry.console import Console
 from troupe.orchestrator.training.checkpoint import CheckpointStore
 from troupe.orchestrator.training.recovery import Push, TrainerRecovery

@@ -18,8 +18,8 @@ from tests.orchestrator.test_controller import RolloutRun
 from troupe.orchestrator.controller import Controller
 from troupe.orchestrator.data.prompts import PromptPick
 from troupe.orchestrator.errors import EvaluationLost, WorkerDied
-from troupe.orchestrator.pools.engine import PoolWeights
 from troupe.orchestrator.pools.engines import EnginePool
+from troupe.orchestrator.pools.pool_weights import PoolWeights
 from troupe.orchestrator.rollouts.evaluation import EvaluationBeside, Evaluator, HeldOutSet, engine_sampler
 from troupe.orchestrator.spec.checks.data import held_out_problems
 from troupe.orchestrator.spec.derived.sampling import held_out_sets

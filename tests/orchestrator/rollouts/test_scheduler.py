@@ -29,7 +29,7 @@ from tests.fakes import (
 )
 from troupe.orchestrator.data.prompts import PromptPick
 from troupe.orchestrator.errors import BatchFailed, DataLost, EnginesLost
-from troupe.orchestrator.pools.engine import PoolWeights
+from troupe.orchestrator.pools.pool_weights import PoolWeights
 from troupe.orchestrator.rollouts import scheduler
 from troupe.orchestrator.rollouts.open_groups import GroupProgress
 from troupe.orchestrator.rollouts.scheduler import RolloutScheduler, sampling_seed

@@ -34,8 +34,9 @@ from troupe.orchestrator.errors import (
     WorkerRaised,
     WorkerTimeout,
 )
-from troupe.orchestrator.pools.engine import Engine, PoolWeights
+from troupe.orchestrator.pools.engine import Engine
 from troupe.orchestrator.pools.engines import EnginePool
+from troupe.orchestrator.pools.pool_weights import PoolWeights
 from troupe.orchestrator.rollouts.weight_sync import DeviceSync, FileSync, SyncReport
 from troupe.workers.contract import roles
 from troupe.workers.contract.messages import WeightAck, WeightsSent, WeightUpdate

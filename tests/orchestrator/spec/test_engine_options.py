@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from troupe.orchestrator.roles.settings import judge_config, rollout_config
-from troupe.orchestrator.spec import engine_options
+from troupe.orchestrator.spec import engine_options, installed_vllm
 from troupe.orchestrator.spec.checks.machine import missing
 from troupe.orchestrator.spec.errors import SpecError
 from troupe.orchestrator.spec.load import load_rollout_spec
@@ -37,7 +37,7 @@ JUDGE = "roles.judge.engine"
 
 
 def installed_options() -> Mapping[str, tuple[str, ...]]:
-    offers = vars(engine_options)["_offers"]()
+    offers = vars(installed_vllm)["_offers"]()
     assert offers is not None
     return offers.options
 
@@ -115,7 +115,7 @@ def test_a_frozen_model_may_round_and_draft_and_a_gpu_may_cut_prompts(tmp_path: 
 def test_names_and_simple_types_are_those_of_the_installed_vllm(
     options: dict[str, Any], expected: tuple[str, ...]
 ) -> None:
-    found = [f"{path}: {message}" for path, message in engine_options.unknown_options({"rollout": options})]
+    found = [f"{path}: {message}" for path, message in installed_vllm.unknown_options({"rollout": options})]
     assert len(found) == len(expected)
     for line, start in zip(found, expected, strict=True):
         assert line.startswith(f"{FIRST}.{start}")
@@ -140,7 +140,7 @@ def test_every_refused_option_is_one_of_vllm_and_no_reason_is_left_open() -> Non
 
 def test_the_check_does_not_import_vllm() -> None:
     code = (
-        "import sys; from troupe.orchestrator.spec.engine_options import unknown_options;"
+        "import sys; from troupe.orchestrator.spec.installed_vllm import unknown_options;"
         "assert list(unknown_options({'rollout': {'block_sise': 1}}));"
         "assert not {'vllm', 'torch'} & sys.modules.keys()"
     )
@@ -156,9 +156,9 @@ def test_an_answer_of_vllm_is_kept_by_version_and_asked_for_again_if_it_is_damag
         asked.append(entry)
         return [{"options": {"block_size": ["int"]}, "parsers": {"hermes": True}}]
 
-    monkeypatch.setattr(engine_options, "ask", ask)
+    monkeypatch.setattr(installed_vllm, "ask", ask)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    fresh = vars(engine_options)["_offers"].__wrapped__
+    fresh = vars(installed_vllm)["_offers"].__wrapped__
     first = fresh()
     (kept,) = (tmp_path / "troupe").iterdir()
     assert kept.name.startswith("vllm") and kept.suffix == ".json"
@@ -176,9 +176,9 @@ def test_a_vllm_that_gives_no_answer_is_reported(
             raise reply
         return reply
 
-    monkeypatch.setattr(engine_options, "ask", ask)
+    monkeypatch.setattr(installed_vllm, "ask", ask)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert vars(engine_options)["_offers"].__wrapped__() is None
+    assert vars(installed_vllm)["_offers"].__wrapped__() is None
     assert "does not tell its engine options and tool parsers, which stay unchecked" in caplog.text
 
 

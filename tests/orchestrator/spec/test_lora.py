@@ -19,8 +19,8 @@ from troupe.orchestrator.spec.derived.paths import model_overrides, without_adap
 from troupe.orchestrator.spec.derived.training import resolved_backend, resolved_sleep
 from troupe.orchestrator.spec.derived.warnings import warnings_of
 from troupe.orchestrator.spec.errors import SpecError
+from troupe.orchestrator.spec.former_fields import without_former_fields
 from troupe.orchestrator.spec.load import load_rollout_spec, parse_spec, plan_runs, read_document
-from troupe.orchestrator.spec.migration import without_former_fields
 from troupe.orchestrator.spec.offline import OfflineSpec
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.workers.contract.config import LoraConfig, ModelConfig

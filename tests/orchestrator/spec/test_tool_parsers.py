@@ -8,14 +8,14 @@ import pytest
 
 from tests.orchestrator.spec.test_engine_options import load
 from tests.real.call_forms import FORMS, OTHERS, READ_NO_TEXT
-from troupe.orchestrator.spec import engine_options
+from troupe.orchestrator.spec import installed_vllm
 from troupe.orchestrator.spec.checks.machine import missing
 
 PATH = "roles.environment.tool_parser"
 
 
 def parser_problem(name: str) -> str:
-    return dict(engine_options.unusable_parsers({PATH: name})).get(PATH, "")
+    return dict(installed_vllm.unusable_parsers({PATH: name})).get(PATH, "")
 
 
 @pytest.mark.parametrize("name", sorted(FORMS.keys() | OTHERS))
@@ -30,7 +30,7 @@ def test_a_parser_that_reads_no_text_is_refused(name: str) -> None:
 
 def test_an_unknown_parser_is_refused_where_vllm_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert parser_problem("nothing").startswith("vLLM has no tool parser 'nothing' (apertus, cohere_command3, ")
-    monkeypatch.setattr(engine_options, "_offers", lambda: None)
+    monkeypatch.setattr(installed_vllm, "_offers", lambda: None)
     assert parser_problem("nothing") == ""
 
 

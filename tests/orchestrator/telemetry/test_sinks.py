@@ -24,7 +24,7 @@ from troupe.orchestrator.spec.errors import SpecError
 from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.orchestrator.spec.sections import BaseOutput, PrometheusConfig
 from troupe.orchestrator.telemetry import sinks
-from troupe.orchestrator.telemetry.event_log import JsonLinesFile
+from troupe.orchestrator.telemetry.json_lines import JsonLinesFile
 from troupe.orchestrator.telemetry.metrics import metric_named
 from troupe.orchestrator.telemetry.sinks import (
     BackgroundSink,

@@ -29,7 +29,7 @@ from troupe.orchestrator.training.offline_source import (
     ReferenceScorer,
     Tokenized,
 )
-from troupe.orchestrator.training.step_record import StepRecorder
+from troupe.orchestrator.training.step_recorder import StepRecorder
 from troupe.orchestrator.training.updates import OfflineUpdates
 from troupe.workers.contract.messages import RankPlan, ScoreSummary, TrainRow, UpdateMetrics
 from troupe.workers.contract.offline_messages import EvaluationPart, ExampleBatchSummary, ExampleSummary

@@ -116,7 +116,7 @@ def test_a_step_larger_than_the_bound_ends_the_keeping_with_one_warning(
     one = sum(file.stat().st_size for file in folder_of(first.root, 2).iterdir())
     second = RecordedRun(tmp_path, resume=True, nbytes=one // 2)
     caplog.clear()
-    with caplog.at_level(logging.WARNING, "troupe.orchestrator.training.step_record"):
+    with caplog.at_level(logging.WARNING, "troupe.orchestrator.training.step_recorder"):
         assert second.run().steps_done == 4
     assert sorted(path.name for path in second.root.iterdir()) == ["step-000001", "step-000002"], "they stay"
     assert sum(worker.calls.count("keep_batch") for worker in fakes_of(second.policy)) == 1, "step 4 is not written"
@@ -165,7 +165,7 @@ def test_a_full_disk_does_not_end_the_run(tmp_path: Path, caplog: pytest.LogCapt
             return await super().keep_batch(folder, batch, texts, rows)
 
     run.policies = [FullDisk(0), FullDisk(1)]
-    with caplog.at_level(logging.WARNING, "troupe.orchestrator.training.step_record"):
+    with caplog.at_level(logging.WARNING, "troupe.orchestrator.training.step_recorder"):
         assert run.run().steps_done == 4
     assert kept_steps(run.root) == [3, 4]
     assert [path.name for path in run.root.iterdir() if path.name.startswith(".")] == []

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from troupe.workers.telemetry.stacks import VARIABLE, Activity, announce, read_activities
+from troupe.workers.telemetry.stacks import VARIABLE
+from troupe.workers.telemetry.start_activity import Activity, announce, read_activities
 
 
 def test_the_last_announced_activity_of_each_process_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,8 +16,9 @@ from troupe.orchestrator.cluster.worker_group import PolicyGroup
 from troupe.orchestrator.data.summary import load_data
 from troupe.orchestrator.errors import TroupeError
 from troupe.orchestrator.insight.audit.auditor import AuditedWeights, Auditor
-from troupe.orchestrator.pools.engine import Engine, PoolWeights
+from troupe.orchestrator.pools.engine import Engine
 from troupe.orchestrator.pools.engines import EnginePool
+from troupe.orchestrator.pools.pool_weights import PoolWeights
 from troupe.workers.audit import score_tokens
 from troupe.workers.contract.audit import TokenScores
 from troupe.workers.contract.messages import ROLLOUTS, GroupRequest, GroupSummary, RankPlan, SampleSummary

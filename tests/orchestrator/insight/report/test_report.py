@@ -28,7 +28,8 @@ from troupe.orchestrator.insight.report.overview import (
     spec_differences,
     spread,
 )
-from troupe.orchestrator.insight.report.report import as_json, page_data, render, samples_data, write_report
+from troupe.orchestrator.insight.report.page import as_json, render
+from troupe.orchestrator.insight.report.report import page_data, samples_data, write_report
 from troupe.orchestrator.insight.report.samples import TokenTexts
 from troupe.orchestrator.rollouts.evaluation_log import EvaluationLog
 from troupe.orchestrator.rollouts.held_out import SetResult

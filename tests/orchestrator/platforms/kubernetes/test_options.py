@@ -9,9 +9,9 @@ import pytest
 from tests.orchestrator.platforms.kubernetes.manifests import GRPO, documents
 from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.platforms.flags import KubernetesFlags, NodeFlags
-from troupe.orchestrator.platforms.kubernetes.options import (
+from troupe.orchestrator.platforms.kubernetes.options import KubernetesOptions
+from troupe.orchestrator.platforms.kubernetes.values import (
     Claim,
-    KubernetesOptions,
     Variable,
     parse_claim,
     parse_secret_variable,
