@@ -151,7 +151,7 @@ class SourceAlgorithm(Frozen):
     dual_clip: float | None = Field(default=None, gt=1.0)
     """As `algorithm.dual_clip`."""
     aggregation: Aggregation | None = None
-    """As `algorithm.aggregation`: the totals are those of the whole mini-batch."""
+    """As `algorithm.aggregation`, with the totals of the whole mini-batch."""
     kl_coef: float | None = Field(default=None, ge=0.0)
     """As `algorithm.kl.coef`, of a KL term in the loss."""
 

@@ -86,4 +86,4 @@ def _other_temperature(source: ExampleSource, *, truncated: bool) -> str:
     if sampling.temperature == 1.0 and not (truncated and sampling.truncates):
         return ""
     how = f"temperature {sampling.temperature:g}" + (", among the sampler's tokens" if sampling.truncates else "")
-    return f"the teacher's log-probs are at {how}, and kd compares those of the model at 1: {compute}"
+    return f"the teacher's log-probs are at {how}, and kd compares log-probs at 1: {compute}"

@@ -280,10 +280,12 @@ def vote(answers: Sequence[int], solved: Sequence[bool]) -> float:
 
 def estimates(terms: Mapping[str, _Terms], samples: int) -> dict[str, MeanEstimate]:
     """Estimates of ratios of sums over the same prompts, each with `samples` samples."""
-    return {
-        name: _estimate(term, samples, share=name != REWARD and not name.startswith("best@"))
-        for name, term in terms.items()
-    }
+    return {name: _estimate(term, samples, share=is_share(name)) for name, term in terms.items()}
+
+
+def is_share(name: str) -> bool:
+    """Whether an estimate is a share of samples or prompts, and no reward."""
+    return name != REWARD and not name.startswith("best@")
 
 
 def mean_estimate(values: Sequence[float]) -> MeanEstimate:

@@ -235,8 +235,8 @@ class Mixed(SourceShare):
     rewards: Annotated[tuple[RewardFunctionConfig, ...] | None, OTHER_REWARDS, REWARDED, SAMPLED] = Field(
         default=None, min_length=1
     )
-    """Reward components of this source, instead of those of `roles.reward`, which null keeps. `reward_model` is the
-    score of one of the role's models."""
+    """Reward components of this source; null keeps `roles.reward`'s. `reward_model` is the score of one of the role's
+    models."""
     solved_at: Annotated[float | None, COUNTED_BEFORE] = None
     """A sample with at least this reward counts as solved, in the source's pass rate and in the curriculum; null:
     `data.curriculum.solved_at`, and without it by the rule of `evaluation.solved_at`, applied to the source's rewards;

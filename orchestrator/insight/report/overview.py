@@ -21,6 +21,7 @@ from troupe.orchestrator.insight.verdicts.history import History, Series
 from troupe.orchestrator.plan.plan import local_node, plan
 from troupe.orchestrator.roles.names import role_of
 from troupe.orchestrator.rollouts.evaluation_log import EVALUATIONS, comparable, read_evaluations
+from troupe.orchestrator.rollouts.held_out import is_share
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.load import parse_spec
 from troupe.orchestrator.spec.yaml_reader import read_file
@@ -289,7 +290,7 @@ def _row(name: str, results: Sequence[Mapping[str, Any]], kind: str = "", part: 
     estimates = [one.get(kind, {}).get(part, {}) if kind else one["estimates"] for one in results]
     first, last = (one.get(name) for one in estimates)
     shown = f"avg@{samples}" if name in ("avg", "accuracy") else name
-    return {"name": shown, "share": name != "reward" and not name.startswith("best@"), "first": first, "last": last}
+    return {"name": shown, "share": is_share(name), "first": first, "last": last}
 
 
 def sampling_text(sampling: Mapping[str, Any]) -> str:

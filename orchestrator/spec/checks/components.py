@@ -120,7 +120,7 @@ def _combined(
 
 
 def _normalized(spec: RolloutSpec, path: str, one: RewardFunctionConfig) -> Iterator[Finding]:
-    """A normalized component where nothing is normalized, or where an algorithm compares its values themselves."""
+    """A normalized component if nothing is normalized, or if an algorithm compares the values themselves."""
     advantage = algorithms.advantage(spec.algorithm)
     by_steps = any(function.process for own in reward_functions(spec).values() for function in own)
     by_steps |= any(model.level == "step" for model in scored_models(spec).values())

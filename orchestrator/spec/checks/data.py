@@ -293,7 +293,7 @@ def _source_algorithm(spec: RolloutSpec, path: str, own: SourceAlgorithm) -> Ite
 
 
 def _source_advantage(spec: RolloutSpec, path: str, name: str) -> Iterator[Finding]:
-    """Advantages of a source that need more than its rewards, or that cannot be beside those of the run."""
+    """Advantages of a source that need more than its rewards, or that the run's own algorithm excludes."""
     if (other := algorithms.ALGORITHMS.get(name)) is None:
         yield path, algorithms.unknown_algorithm(name)
         return

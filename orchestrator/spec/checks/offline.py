@@ -62,7 +62,7 @@ def _teacher(spec: OfflineSpec) -> Iterator[Finding]:
         yield "algorithm.distill", "has no effect with compares: sampled; remove it"
     elif spec.roles.reference is None and distill.in_process:
         why = f"algorithm.distill.support {distill.support} needs the teacher's logits"
-        yield "roles.reference", f"is required: {why}; samples have those of teacher_top_k"
+        yield "roles.reference", f"is required: {why}; samples have only what teacher_top_k needs"
     else:
         yield from unread_distill(spec.algorithm.distill, distill)
         yield from in_process_problems(spec, distill)

@@ -28,7 +28,7 @@ GREETING = "Hello! How can I help you?"
 _ALONE = "single_turn"
 _SWAPPED = {USER: ASSISTANT, ASSISTANT: USER}
 _IDLE = {"concurrency", "requests_per_minute", "tokens_per_minute"}
-"""Fields of an endpoint that are counted where one process asks for many samples."""
+"""Fields of an endpoint that have an effect if one process asks for many samples."""
 
 
 class UserSimulator(Environment):
