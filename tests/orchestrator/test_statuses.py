@@ -48,6 +48,10 @@ STATUSES: dict[str, tuple[str, str] | str] = {
     "died with exit code {}": (FAULT, FAULT),
     "died with signal {} ({})": (FAULT, FAULT),
     "its process died{}": (EPISODE, EPISODE),
+    "its process was killed": (
+        "test_a_turn_behind_one_that_timed_out_says_that_the_process_was_killed",
+        "test_an_episode_that_ends_during_a_turn_leaves_its_process_whole_or_none",
+    ),
     "timeout after {} s{}": (EPISODE, EPISODE),
     "it was lost: {}": (
         "test_workers_that_keep_dying_fail_the_sample",

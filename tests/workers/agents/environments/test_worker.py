@@ -193,6 +193,21 @@ def test_a_fault_is_a_status_and_costs_nobody_else(fault: str) -> None:
     play(test, f"{HERE}:Faulty", args={"fault": fault})
 
 
+def test_a_turn_behind_one_that_timed_out_says_that_the_process_was_killed() -> None:
+    async def test(worker: EnvironmentWorker) -> None:
+        await worker.begin("a", ROW)
+        assert (await worker.step("a", SAY)).status == "ok"
+        bound(worker, turn_timeout_s=1.0)
+        first = asyncio.create_task(worker.step("a", SAY))
+        await asyncio.sleep(0)  # it has its bound
+        bound(worker, turn_timeout_s=60.0)
+        second = await worker.step("a", SAY)
+        assert (await first).status.startswith("step: timeout after 1 s")
+        assert second.status == "step: its process was killed" and second.observation.done
+
+    play(test, f"{HERE}:Faulty", args={"fault": "hangs"})
+
+
 def test_a_failed_start_is_a_status() -> None:
     async def test(worker: EnvironmentWorker) -> None:
         reply = await worker.begin("a", ROW)
