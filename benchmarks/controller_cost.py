@@ -36,7 +36,7 @@ from troupe.orchestrator.cluster.ray_cluster import ActorWorker, Cluster
 from troupe.orchestrator.telemetry.metrics import PeakMemory
 from troupe.orchestrator.telemetry.timeline import CallLog
 from troupe.workers.contract import roles
-from troupe.workers.contract.config import RewardConfig, RewardFunctionConfig
+from troupe.workers.contract.reward_config import RewardConfig, RewardFunctionConfig
 
 BASELINE = "ray.get per sequence"
 WARM_STEPS = 2

@@ -30,7 +30,8 @@ from benchmarks.support.ranks import Ranks, reset_peak
 from troupe.orchestrator.model_facts.model_size import read_size
 from troupe.orchestrator.plan.memory import TRAINER_PROCESS
 from troupe.orchestrator.plan.worker_memory import Training, WorkerMemory, training
-from troupe.workers.contract.config import Dtype, TrainerConfig
+from troupe.workers.contract.config_base import Dtype
+from troupe.workers.contract.trainer_config import TrainerConfig
 from troupe.workers.contract.units import MIB
 from troupe.workers.telemetry.peak_memory import FamilyPeak, resident_peak
 
@@ -178,14 +179,9 @@ def measure(case: Case, folder: Path) -> Measured:
 
 def _updates(rank: int, meeting: Queue[Any], case: Case, folder: str, table: pa.Table) -> tuple[int, int, int]:
     """Build a worker and run its updates; returns (process, built, peak) in bytes."""
-    from troupe.workers.contract.config import (
-        AdvantageConfig,
-        ModelConfig,
-        PolicyConfig,
-        PolicyLossConfig,
-        Rendezvous,
-        SamplingConfig,
-    )
+    from troupe.workers.contract.algorithm_config import AdvantageConfig, PolicyLossConfig
+    from troupe.workers.contract.config import PolicyConfig, Rendezvous, SamplingConfig
+    from troupe.workers.contract.config_base import ModelConfig
     from troupe.workers.contract.messages import RankPlan
     from troupe.workers.policy import PolicyWorker
 
@@ -269,7 +265,8 @@ async def _engine(folder: Path) -> int:
     """Peak memory of an engine's processes, less its weights and its KV cache."""
     import psutil
 
-    from troupe.workers.contract.config import EngineConfig, ModelConfig, RolloutConfig, SamplingConfig
+    from troupe.workers.contract.config import EngineConfig, RolloutConfig, SamplingConfig
+    from troupe.workers.contract.config_base import ModelConfig
     from troupe.workers.rollout import RolloutWorker
 
     cache = 0.0625

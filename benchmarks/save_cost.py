@@ -30,7 +30,7 @@ from benchmarks.support.processes import Meter
 from troupe.orchestrator.model_facts.model_size import read_size
 from troupe.orchestrator.plan.worker_memory import WIDTHS, Training, save_copy
 from troupe.orchestrator.training.checkpoint import MANIFEST, MODEL, CheckpointStore, verify
-from troupe.workers.contract.config import TrainerConfig
+from troupe.workers.contract.trainer_config import TrainerConfig
 from troupe.workers.contract.units import GIB
 
 if TYPE_CHECKING:

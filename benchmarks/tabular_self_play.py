@@ -22,7 +22,8 @@ import torch
 from benchmarks.self_play import FIRST, KUHN_CARDS, SECOND, kuhn_exploitability, pennies_exploitability
 from troupe.workers.algorithms.advantages import player_average_advantages
 from troupe.workers.algorithms.policy_loss import PolicyTokens, policy_loss, token_weights
-from troupe.workers.contract.config import OptimizerConfig, PolicyLossConfig
+from troupe.workers.contract.algorithm_config import PolicyLossConfig
+from troupe.workers.contract.trainer_config import OptimizerConfig
 from troupe.workers.training.optimizer import learning_rate
 
 Ints = np.ndarray[tuple[int], np.dtype[np.int64]]

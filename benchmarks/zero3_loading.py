@@ -27,7 +27,7 @@ from benchmarks.support.processes import Meter
 from benchmarks.support.ranks import Ranks, reset_peak
 from troupe.orchestrator.model_facts.model_size import read_size
 from troupe.orchestrator.plan.worker_memory import WIDTHS
-from troupe.workers.contract.config import Dtype
+from troupe.workers.contract.config_base import Dtype
 from troupe.workers.telemetry.peak_memory import resident_peak
 
 WHOLE, PARTITIONED = "whole on every rank", "partitioned while read"
@@ -92,7 +92,9 @@ def _load(
     import torch
     import torch.distributed as dist
 
-    from troupe.workers.contract.config import ModelConfig, Rendezvous, TrainerConfig
+    from troupe.workers.contract.config import Rendezvous
+    from troupe.workers.contract.config_base import ModelConfig
+    from troupe.workers.contract.trainer_config import TrainerConfig
     from troupe.workers.models.modeling import load_causal
     from troupe.workers.training.group import join_group, leave_group, open_store, own_address
     from troupe.workers.training.zero3 import ZeroPartitioner

@@ -62,7 +62,8 @@ from troupe.workers.agents.environments.gateway.protocol import Protocol
 from troupe.workers.agents.environments.gateway.request import read_options, read_request
 from troupe.workers.agents.environments.gateway.responses import Responses
 from troupe.workers.contract.advantage_state import AdvantageState
-from troupe.workers.contract.config import ModelConfig, RewardFunctionConfig
+from troupe.workers.contract.config_base import ModelConfig
+from troupe.workers.contract.reward_config import RewardFunctionConfig
 from troupe.workers.isolation.child import BoundedOutput, Child
 from troupe.workers.isolation.descendants import new_mark
 from troupe.workers.rewards.runner import RewardProcess, Sample

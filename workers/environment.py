@@ -9,7 +9,8 @@ import time
 from collections.abc import Awaitable
 
 from troupe.workers.agents.interface import EnvironmentProcesses, EpisodeProcess, EpisodeProcessFailed
-from troupe.workers.contract.config import EnvironmentConfig, ModelConfig
+from troupe.workers.contract.config import EnvironmentConfig
+from troupe.workers.contract.config_base import ModelConfig
 from troupe.workers.contract.environments import EnvironmentGone, EpisodeReply, Message, Row
 from troupe.workers.contract.messages import Peak, WorkerGone, WorkerHealth
 from troupe.workers.isolation.interpreters import interpreter_of

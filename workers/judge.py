@@ -8,7 +8,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from troupe.workers.contract.config import MIN_TEMPERATURE, JudgeConfig, RolloutConfig, SamplingConfig
+from troupe.workers.contract.config import JudgeConfig, RolloutConfig, SamplingConfig
+from troupe.workers.contract.config_base import MIN_TEMPERATURE
 from troupe.workers.contract.judges import JudgeAnswer, Question, whole_words
 from troupe.workers.contract.messages import GroupRequest, WorkerGone, WorkerHealth
 from troupe.workers.data.chat import PromptRefused

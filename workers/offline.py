@@ -16,7 +16,7 @@ import torch
 
 from troupe.workers.algorithms.offline_objectives import OBJECTIVES, ObjectiveOutput, Scored, Totals
 from troupe.workers.algorithms.preference_losses import kto_reference_point
-from troupe.workers.contract.config import DistillConfig
+from troupe.workers.contract.algorithm_config import DistillConfig
 from troupe.workers.contract.messages import RankPlan, UpdateMetrics, WorkerHealth
 from troupe.workers.contract.offline_config import KdLossConfig, OfflineConfig, ProcessLossConfig, RewardLossConfig
 from troupe.workers.contract.offline_messages import (

@@ -22,7 +22,8 @@ from troupe.workers.algorithms.policy_loss import (
     policy_tokens,
 )
 from troupe.workers.algorithms.train_batch import prepare
-from troupe.workers.contract.config import DistillConfig, PolicyConfig, PolicyLossConfig
+from troupe.workers.contract.algorithm_config import DistillConfig, PolicyLossConfig
+from troupe.workers.contract.config import PolicyConfig
 from troupe.workers.contract.imports import resolve
 from troupe.workers.contract.messages import (
     TOKEN_RECORDS,

@@ -18,8 +18,9 @@ import pyarrow as pa
 import torch
 
 from troupe.workers.contract.arrow import pickle_tables
-from troupe.workers.contract.config import ReferenceConfig, Rendezvous, TrainerConfig
+from troupe.workers.contract.config import ReferenceConfig, Rendezvous
 from troupe.workers.contract.messages import Peak, RankPlan, ScoreSummary, WorkerHealth
+from troupe.workers.contract.trainer_config import TrainerConfig
 from troupe.workers.data.teacher_prompts import TeacherPrompts
 from troupe.workers.isolation.lifetime import exit_with
 from troupe.workers.models.capabilities import adapt

@@ -16,14 +16,7 @@ import pyarrow.compute as pc
 
 from troupe.workers.agents.interface import JudgeReward
 from troupe.workers.contract.arrow import pickle_tables
-from troupe.workers.contract.config import (
-    Device,
-    ModelConfig,
-    RewardConfig,
-    RewardFunctionConfig,
-    RewardModelConfig,
-    ScoringConfig,
-)
+from troupe.workers.contract.config_base import Device, ModelConfig
 from troupe.workers.contract.environments import OK, cause_of
 from troupe.workers.contract.judges import Judge
 from troupe.workers.contract.messages import (
@@ -38,6 +31,7 @@ from troupe.workers.contract.messages import (
     Unscored,
     WorkerHealth,
 )
+from troupe.workers.contract.reward_config import RewardConfig, RewardFunctionConfig, RewardModelConfig, ScoringConfig
 from troupe.workers.contract.rewards import (
     COMBINATIONS,
     COMPARED,

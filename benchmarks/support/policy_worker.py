@@ -42,15 +42,10 @@ def policy_worker(given: argparse.Namespace, name: str, longest: int) -> PolicyW
         name: Of the run.
         longest: Most tokens of a response.
     """
-    from troupe.workers.contract.config import (
-        AdvantageConfig,
-        ModelConfig,
-        PolicyConfig,
-        PolicyLossConfig,
-        Rendezvous,
-        SamplingConfig,
-        TrainerConfig,
-    )
+    from troupe.workers.contract.algorithm_config import AdvantageConfig, PolicyLossConfig
+    from troupe.workers.contract.config import PolicyConfig, Rendezvous, SamplingConfig
+    from troupe.workers.contract.config_base import ModelConfig
+    from troupe.workers.contract.trainer_config import TrainerConfig
     from troupe.workers.policy import PolicyWorker
 
     config = PolicyConfig(

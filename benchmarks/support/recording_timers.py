@@ -20,8 +20,10 @@ from troupe.orchestrator.telemetry.recorder import RunRecorder
 from troupe.orchestrator.telemetry.timeline import CallLog
 from troupe.orchestrator.training import step_recorder
 from troupe.orchestrator.training.step_recorder import StepRecorder
-from troupe.workers.contract.config import Device, ModelConfig, PolicyConfig, RewardConfig
+from troupe.workers.contract.config import PolicyConfig
+from troupe.workers.contract.config_base import Device, ModelConfig
 from troupe.workers.contract.messages import KeptFile, Unscored
+from troupe.workers.contract.reward_config import RewardConfig
 from troupe.workers.models.token_batch import TokenBatch
 from troupe.workers.policy import PolicyWorker
 from troupe.workers.reward import RewardWorker

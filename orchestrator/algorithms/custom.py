@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from troupe.orchestrator.algorithms.section import AlgorithmConfig, corrects_sampler, is_custom
 from troupe.orchestrator.errors import TroupeError
-from troupe.workers.contract.config import CustomConfig
+from troupe.workers.contract.algorithm_config import CustomConfig
 
 if TYPE_CHECKING:
     from troupe.workers.algorithms.custom_checks import Check

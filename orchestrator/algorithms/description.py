@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from troupe.orchestrator.algorithms.offline import OFFLINE_ALGORITHMS, OfflineAlgorithm
 from troupe.orchestrator.algorithms.table import ALGORITHMS, ROW_ONLY, Algorithm, unread_options
-from troupe.workers.contract.config import AdvantageConfig, CriticLossConfig, PolicyLossConfig
+from troupe.workers.contract.algorithm_config import AdvantageConfig, CriticLossConfig, PolicyLossConfig
 
 _SPEC_NAMES = {"kl_estimator": "kl.estimator", "kl_to_go": "kl.to_go"}
 _NEVER_SHOWN = ROW_ONLY | {"kl_coef", "kl_target", "kl_horizon"}

@@ -9,7 +9,8 @@ from pydantic import Field, field_validator
 
 from troupe.orchestrator.algorithms.overrides import overridden, overrides
 from troupe.orchestrator.errors import nearest
-from troupe.workers.contract.config import DistillConfig, Frozen
+from troupe.workers.contract.algorithm_config import DistillConfig
+from troupe.workers.contract.config_base import Frozen
 from troupe.workers.contract.consequences import refused
 from troupe.workers.contract.offline_config import (
     DpoLossConfig,

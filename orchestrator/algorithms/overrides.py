@@ -9,7 +9,7 @@ from typing import Annotated, Any, TypeVar, get_args
 from pydantic import AfterValidator, Field, create_model
 from pydantic.fields import FieldInfo
 
-from troupe.workers.contract.config import Frozen
+from troupe.workers.contract.config_base import Frozen
 
 FrozenT = TypeVar("FrozenT", bound=Frozen)
 

@@ -29,14 +29,14 @@ from troupe.orchestrator.algorithms.table import (
     unread_options,
 )
 from troupe.orchestrator.errors import nearest
-from troupe.workers.contract.config import (
+from troupe.workers.contract.algorithm_config import (
     AdvantageConfig,
     Aggregation,
     CriticLossConfig,
     CustomConfig,
-    Frozen,
     PolicyLossConfig,
 )
+from troupe.workers.contract.config_base import Frozen
 from troupe.workers.contract.consequences import AS_SAMPLED, NEXT_STEP, noted
 
 CUSTOM_NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")

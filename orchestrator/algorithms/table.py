@@ -8,14 +8,14 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from troupe.workers.contract.config import (
+from troupe.workers.contract.algorithm_config import (
     AdvantageConfig,
     CriticLossConfig,
     DistillConfig,
-    Frozen,
     ImportanceConfig,
     PolicyLossConfig,
 )
+from troupe.workers.contract.config_base import Frozen
 from troupe.workers.contract.consequences import noted
 
 OptionalRole = Literal["critic", "reference"]

@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 
     from troupe.orchestrator.plan.placement import Node
     from troupe.orchestrator.spec.rollout import RolloutSpec
-    from troupe.workers.contract.config import EnvironmentConfig, ModelConfig
+    from troupe.workers.contract.config import EnvironmentConfig
+    from troupe.workers.contract.config_base import ModelConfig
 
 env_app = typer.Typer(
     no_args_is_help=True, help="Check environments, install their packages, write their tasks as rows."
@@ -234,7 +235,7 @@ def _custom_algorithm(name: str, args: str, check: bool, as_json: bool) -> None:
     from troupe.orchestrator.algorithms.description import describe_row, described_row
     from troupe.orchestrator.algorithms.section import custom_row
     from troupe.workers.algorithms.custom_checks import Available, check_custom
-    from troupe.workers.contract.config import CustomConfig
+    from troupe.workers.contract.algorithm_config import CustomConfig
 
     try:
         config = CustomConfig(name=name, args=read_mapping(args, "{beta: 0.1}"))

@@ -28,7 +28,7 @@ from troupe.orchestrator.spec.load import parse_spec
 from troupe.orchestrator.spec.sources import HubFiles
 from troupe.orchestrator.spec.yaml_reader import read_file
 from troupe.orchestrator.telemetry.console import Console
-from troupe.workers.contract.config import Frozen, ModelConfig
+from troupe.workers.contract.config_base import Frozen, ModelConfig
 from troupe.workers.contract.units import MIB
 
 SpecT = TypeVar("SpecT", bound=RunSpec)

@@ -28,7 +28,7 @@ from troupe.orchestrator.training.checkpoint import Checkpoint, CheckpointStore,
 from troupe.orchestrator.training.step_record import REPLAY, RecordedStep, read_step, read_steps
 from troupe.orchestrator.training.step_recorder import software
 from troupe.orchestrator.training.updates import OfflineUpdates, RolloutUpdates, Updates
-from troupe.workers.contract.config import NO_TEMPLATE
+from troupe.workers.contract.config_base import NO_TEMPLATE
 from troupe.workers.contract.roles import TableRef
 
 Digests = Mapping[str, str]

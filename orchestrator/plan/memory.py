@@ -43,8 +43,10 @@ from troupe.orchestrator.spec.derived.sizes import longest_sequence
 from troupe.orchestrator.spec.derived.training import needs_old_logprobs, old_logprobs_at_batch, resolved_sleep
 from troupe.orchestrator.spec.offline import OfflineSpec
 from troupe.orchestrator.spec.rollout import RolloutSpec
-from troupe.workers.contract.config import LoraConfig, ModelConfig, Sleep
+from troupe.workers.contract.config import Sleep
+from troupe.workers.contract.config_base import ModelConfig
 from troupe.workers.contract.offline_config import RewardLossConfig
+from troupe.workers.contract.trainer_config import LoraConfig
 from troupe.workers.contract.units import GIB, MIB
 from troupe.workers.contract.weight_backends import BACKENDS
 

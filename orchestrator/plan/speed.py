@@ -21,8 +21,8 @@ from troupe.orchestrator.spec.derived.sizes import longest_sequence
 from troupe.orchestrator.spec.derived.training import needs_old_logprobs, resolved_backend, resolved_sleep
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.sections import TrainerRole
-from troupe.workers.contract.config import TrainerConfig
 from troupe.workers.contract.gpus import GpuPeaks, gpu_peaks
+from troupe.workers.contract.trainer_config import TrainerConfig
 from troupe.workers.contract.weight_backends import BACKENDS
 
 PRODUCTS, ATTENTION, TRAFFIC = 0.68, 0.35, 0.78

@@ -13,16 +13,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from troupe.orchestrator.model_facts.model_size import ModelSize
-from troupe.workers.contract.config import (
-    ALL_LINEAR,
-    CHUNK_LOGITS,
-    GPU_TILE_COLUMNS,
-    REDUCE_BUCKET,
-    Dtype,
-    EngineConfig,
-    LoraConfig,
-    TrainerConfig,
-)
+from troupe.workers.contract.config import CHUNK_LOGITS, GPU_TILE_COLUMNS, REDUCE_BUCKET, EngineConfig
+from troupe.workers.contract.config_base import Dtype
+from troupe.workers.contract.trainer_config import ALL_LINEAR, LoraConfig, TrainerConfig
 from troupe.workers.contract.units import GIB, MIB
 
 Where = Literal["gpu", "host"]

@@ -16,22 +16,21 @@ from troupe.orchestrator.spec.sections import environment_role
 from troupe.workers.contract.config import (
     CPU_THREADS,
     CriticConfig,
-    Device,
     EngineConfig,
     EngineProcess,
     EnvironmentConfig,
     EpisodeConfig,
     JudgeConfig,
-    ModelConfig,
     PolicyConfig,
     ReferenceConfig,
     RolloutConfig,
-    ScoringConfig,
     TeacherSettings,
-    TrainerConfig,
 )
+from troupe.workers.contract.config_base import Device, ModelConfig
 from troupe.workers.contract.offline_config import ExampleConfig, OfflineConfig
+from troupe.workers.contract.reward_config import ScoringConfig
 from troupe.workers.contract.rewards import JUDGE_REWARD
+from troupe.workers.contract.trainer_config import TrainerConfig
 
 _SHARED_GPU = 0.5
 """Share of the policy's GPU for an engine there whose memory cannot be planned."""

@@ -16,8 +16,9 @@ from troupe.orchestrator.spec.derived.sampling import held_out_sets
 from troupe.orchestrator.spec.field_tree import field_tree
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.workers.contract.atomic_file import write_atomic
-from troupe.workers.contract.config import ModelConfig, RewardFunctionConfig, RewardModelConfig
+from troupe.workers.contract.config_base import ModelConfig
 from troupe.workers.contract.consequences import Counts
+from troupe.workers.contract.reward_config import RewardFunctionConfig, RewardModelConfig
 
 EVALUATIONS = "evaluation.json"
 """Name of the file in a run's folder."""

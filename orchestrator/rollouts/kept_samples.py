@@ -25,7 +25,7 @@ from troupe.orchestrator.spec.derived.training import needs_old_logprobs, old_lo
 from troupe.orchestrator.spec.field_tree import field_tree
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.training.checkpoint import SAMPLES, Checkpoint
-from troupe.workers.contract.config import Frozen
+from troupe.workers.contract.config_base import Frozen
 from troupe.workers.contract.messages import (
     REWARDS,
     ROLLOUTS,

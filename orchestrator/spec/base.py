@@ -22,7 +22,7 @@ from troupe.orchestrator.spec.sections import (
     TrainerRole,
 )
 from troupe.workers.contract.atomic_file import PRIVATE, write_atomic
-from troupe.workers.contract.config import Device, Frozen, ModelConfig
+from troupe.workers.contract.config_base import Device, Frozen, ModelConfig
 from troupe.workers.contract.consequences import EVALUATED_IF_SET, NONE, Consequences, refused
 
 RESOLVED_SPEC = "spec.yaml"

@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from troupe.orchestrator.errors import Finding, nearest
-from troupe.workers.contract.config import GPU_BATCH_TOKENS, Device
+from troupe.workers.contract.config import GPU_BATCH_TOKENS
+from troupe.workers.contract.config_base import Device
 
 _ONE_NODE = "an engine has the GPUs of tensor_parallel_size, on one node; set {role}.workers for more engines"
 _LORA = "Troupe sets it: set roles.policy.lora to train adapters"

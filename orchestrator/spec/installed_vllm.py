@@ -14,7 +14,7 @@ from typing import Any
 
 from troupe.orchestrator.errors import Finding, nearest
 from troupe.workers.contract.atomic_file import write_atomic
-from troupe.workers.contract.config import Frozen
+from troupe.workers.contract.config_base import Frozen
 from troupe.workers.isolation.interpreters import cache_folder
 from troupe.workers.isolation.probe import ProbeFailed, ask
 

@@ -24,7 +24,7 @@ from troupe.orchestrator.spec.sections import (
     TrainerRole,
 )
 from troupe.orchestrator.spec.sources import LIST, SECTION, ExampleSource, MixedExampleSource, form_of
-from troupe.workers.contract.config import Device, Frozen
+from troupe.workers.contract.config_base import Device, Frozen
 from troupe.workers.contract.consequences import (
     EVALUATED,
     EVALUATED_IF_SET,

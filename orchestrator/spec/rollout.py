@@ -24,7 +24,8 @@ from troupe.orchestrator.spec.sections import (
     ScheduleConfig,
     WeightSyncConfig,
 )
-from troupe.workers.contract.config import Device, SamplingConfig
+from troupe.workers.contract.config import SamplingConfig
+from troupe.workers.contract.config_base import Device
 from troupe.workers.contract.consequences import NEXT_STEP, NONE, NOT_REWARDED, NOT_SAMPLED, SAMPLED
 
 

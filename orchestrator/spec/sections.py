@@ -24,21 +24,15 @@ from troupe.orchestrator.spec.sources import (
     form_of,
 )
 from troupe.workers.contract.config import (
-    Device,
     EngineConfig,
     EnvironmentConfig,
     EvalSampling,
-    Frozen,
-    GreedyOrTemperature,
-    LoraConfig,
-    ModelConfig,
     PolicySettings,
-    RewardConfig,
     Sleep,
     StructuredConfig,
     TeacherSettings,
-    TrainerConfig,
 )
+from troupe.workers.contract.config_base import Device, Frozen, GreedyOrTemperature, ModelConfig
 from troupe.workers.contract.consequences import (
     ALLOWED,
     EVALUATED,
@@ -57,6 +51,8 @@ from troupe.workers.contract.consequences import (
     refused,
 )
 from troupe.workers.contract.judges import TEACHER_FIELDS, checked_fields
+from troupe.workers.contract.reward_config import RewardConfig
+from troupe.workers.contract.trainer_config import LoraConfig, TrainerConfig
 from troupe.workers.contract.weight_backends import TransferBackend, describe_backends
 
 ConfigT = TypeVar("ConfigT", bound=Frozen)

@@ -11,7 +11,8 @@ from pydantic import Field, create_model, field_validator
 
 from troupe.orchestrator.algorithms.section import SourceAlgorithm
 from troupe.orchestrator.spec.conditions import Condition
-from troupe.workers.contract.config import EvalSampling, Frozen, RewardFunctionConfig
+from troupe.workers.contract.config import EvalSampling
+from troupe.workers.contract.config_base import Frozen
 from troupe.workers.contract.consequences import (
     AS_SAMPLED,
     EVALUATED,
@@ -23,6 +24,7 @@ from troupe.workers.contract.consequences import (
     noted,
     refused,
 )
+from troupe.workers.contract.reward_config import RewardFunctionConfig
 
 HUB_NAME = r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}/[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}$"
 SECTION, LIST, MAP = "section", "list", "map"

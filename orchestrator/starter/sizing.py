@@ -23,7 +23,7 @@ from troupe.orchestrator.spec.errors import Place, Source, SpecError
 from troupe.orchestrator.spec.load import plan_runs
 from troupe.orchestrator.spec.yaml_reader import Document
 from troupe.orchestrator.starter.choices import LONG_TURNS, TURNS, Choices, Data, environment_section, reward_of
-from troupe.workers.contract.config import ModelConfig
+from troupe.workers.contract.config_base import ModelConfig
 
 _SMALL, _TINY = 500_000_000, 200_000_000
 """Parameters below which a model takes ten times the learning rate; and, with rollouts, thirty times, falling to 0."""

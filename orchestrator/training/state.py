@@ -7,7 +7,7 @@ from typing import Literal
 from troupe.orchestrator.algorithms.table import KlPenalty
 from troupe.orchestrator.spec.sections import BestConfig, CheckpointConfig
 from troupe.workers.contract.advantage_state import adapted_coef
-from troupe.workers.contract.config import Frozen
+from troupe.workers.contract.config_base import Frozen
 
 _TOO_FAR, _STEP = 1.5, 2.0
 """The penalty's coefficient doubles above 1.5 times the target and halves below the target / 1.5."""

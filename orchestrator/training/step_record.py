@@ -27,7 +27,7 @@ from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.spec.base import RESOLVED_SPEC
 from troupe.orchestrator.training.batch import Batch
 from troupe.orchestrator.training.state import PenaltyState
-from troupe.workers.contract.config import Frozen, first_problem
+from troupe.workers.contract.config_base import Frozen, first_problem
 from troupe.workers.contract.messages import KEPT_BATCH, KEPT_TEXTS, KeptFile, TrainRow, TrainSummary
 
 REPLAY = "replay"

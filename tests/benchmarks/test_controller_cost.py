@@ -11,8 +11,8 @@ from benchmarks.controller_cost import WARM_STEPS, controller_turn, layered_turn
 from benchmarks.data_plane import rollouts_table
 from benchmarks.support.simulated import Shape, SimPolicy, SimulatedWorkers, Simulation
 from benchmarks.support.stub_workers import StubEngine, StubReward
-from troupe.workers.contract.config import RewardConfig, RewardFunctionConfig
 from troupe.workers.contract.messages import GroupRequest
+from troupe.workers.contract.reward_config import RewardConfig, RewardFunctionConfig
 
 SHAPE = Shape(engines=3, slots=2, groups=6, samples=4, staleness=1, steps=5)
 

@@ -19,7 +19,8 @@ from benchmarks.self_play import (
 from benchmarks.tabular_self_play import GAMES, PLACES, play_kuhn, self_play
 from troupe.deploy.examples.games import KUHN_OVER, KuhnPoker, MatchingPennies, kuhn_prompt, value_of_first
 from troupe.environments import Row
-from troupe.workers.contract.config import OptimizerConfig, PolicyLossConfig
+from troupe.workers.contract.algorithm_config import PolicyLossConfig
+from troupe.workers.contract.trainer_config import OptimizerConfig
 
 
 def said(move: str) -> dict[str, Any]:

@@ -20,7 +20,8 @@ from benchmarks.support.workload import GPU_SHARE, MAX_GAP
 from tests.gpu.isolated import Measurements
 from tests.real.loop_link import LoopLink
 from tests.real.rollout_helpers import chat, named_weights, prompt_table, reference_logprobs
-from troupe.workers.contract.config import EngineConfig, ModelConfig, RolloutConfig, SamplingConfig
+from troupe.workers.contract.config import EngineConfig, RolloutConfig, SamplingConfig
+from troupe.workers.contract.config_base import ModelConfig
 from troupe.workers.contract.messages import GroupRequest
 from troupe.workers.contract.weight_backends import TransferBackend
 from troupe.workers.models.modeling import load_causal

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from tests.conftest import ROOT
 from tests.gpu.isolated import Measurements, isolated
-from troupe.workers.contract.config import Device, Dtype, ModelConfig
+from troupe.workers.contract.config_base import Device, Dtype, ModelConfig
 from troupe.workers.contract.messages import TRAIN
 from troupe.workers.models.capabilities import adapt
 from troupe.workers.models.modeling import CausalLogprobs, head_chunks, load_causal

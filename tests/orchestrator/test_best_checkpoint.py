@@ -30,7 +30,7 @@ from troupe.orchestrator.training.checkpoint import Checkpoint, CheckpointError,
 from troupe.orchestrator.training.ledger import Ledger
 from troupe.orchestrator.training.parts import states_of
 from troupe.orchestrator.training.state import BestState
-from troupe.workers.contract.config import RewardFunctionConfig
+from troupe.workers.contract.reward_config import RewardFunctionConfig
 
 DATA = {"train": {"kind": "jsonl", "path": "train"}, "eval": {"kind": "jsonl", "path": "eval"}}
 

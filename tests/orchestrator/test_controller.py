@@ -76,7 +76,7 @@ from troupe.orchestrator.training.updates import RolloutUpdates
 from troupe.workers.algorithms.advantages import SampledTokens
 from troupe.workers.algorithms.estimators import estimate
 from troupe.workers.contract.advantage_state import AdvantageState
-from troupe.workers.contract.config import AdvantageConfig
+from troupe.workers.contract.algorithm_config import AdvantageConfig
 from troupe.workers.contract.messages import (
     GroupRequest,
     GroupSummary,

@@ -14,7 +14,8 @@ import pyarrow as pa
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from troupe.workers.contract.config import EngineConfig, ModelConfig, RolloutConfig, SamplingConfig
+from troupe.workers.contract.config import EngineConfig, RolloutConfig, SamplingConfig
+from troupe.workers.contract.config_base import ModelConfig
 from troupe.workers.contract.kept_tokens import kept_of
 from troupe.workers.contract.messages import PROMPTS
 from troupe.workers.rollout import RolloutWorker

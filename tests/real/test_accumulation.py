@@ -18,7 +18,9 @@ from torch import nn
 
 from tests.real.models import save_llama
 from tests.real.ranks import rank_context, wait_for_ranks
-from troupe.workers.contract.config import ModelConfig, Rendezvous, TrainerConfig
+from troupe.workers.contract.config import Rendezvous
+from troupe.workers.contract.config_base import ModelConfig
+from troupe.workers.contract.trainer_config import TrainerConfig
 from troupe.workers.models.modeling import ModelModule, load_causal
 from troupe.workers.training.deepspeed_engine import TrainEngine
 from troupe.workers.training.group import join_group, leave_group, open_store

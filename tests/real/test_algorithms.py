@@ -58,7 +58,8 @@ from troupe.orchestrator.runs.session import RunRequest, Session
 from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.telemetry.console import Console
-from troupe.workers.contract.config import CriticConfig, PolicyConfig, RewardConfig, RolloutConfig
+from troupe.workers.contract.config import CriticConfig, PolicyConfig, RolloutConfig
+from troupe.workers.contract.reward_config import RewardConfig
 from troupe.workers.critic import CriticWorker
 from troupe.workers.data.tokenizer import load_chat_tokenizer
 from troupe.workers.policy import PolicyWorker

@@ -10,15 +10,10 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.real.ranks import rank_context
-from troupe.workers.contract.config import (
-    AdvantageConfig,
-    ModelConfig,
-    PolicyConfig,
-    PolicyLossConfig,
-    Rendezvous,
-    SamplingConfig,
-    TrainerConfig,
-)
+from troupe.workers.contract.algorithm_config import AdvantageConfig, PolicyLossConfig
+from troupe.workers.contract.config import PolicyConfig, Rendezvous, SamplingConfig
+from troupe.workers.contract.config_base import ModelConfig
+from troupe.workers.contract.trainer_config import TrainerConfig
 from troupe.workers.policy import PolicyWorker
 
 pytestmark = pytest.mark.real

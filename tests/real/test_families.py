@@ -22,7 +22,8 @@ from tests.real.audit_faults import EXTENSION, Stack, audit_spec
 from tests.real.loop_link import LoopLink
 from tests.real.rollout_helpers import rollout_config
 from tests.real.test_lora_engine import Policy, agrees, rows
-from troupe.workers.contract.config import LoraConfig, ModelConfig
+from troupe.workers.contract.config_base import ModelConfig
+from troupe.workers.contract.trainer_config import LoraConfig
 from troupe.workers.engine import settings
 from troupe.workers.rollout import RolloutWorker
 from troupe.workers.training.adapter import Adapter, ModelAdapter

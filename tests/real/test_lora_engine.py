@@ -16,8 +16,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.real.rollout_helpers import chat, prompt_table, reference_logprobs, rollout_config, until_sampling
-from troupe.workers.contract.config import LoraConfig, ModelConfig, RolloutConfig
+from troupe.workers.contract.config import RolloutConfig
+from troupe.workers.contract.config_base import ModelConfig
 from troupe.workers.contract.messages import GroupRequest, WeightUpdate
+from troupe.workers.contract.trainer_config import LoraConfig
 from troupe.workers.engine import settings
 from troupe.workers.engine.errors import EngineClosed, EngineOutOfStep
 from troupe.workers.models.adapter_files import DESCRIPTION, Description, as_bytes

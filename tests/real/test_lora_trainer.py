@@ -19,20 +19,13 @@ from safetensors.torch import load_file
 from tests.real.models import save_llama
 from tests.real.ranks import meet, rank_context, reported, wait_for_ranks
 from tests.real.test_trainer import CASES, MANY_BATCHES, TWO_RANKS, batch, equal, rank_plan, weights_of
-from troupe.workers.contract.config import (
-    AdvantageConfig,
-    CriticConfig,
-    CriticLossConfig,
-    LoraConfig,
-    ModelConfig,
-    PolicyConfig,
-    PolicyLossConfig,
-    SamplingConfig,
-    TrainerConfig,
-)
+from troupe.workers.contract.algorithm_config import AdvantageConfig, CriticLossConfig, PolicyLossConfig
+from troupe.workers.contract.config import CriticConfig, PolicyConfig, SamplingConfig
+from troupe.workers.contract.config_base import ModelConfig
 from troupe.workers.contract.messages import RankPlan
 from troupe.workers.contract.offline_config import DpoLossConfig, ExampleConfig, OfflineConfig
 from troupe.workers.contract.offline_messages import EXAMPLE_BATCH
+from troupe.workers.contract.trainer_config import LoraConfig, TrainerConfig
 from troupe.workers.critic import CriticWorker
 from troupe.workers.models.adapter_files import DESCRIPTION, Description
 from troupe.workers.models.digests import base_digest

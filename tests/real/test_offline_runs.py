@@ -52,7 +52,8 @@ from troupe.orchestrator.spec.load import plan_runs, read_document
 from troupe.orchestrator.spec.offline import OfflineSpec
 from troupe.orchestrator.telemetry.console import Console
 from troupe.orchestrator.training.checkpoint import verify
-from troupe.workers.contract.config import EngineProcess, ModelConfig
+from troupe.workers.contract.config import EngineProcess
+from troupe.workers.contract.config_base import ModelConfig
 from troupe.workers.contract.offline_config import OfflineConfig
 from troupe.workers.data.chat import encode_prompt
 from troupe.workers.data.examples import encode_response

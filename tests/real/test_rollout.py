@@ -30,8 +30,9 @@ from tests.real.rollout_helpers import (
     until_sampling,
 )
 from troupe.workers.agents.episodes.turns import TurnLimits
-from troupe.workers.contract.config import RewardConfig, RewardFunctionConfig, StructuredConfig
+from troupe.workers.contract.config import StructuredConfig
 from troupe.workers.contract.messages import ROLLOUTS, GroupRequest, GroupSummary, RankPlan
+from troupe.workers.contract.reward_config import RewardConfig, RewardFunctionConfig
 from troupe.workers.engine import rows as rows_module
 from troupe.workers.engine.errors import EngineClosed, EngineDead
 from troupe.workers.models.modeling import CausalLogprobs, load_causal, score_plan

@@ -45,14 +45,9 @@ from tests.real.test_trainer import (
 from tests.workers.models.test_capabilities import LLAMA4
 from tests.workers.models.test_modeling import SIZES, save_model
 from troupe.orchestrator.telemetry.metrics import merge_update_metrics
-from troupe.workers.contract.config import (
-    CriticConfig,
-    CriticLossConfig,
-    LoraConfig,
-    ModelConfig,
-    Rendezvous,
-    TrainerConfig,
-)
+from troupe.workers.contract.algorithm_config import CriticLossConfig
+from troupe.workers.contract.config import CriticConfig, Rendezvous
+from troupe.workers.contract.config_base import ModelConfig
 from troupe.workers.contract.messages import RankPlan, UpdateMetrics
 from troupe.workers.contract.offline_config import (
     DpoLossConfig,
@@ -63,6 +58,7 @@ from troupe.workers.contract.offline_config import (
     SftLossConfig,
 )
 from troupe.workers.contract.offline_messages import EXAMPLE_BATCH
+from troupe.workers.contract.trainer_config import LoraConfig, TrainerConfig
 from troupe.workers.critic import CriticWorker
 from troupe.workers.models.capabilities import adapt
 from troupe.workers.models.modeling import CausalLogprobs, RewardScores, load_causal, load_value, share_backbone

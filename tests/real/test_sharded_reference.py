@@ -20,7 +20,8 @@ from tests.processes import descendants
 from tests.real.models import save_llama
 from tests.real.ranks import rank_context, wait_for_ranks
 from tests.workers.models.test_token_batch import train_table
-from troupe.workers.contract.config import ModelConfig, ReferenceConfig
+from troupe.workers.contract.config import ReferenceConfig
+from troupe.workers.contract.config_base import ModelConfig
 from troupe.workers.contract.messages import RankPlan
 from troupe.workers.reference import ReferenceModel, ReferenceWorker
 from troupe.workers.training.rank import own_peak

@@ -15,7 +15,7 @@ from tests.conftest import ROOT
 from tests.real.commands import Run, interrupt, running
 from tests.real.test_offline_runs import accuracy
 from troupe.orchestrator.training.export import write_merged
-from troupe.workers.contract.config import ModelConfig
+from troupe.workers.contract.config_base import ModelConfig
 from troupe.workers.rewards.model import RewardModel
 
 THREE_STAGES = ROOT / "deploy" / "specs" / "tiny-three-stage.yaml"

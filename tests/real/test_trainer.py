@@ -30,20 +30,18 @@ from tests.real.poison import poisoned
 from tests.real.ranks import meet, rank_context, reported, wait_for_ranks
 from tests.workers.models.test_token_batch import train_table
 from troupe.workers.algorithms.policy_loss import PolicyTokens, policy_loss, token_weights
+from troupe.workers.contract.algorithm_config import AdvantageConfig, CriticLossConfig, PolicyLossConfig
 from troupe.workers.contract.config import (
     CHUNK_LOGITS,
-    AdvantageConfig,
     CriticConfig,
-    CriticLossConfig,
-    ModelConfig,
     PolicyConfig,
-    PolicyLossConfig,
     ReferenceConfig,
     SamplingConfig,
     TeacherSettings,
-    TrainerConfig,
 )
+from troupe.workers.contract.config_base import ModelConfig
 from troupe.workers.contract.messages import TEXTS, RankPlan, UpdateMetrics
+from troupe.workers.contract.trainer_config import TrainerConfig
 from troupe.workers.contract.weight_backends import TransferBackend
 from troupe.workers.critic import CriticWorker
 from troupe.workers.models.modeling import CausalLogprobs, load_causal, score, torch_dtype

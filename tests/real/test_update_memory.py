@@ -22,16 +22,11 @@ from tests.real.models import save_llama
 from tests.real.ranks import rank_context
 from tests.workers.models.test_token_batch import train_table
 from troupe.orchestrator.training.micro_batches import plan_update
-from troupe.workers.contract.config import (
-    AdvantageConfig,
-    ModelConfig,
-    PolicyConfig,
-    PolicyLossConfig,
-    Rendezvous,
-    SamplingConfig,
-    TrainerConfig,
-)
+from troupe.workers.contract.algorithm_config import AdvantageConfig, PolicyLossConfig
+from troupe.workers.contract.config import PolicyConfig, Rendezvous, SamplingConfig
+from troupe.workers.contract.config_base import ModelConfig
 from troupe.workers.contract.messages import RankPlan, TrainRow, UpdateMetrics
+from troupe.workers.contract.trainer_config import TrainerConfig
 from troupe.workers.contract.units import MIB
 from troupe.workers.policy import PolicyWorker
 

@@ -21,7 +21,9 @@ from torch import nn
 from tests.real.models import save_llama
 from tests.real.ranks import reported, wait_for_ranks
 from tests.token_batches import batch_of
-from troupe.workers.contract.config import Dtype, ModelConfig, Rendezvous, TrainerConfig
+from troupe.workers.contract.config import Rendezvous
+from troupe.workers.contract.config_base import Dtype, ModelConfig
+from troupe.workers.contract.trainer_config import TrainerConfig
 from troupe.workers.contract.units import MIB
 from troupe.workers.models.capabilities import adapt
 from troupe.workers.models.modeling import (

@@ -32,7 +32,7 @@ from tests.kept_tokens import words_of
 from troupe.orchestrator.insight.audit.attribution import attribute
 from troupe.workers.audit import _endless, _load, _tempered, _truncated, _variants, score_tokens
 from troupe.workers.contract.audit import DOUBLED, MISSING, STALE, TIED_EMBEDDING, WHOLE_MODEL, ScoreRequest
-from troupe.workers.contract.config import ModelConfig
+from troupe.workers.contract.config_base import ModelConfig
 from troupe.workers.contract.messages import KEPT_TOKENS, ROLLOUTS
 
 TEMPERATURE = 0.8

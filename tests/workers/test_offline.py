@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from troupe.workers import offline
-from troupe.workers.contract.config import ModelConfig
+from troupe.workers.contract.config_base import ModelConfig
 from troupe.workers.contract.messages import RankPlan
 from troupe.workers.contract.offline_config import ExampleConfig, KtoLossConfig, ProcessLossConfig, RewardLossConfig
 from troupe.workers.contract.offline_messages import EXAMPLE_BATCH

@@ -25,15 +25,10 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from troupe.workers.contract.config import (
-    ModelConfig,
-    RewardConfig,
-    RewardFunctionConfig,
-    RewardModelConfig,
-    ScoringConfig,
-)
+from troupe.workers.contract.config_base import ModelConfig
 from troupe.workers.contract.judges import JudgeAnswer, Question
 from troupe.workers.contract.messages import REWARDS, ROLLOUTS
+from troupe.workers.contract.reward_config import RewardConfig, RewardFunctionConfig, RewardModelConfig, ScoringConfig
 from troupe.workers.contract.rewards import NO_ANSWER
 from troupe.workers.contract.samples import SAMPLES
 from troupe.workers.data.chat import encode_prompt

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from troupe.workers.contract.config import EngineConfig, EpisodeConfig, ModelConfig, RolloutConfig, SamplingConfig
+from troupe.workers.contract.config import EngineConfig, EpisodeConfig, RolloutConfig, SamplingConfig
+from troupe.workers.contract.config_base import ModelConfig
 from troupe.workers.data.chat import encode_prompt
 from troupe.workers.data.tokenizer import load_chat_tokenizer
 from troupe.workers.engine import generation

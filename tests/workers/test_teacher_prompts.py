@@ -16,18 +16,11 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from tests.workers.algorithms.test_train_batch import rollout_table
-from troupe.workers.contract.config import (
-    AdvantageConfig,
-    DistillConfig,
-    ModelConfig,
-    PolicyConfig,
-    PolicyLossConfig,
-    ReferenceConfig,
-    SamplingConfig,
-    TeacherSettings,
-    TrainerConfig,
-)
+from troupe.workers.contract.algorithm_config import AdvantageConfig, DistillConfig, PolicyLossConfig
+from troupe.workers.contract.config import PolicyConfig, ReferenceConfig, SamplingConfig, TeacherSettings
+from troupe.workers.contract.config_base import ModelConfig
 from troupe.workers.contract.messages import RankPlan
+from troupe.workers.contract.trainer_config import TrainerConfig
 from troupe.workers.data.chat import encode_prompt
 from troupe.workers.data.teacher_prompts import within
 from troupe.workers.data.tokenizer import load_chat_tokenizer

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from troupe.workers.algorithms.advantages import SampledTokens
-from troupe.workers.contract.config import CustomConfig
+from troupe.workers.contract.algorithm_config import CustomConfig
 
 __all__ = ["CustomAlgorithm", "GroupRewards", "LossTokens", "SampledTokens", "TokenLoss"]
 

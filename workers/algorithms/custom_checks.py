@@ -17,7 +17,7 @@ from troupe.workers.algorithms.custom import (
     custom_loss,
     load_custom,
 )
-from troupe.workers.contract.config import CustomConfig
+from troupe.workers.contract.algorithm_config import CustomConfig
 
 _LENGTHS = (3, 5, 1, 4, 2, 6)
 _LONE = ((0,), (0, 1, 2), (0, 0, 0, 0, 0, 1))

@@ -37,7 +37,7 @@ from troupe.workers.algorithms.advantages import (
 )
 from troupe.workers.algorithms.custom import custom_advantages
 from troupe.workers.contract.advantage_state import AdvantageState, Moments, PromptHistory, SourceMoments, adapted_coef
-from troupe.workers.contract.config import STEP_ESTIMATORS, AdvantageConfig
+from troupe.workers.contract.algorithm_config import STEP_ESTIMATORS, AdvantageConfig
 
 SCALE_EPS = 1e-4
 """Added to the standard deviation that scales rewards, so that equal rewards scale to 0 and not to noise."""

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from troupe.workers.algorithms.custom import LossTokens, TokenLoss, custom_loss
-from troupe.workers.contract.config import CriticLossConfig, ImportanceConfig, PolicyLossConfig
+from troupe.workers.contract.algorithm_config import CriticLossConfig, ImportanceConfig, PolicyLossConfig
 from troupe.workers.contract.messages import RankPlan
 from troupe.workers.models.token_batch import TokenBatch, TokenTable
 

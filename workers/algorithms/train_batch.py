@@ -16,7 +16,7 @@ from troupe.workers.algorithms.advantages import SampledTokens
 from troupe.workers.algorithms.estimators import estimate, estimate_by_source
 from troupe.workers.algorithms.teachers import Teacher, kl_metrics, targets, train_columns
 from troupe.workers.contract.advantage_state import AdvantageState
-from troupe.workers.contract.config import AdvantageConfig
+from troupe.workers.contract.algorithm_config import AdvantageConfig
 from troupe.workers.contract.messages import (
     SCORES,
     SQUARE_SUMS,

@@ -6,8 +6,8 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from troupe.workers.contract.config import LoraConfig
 from troupe.workers.contract.text import one_line
+from troupe.workers.contract.trainer_config import LoraConfig
 
 ADAPTER_CONFIG = "adapter_config.json"
 """peft's name of the configuration in the folder of an adapter."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 
 from pydantic import Field
 
-from troupe.workers.contract.config import Frozen
+from troupe.workers.contract.config_base import Frozen
 
 _MOST_ADAPTED = 2.0**30
 """Largest factor between an adaptive coefficient and its start value."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from troupe.workers.contract.config import ModelConfig
+from troupe.workers.contract.config_base import ModelConfig
 
 Floats = npt.NDArray[np.float64]
 

@@ -304,7 +304,8 @@ def read_form(form: Any) -> dict[str, Any] | None:
     # Not at the import of this module: an environment's process starts in a third of the time without pydantic.
     from pydantic import ValidationError
 
-    from troupe.workers.contract.config import StructuredConfig, first_problem
+    from troupe.workers.contract.config import StructuredConfig
+    from troupe.workers.contract.config_base import first_problem
 
     try:
         return valid_json(StructuredConfig.model_validate(form).model_dump(exclude_none=True))

@@ -6,7 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from troupe.workers.contract.config import DistillConfig, Frozen, ModelConfig, RankConfig
+from troupe.workers.contract.algorithm_config import DistillConfig
+from troupe.workers.contract.config import RankConfig
+from troupe.workers.contract.config_base import Frozen, ModelConfig
 
 Preference = Annotated[
     Literal["logistic", "fidelity"],

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pyarrow as pa
 import torch
 
-from troupe.workers.contract.config import ModelConfig
+from troupe.workers.contract.config_base import ModelConfig
 from troupe.workers.contract.judges import template_fields
 from troupe.workers.contract.messages import RankPlan, ScoreSummary, identities
 from troupe.workers.data.chat import PromptRefused, encode_prompt

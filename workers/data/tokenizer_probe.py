@@ -11,7 +11,7 @@ from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from troupe.workers.contract.config import ModelConfig
+from troupe.workers.contract.config_base import ModelConfig
 from troupe.workers.contract.environments import TOOLS
 from troupe.workers.contract.imports import without_collections
 from troupe.workers.data.chat import PromptRefused, encode_prompt

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from troupe.workers.contract.config import ModelConfig
+from troupe.workers.contract.config_base import ModelConfig
 from troupe.workers.data.plain_text import CONFIGS, MARK, configured_ends, special_tokens
 from troupe.workers.data.tokenizer import PLAIN_TEMPLATE, load_tokenizer, render_as_text
 

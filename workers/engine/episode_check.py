@@ -8,7 +8,8 @@ from dataclasses import asdict
 from typing import Any
 
 from troupe.workers.agents.interface import Rehearsal, TurnReader, describe, read_row, rehearse, stretches
-from troupe.workers.contract.config import EnvironmentConfig, ModelConfig
+from troupe.workers.contract.config import EnvironmentConfig
+from troupe.workers.contract.config_base import ModelConfig
 from troupe.workers.contract.environments import dropped_note
 from troupe.workers.data.chat import sample_seed
 from troupe.workers.data.tokenizer import load_chat_tokenizer

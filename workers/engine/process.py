@@ -27,7 +27,7 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess, SpawnC
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from troupe.workers.contract.config import Device
+from troupe.workers.contract.config_base import Device
 from troupe.workers.isolation.lifetime import exit_with, remove_at_death
 from troupe.workers.telemetry.process_end import ended_by, log_of
 

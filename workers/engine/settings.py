@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from troupe.workers.contract.config import ALL_LINEAR, EngineProcess, LoraConfig, RolloutConfig, StructuredConfig
+from troupe.workers.contract.config import EngineProcess, RolloutConfig, StructuredConfig
 from troupe.workers.contract.model_files import check_model_files
+from troupe.workers.contract.trainer_config import ALL_LINEAR, LoraConfig
 from troupe.workers.contract.weight_backends import TransferBackend
 from troupe.workers.engine.process import FOLDER_VARIABLE, OWNER_VARIABLE, private_shared_memory, temporary_folder
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from troupe.workers.contract.config import Device
+from troupe.workers.contract.config_base import Device
 from troupe.workers.contract.text import one_line
 from troupe.workers.models.exact import ieee_float32
 from troupe.workers.models.proxy import VOCABULARY, proxy_configs, randomize

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import torch
 
-from troupe.workers.contract.config import Device
+from troupe.workers.contract.config_base import Device
 from troupe.workers.models import sequence_parallel
 from troupe.workers.models.exact import ieee_float32
 from troupe.workers.models.modeling import ModelModule, evaluating

@@ -20,7 +20,7 @@ from typing import ClassVar, Protocol, Self
 import pyarrow as pa
 import torch
 
-from troupe.workers.contract.config import DistillConfig
+from troupe.workers.contract.algorithm_config import DistillConfig
 from troupe.workers.contract.messages import SQUARE_SUMS, TEACHER_TOKENS
 
 _LEAST_LOGPROB = -1e4

@@ -17,7 +17,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from troupe.workers.contract.config import CHUNK_LOGITS, Device, Dtype, ModelConfig
+from troupe.workers.contract.config import CHUNK_LOGITS
+from troupe.workers.contract.config_base import Device, Dtype, ModelConfig
 from troupe.workers.contract.kept_tokens import BITMAP, bitmap_words
 from troupe.workers.contract.messages import RankPlan, ScoreSummary, identities
 from troupe.workers.contract.model_files import check_model_files

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from troupe.workers.contract.config import Device
+from troupe.workers.contract.config_base import Device
 from troupe.workers.models.exact import disable_dropout
 from troupe.workers.models.partitioned import is_partitioned
 

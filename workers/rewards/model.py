@@ -17,8 +17,9 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from troupe.workers.contract.config import Device, ModelConfig, ScoreLevel
+from troupe.workers.contract.config_base import Device, ModelConfig
 from troupe.workers.contract.model_files import check_model_files
+from troupe.workers.contract.reward_config import ScoreLevel
 from troupe.workers.data.examples import encode_conversation
 from troupe.workers.data.plain_text import response_text, token_counts
 from troupe.workers.data.tokenizer import load_tokenizer, render, token_ids

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from troupe.workers.contract.config import RewardFunctionConfig
+from troupe.workers.contract.reward_config import RewardFunctionConfig
 from troupe.workers.contract.rewards import total
 from troupe.workers.isolation.child import MAX_REPLY, Child, InvalidReply, LoadFailed
 from troupe.workers.isolation.descendants import used_bytes

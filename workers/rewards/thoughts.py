@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from troupe.workers.contract.config import EnvironmentConfig, ModelConfig, RewardFunctionConfig
+from troupe.workers.contract.config import EnvironmentConfig
+from troupe.workers.contract.config_base import ModelConfig
+from troupe.workers.contract.reward_config import RewardFunctionConfig
 from troupe.workers.rewards.answer_text import has_thought, in_thought
 
 OPENS_THOUGHT = "opens_thought"

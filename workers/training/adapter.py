@@ -18,8 +18,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 from troupe.workers.contract.adapter_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE_DIGEST, SCORE, SCORES
-from troupe.workers.contract.config import ALL_LINEAR, LoraConfig, ModelConfig
+from troupe.workers.contract.config_base import ModelConfig
 from troupe.workers.contract.model_files import check_model_files
+from troupe.workers.contract.trainer_config import ALL_LINEAR, LoraConfig
 from troupe.workers.data.tokenizer import copy_tokenizer
 from troupe.workers.models.adapter_files import (
     DESCRIPTION,

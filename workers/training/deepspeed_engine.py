@@ -18,7 +18,8 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
 
-from troupe.workers.contract.config import Device, ModelConfig, TrainerConfig
+from troupe.workers.contract.config_base import Device, ModelConfig
+from troupe.workers.contract.trainer_config import TrainerConfig
 from troupe.workers.data.tokenizer import copy_tokenizer, load_tokenizer
 from troupe.workers.data.turn_ends import name_end
 from troupe.workers.models.adapter_files import DESCRIPTION, as_bytes, as_text

@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]: it is documented
 
-from troupe.workers.contract.config import Device, Rendezvous
+from troupe.workers.contract.config import Rendezvous
+from troupe.workers.contract.config_base import Device
 from troupe.workers.contract.rdma import rdma
 from troupe.workers.contract.units import MIB
 from troupe.workers.models.sequence_parallel import SequenceGroup

@@ -13,7 +13,7 @@ import pyarrow as pa
 import torch
 import torch.distributed as dist
 
-from troupe.workers.contract.config import Device
+from troupe.workers.contract.config_base import Device
 from troupe.workers.contract.gpus import gpu_peaks
 from troupe.workers.contract.messages import TOKEN_RECORDS
 from troupe.workers.models.modeling import ModelModule

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from troupe.workers.contract.config import REDUCE_BUCKET, OptimizerConfig, TrainerConfig
+from troupe.workers.contract.config import REDUCE_BUCKET
+from troupe.workers.contract.trainer_config import OptimizerConfig, TrainerConfig
 from troupe.workers.models.partitioned import whole_shape
 
 INITIAL_SCALE = 2.0**16

@@ -15,8 +15,10 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 
 from troupe.workers.algorithms.offline_objectives import ObjectiveOutput
 from troupe.workers.algorithms.policy_loss import LossOutput
+from troupe.workers.contract.algorithm_config import DistillConfig
 from troupe.workers.contract.arrow import pickle_tables
-from troupe.workers.contract.config import DISTILL_CHUNKS, Device, DistillConfig, ModelConfig, RankConfig, Rendezvous
+from troupe.workers.contract.config import DISTILL_CHUNKS, RankConfig, Rendezvous
+from troupe.workers.contract.config_base import Device, ModelConfig
 from troupe.workers.contract.messages import (
     KEPT_BATCH,
     KEPT_TEXTS,

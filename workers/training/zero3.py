@@ -20,7 +20,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from troupe.workers.contract.config import REDUCE_BUCKET, ModelConfig, TrainerConfig
+from troupe.workers.contract.config import REDUCE_BUCKET
+from troupe.workers.contract.config_base import ModelConfig
+from troupe.workers.contract.trainer_config import TrainerConfig
 from troupe.workers.models.cpu import return_large
 from troupe.workers.models.modeling import ModelModule, torch_dtype
 from troupe.workers.models.partitioned import is_partitioned

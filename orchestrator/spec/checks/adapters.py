@@ -24,7 +24,8 @@ from troupe.workers.contract.adapter_config import (
     parse_settings,
     unsupported_setting,
 )
-from troupe.workers.contract.config import NO_TEMPLATE, LoraConfig, ModelConfig
+from troupe.workers.contract.config_base import NO_TEMPLATE, ModelConfig
+from troupe.workers.contract.trainer_config import LoraConfig
 from troupe.workers.contract.weight_backends import BACKENDS
 
 _CONFIG_BYTES = 1 << 20

@@ -12,14 +12,9 @@ from troupe.orchestrator.errors import Finding, nearest
 from troupe.orchestrator.spec.checks.shared import changed
 from troupe.orchestrator.spec.derived.sampling import reward_functions, scored_models
 from troupe.orchestrator.spec.rollout import RolloutSpec
-from troupe.workers.contract.config import (
-    STEP_ESTIMATORS,
-    CombinationArgs,
-    ModelArgs,
-    RewardFunctionConfig,
-    RewardModelConfig,
-    first_problem,
-)
+from troupe.workers.contract.algorithm_config import STEP_ESTIMATORS
+from troupe.workers.contract.config_base import first_problem
+from troupe.workers.contract.reward_config import CombinationArgs, ModelArgs, RewardFunctionConfig, RewardModelConfig
 from troupe.workers.contract.rewards import COMBINATIONS, PENALIZED, REWARD_MODEL
 
 _ARGS = {REWARD_MODEL: ModelArgs, **dict.fromkeys(COMBINATIONS, CombinationArgs)}

@@ -30,8 +30,10 @@ from troupe.orchestrator.spec.errors import show
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.sections import CurriculumConfig, EvaluationConfig
 from troupe.orchestrator.spec.sources import DataSource, HeldOut, MixedSource, ReasoningGymSource
-from troupe.workers.contract.config import STEP_ESTIMATORS, EvalSampling, RewardFunctionConfig
+from troupe.workers.contract.algorithm_config import STEP_ESTIMATORS
+from troupe.workers.contract.config import EvalSampling
 from troupe.workers.contract.judges import TEMPLATE_FIELDS, is_file, template_fields
+from troupe.workers.contract.reward_config import RewardFunctionConfig
 from troupe.workers.contract.rewards import COMPARED, JUDGE_REWARD, REWARD_FUNCTIONS, STEP_FUNCTIONS
 
 NEEDS_ANSWER = frozenset(COMPARED)

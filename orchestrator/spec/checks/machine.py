@@ -21,8 +21,11 @@ from troupe.orchestrator.spec.locations import is_pattern, is_url, matching_file
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.sections import environment_role
 from troupe.orchestrator.spec.sources import HeldOut, Located
-from troupe.workers.contract.config import ALL_LINEAR, EnvironmentConfig, ModelConfig, RewardFunctionConfig
+from troupe.workers.contract.config import EnvironmentConfig
+from troupe.workers.contract.config_base import ModelConfig
 from troupe.workers.contract.imports import missing_package
+from troupe.workers.contract.reward_config import RewardFunctionConfig
+from troupe.workers.contract.trainer_config import ALL_LINEAR
 from troupe.workers.isolation.interpreters import NoInterpreter, interpreter_of
 from troupe.workers.isolation.probe import ProbeFailed, ask
 

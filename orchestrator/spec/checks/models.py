@@ -21,7 +21,7 @@ from troupe.orchestrator.model_facts.model_size import (
     read_config,
 )
 from troupe.orchestrator.spec.locations import is_hub_name
-from troupe.workers.contract.config import NO_TEMPLATE, ModelConfig
+from troupe.workers.contract.config_base import NO_TEMPLATE, ModelConfig
 from troupe.workers.contract.model_files import check_model_files
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")

@@ -27,7 +27,8 @@ from troupe.orchestrator.spec.sections import (
     environment_role,
 )
 from troupe.orchestrator.spec.sources import HeldOut, Mixed, PromptText, ReasoningGymSource, SourceName, SourceShare
-from troupe.workers.contract.config import DistillConfig, Frozen, ModelConfig
+from troupe.workers.contract.algorithm_config import DistillConfig
+from troupe.workers.contract.config_base import Frozen, ModelConfig
 from troupe.workers.contract.environments import ENVIRONMENTS, HARBOR_TURNS
 from troupe.workers.contract.rewards import ENVIRONMENT_REWARD
 

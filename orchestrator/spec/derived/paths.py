@@ -21,7 +21,7 @@ from troupe.orchestrator.spec.offline import OfflineSpec
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.sources import HubFiles
 from troupe.workers.contract.adapter_config import ADAPTER_CONFIG
-from troupe.workers.contract.config import NO_TEMPLATE, Frozen, ModelConfig
+from troupe.workers.contract.config_base import NO_TEMPLATE, Frozen, ModelConfig
 from troupe.workers.contract.consequences import Consequences, PathKind
 
 SpecT = TypeVar("SpecT", bound=RunSpec)

@@ -9,7 +9,8 @@ from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.sections import EvaluationConfig
 from troupe.orchestrator.spec.sources import HeldOut, MixedSource
-from troupe.workers.contract.config import EvalSampling, RewardFunctionConfig, RewardModelConfig
+from troupe.workers.contract.config import EvalSampling
+from troupe.workers.contract.reward_config import RewardFunctionConfig, RewardModelConfig
 from troupe.workers.contract.rewards import RIGHT_OR_WRONG
 
 COMPARISONS = ("win_rate", "position_consistency")

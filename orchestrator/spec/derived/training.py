@@ -6,7 +6,8 @@ from troupe.orchestrator.algorithms import section
 from troupe.orchestrator.algorithms.table import KlPenalty
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.rollout import RolloutSpec
-from troupe.workers.contract.config import AdvantageConfig, PolicyLossConfig, Sleep
+from troupe.workers.contract.algorithm_config import AdvantageConfig, PolicyLossConfig
+from troupe.workers.contract.config import Sleep
 from troupe.workers.contract.weight_backends import BACKENDS, TransferBackend, automatic_backend
 
 

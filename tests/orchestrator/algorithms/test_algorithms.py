@@ -35,7 +35,12 @@ from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.workers.algorithms.advantages import SampledTokens
 from troupe.workers.algorithms.estimators import estimate
 from troupe.workers.contract.advantage_state import AdvantageState
-from troupe.workers.contract.config import AdvantageConfig, CriticLossConfig, ImportanceConfig, PolicyLossConfig
+from troupe.workers.contract.algorithm_config import (
+    AdvantageConfig,
+    CriticLossConfig,
+    ImportanceConfig,
+    PolicyLossConfig,
+)
 
 
 def config_of(name: str, **settings: Any) -> AlgorithmConfig:

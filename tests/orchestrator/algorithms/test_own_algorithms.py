@@ -25,7 +25,7 @@ from troupe.workers.algorithms import policy_loss as losses
 from troupe.workers.algorithms.custom_checks import Available, check_custom, random_batch
 from troupe.workers.algorithms.estimators import estimate
 from troupe.workers.contract.advantage_state import AdvantageState
-from troupe.workers.contract.config import CustomConfig
+from troupe.workers.contract.algorithm_config import CustomConfig
 from troupe.workers.contract.messages import RewardSummary, TrainRow
 
 OWN = "tests.orchestrator.algorithms.own_algorithms"

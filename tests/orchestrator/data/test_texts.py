@@ -20,7 +20,7 @@ from troupe.orchestrator.errors import DataError
 from troupe.orchestrator.runs.rollouts import RolloutRun
 from troupe.orchestrator.spec.sections import DataConfig
 from troupe.orchestrator.spec.sources import SourceShare
-from troupe.workers.contract.config import ModelConfig
+from troupe.workers.contract.config_base import ModelConfig
 from troupe.workers.contract.messages import TEXTS, RankPlan, TextCut, TextSummary
 from troupe.workers.data.texts import cut_sources, cut_texts, text_batches
 from troupe.workers.policy import PolicyWorker

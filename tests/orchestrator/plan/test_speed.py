@@ -14,8 +14,8 @@ from troupe.orchestrator.plan.placement import GPU_GIB
 from troupe.orchestrator.plan.plan import Plan, as_json, described_nodes, plan
 from troupe.orchestrator.plan.speed import DRAIN, Prediction, decode_seconds, token_seconds
 from troupe.orchestrator.spec.load import plan_runs, read_document
-from troupe.workers.contract.config import TrainerConfig
 from troupe.workers.contract.gpus import GpuPeaks, gpu_peaks
+from troupe.workers.contract.trainer_config import TrainerConfig
 
 H100 = GpuPeaks(989e12, 3350e9, 450e9)
 

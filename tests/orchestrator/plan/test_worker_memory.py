@@ -50,7 +50,9 @@ from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.derived.sizes import batch_bytes
 from troupe.orchestrator.spec.load import plan_runs, read_document
 from troupe.orchestrator.spec.rollout import RolloutSpec
-from troupe.workers.contract.config import CHUNK_LOGITS, REDUCE_BUCKET, Dtype, EngineConfig, LoraConfig, TrainerConfig
+from troupe.workers.contract.config import CHUNK_LOGITS, REDUCE_BUCKET, EngineConfig
+from troupe.workers.contract.config_base import Dtype
+from troupe.workers.contract.trainer_config import LoraConfig, TrainerConfig
 from troupe.workers.contract.units import GIB, MIB
 
 SMALL = ModelSize(

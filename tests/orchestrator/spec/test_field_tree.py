@@ -27,7 +27,7 @@ from troupe.orchestrator.spec.sources import (
     NamedTextSource,
     TextSource,
 )
-from troupe.workers.contract.config import Frozen, RewardFunctionConfig
+from troupe.workers.contract.config_base import Frozen
 from troupe.workers.contract.consequences import (
     COUNTED,
     EVALUATED,
@@ -40,6 +40,7 @@ from troupe.workers.contract.consequences import (
     noted,
     refused,
 )
+from troupe.workers.contract.reward_config import RewardFunctionConfig
 
 SAID = ("resume", "evaluation", "reward", "samples")
 """Consequences that a field, or a section around it, must name."""

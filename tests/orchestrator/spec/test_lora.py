@@ -23,7 +23,8 @@ from troupe.orchestrator.spec.former_fields import without_former_fields
 from troupe.orchestrator.spec.load import load_rollout_spec, parse_spec, plan_runs, read_document
 from troupe.orchestrator.spec.offline import OfflineSpec
 from troupe.orchestrator.spec.rollout import RolloutSpec
-from troupe.workers.contract.config import LoraConfig, ModelConfig
+from troupe.workers.contract.config_base import ModelConfig
+from troupe.workers.contract.trainer_config import LoraConfig
 from troupe.workers.data.tokenizer import copy_tokenizer, load_tokenizer, render
 
 ROOT = Path(__file__).resolve().parents[3]

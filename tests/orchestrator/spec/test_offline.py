@@ -22,7 +22,7 @@ from troupe.orchestrator.spec.errors import SpecError
 from troupe.orchestrator.spec.load import parse_spec, plan_runs
 from troupe.orchestrator.spec.offline import OfflineSpec, columns, data_format
 from troupe.orchestrator.spec.rollout import RolloutSpec
-from troupe.workers.contract.config import DistillConfig
+from troupe.workers.contract.algorithm_config import DistillConfig
 from troupe.workers.contract.offline_config import DpoLossConfig, KdLossConfig, KtoLossConfig, RewardLossConfig
 
 DPO = """\

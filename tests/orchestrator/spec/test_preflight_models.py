@@ -32,7 +32,7 @@ from troupe.orchestrator.spec.checks.models import (
 from troupe.orchestrator.spec.derived.warnings import warnings_of
 from troupe.orchestrator.spec.errors import SpecError
 from troupe.orchestrator.spec.load import plan_runs, read_document
-from troupe.workers.contract.config import ModelConfig
+from troupe.workers.contract.config_base import ModelConfig
 
 CAUSAL: dict[str, Any] = {"architectures": ["LlamaForCausalLM"]}
 CLASSIFIER: dict[str, Any] = {"architectures": ["LlamaForSequenceClassification"]}

@@ -11,7 +11,7 @@ import pytest
 from tests.conftest import ROOT
 from troupe.orchestrator.spec.checks.machine import missing, unusable_functions
 from troupe.orchestrator.spec.load import plan_runs, read_document
-from troupe.workers.contract.config import RewardFunctionConfig
+from troupe.workers.contract.reward_config import RewardFunctionConfig
 
 PATH = "roles.reward.functions"
 

@@ -37,7 +37,7 @@ from troupe.orchestrator.spec.derived.warnings import warnings_of
 from troupe.orchestrator.spec.errors import Source, SpecError, known_paths, models_in, parse_path
 from troupe.orchestrator.spec.load import load_rollout_spec, parse_rollout_spec, plan_runs, read_document, spec_schema
 from troupe.orchestrator.spec.rollout import RolloutSpec
-from troupe.workers.contract.config import CriticLossConfig
+from troupe.workers.contract.algorithm_config import CriticLossConfig
 from troupe.workers.contract.rewards import RIGHT_OR_WRONG, SHIPPED
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -15,7 +15,7 @@ from troupe.workers.algorithms import policy_loss as losses
 from troupe.workers.algorithms.advantages import SampledTokens
 from troupe.workers.algorithms.estimators import estimate
 from troupe.workers.contract.advantage_state import AdvantageState
-from troupe.workers.contract.config import PolicyLossConfig
+from troupe.workers.contract.algorithm_config import PolicyLossConfig
 from troupe.workers.models.distillation import divergence
 
 LENGTHS = (4, 2, 5, 3, 1, 6, 3, 2, 4, 1)

@@ -16,7 +16,7 @@ from troupe.workers.algorithms.advantages import SampledTokens, group_advantages
 from troupe.workers.algorithms.estimators import estimate
 from troupe.workers.algorithms.policy_loss import token_weights
 from troupe.workers.contract.advantage_state import AdvantageState
-from troupe.workers.contract.config import AdvantageConfig
+from troupe.workers.contract.algorithm_config import AdvantageConfig
 
 LOGITS = torch.tensor([0.3, -1.1, 0.8], dtype=torch.double)
 REWARDS = torch.tensor([1.0, 0.25, -2.0], dtype=torch.double)

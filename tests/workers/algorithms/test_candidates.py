@@ -20,7 +20,7 @@ from tests.workers.algorithms.test_truncated import Sample, exact_logprobs, loss
 from troupe.orchestrator.algorithms.table import ALGORITHMS
 from troupe.orchestrator.training.micro_batches import plan_update
 from troupe.workers.algorithms.train_batch import prepare
-from troupe.workers.contract.config import AdvantageConfig
+from troupe.workers.contract.algorithm_config import AdvantageConfig
 from troupe.workers.contract.messages import PrepareRequest
 
 RAFT = ALGORITHMS["raft"]

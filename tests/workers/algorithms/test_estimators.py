@@ -34,7 +34,7 @@ from troupe.workers.algorithms.advantages import (
 from troupe.workers.algorithms.estimators import estimate, steered_kl_coef
 from troupe.workers.algorithms.train_batch import prepare
 from troupe.workers.contract.advantage_state import AdvantageState, Moments, PromptHistory, SourceMoments
-from troupe.workers.contract.config import AdvantageConfig
+from troupe.workers.contract.algorithm_config import AdvantageConfig
 from troupe.workers.contract.messages import (
     REWARDS,
     ROLLOUTS,

@@ -20,7 +20,7 @@ from troupe.orchestrator.training.micro_batches import minibatches, plan_update,
 from troupe.workers.algorithms import policy_loss as losses
 from troupe.workers.algorithms.policy_loss import policy_tokens
 from troupe.workers.algorithms.train_batch import prepare
-from troupe.workers.contract.config import AdvantageConfig, PolicyLossConfig
+from troupe.workers.contract.algorithm_config import AdvantageConfig, PolicyLossConfig
 from troupe.workers.contract.messages import SQUARE_SUMS, PrepareRequest, RankPlan, TrainSummary
 from troupe.workers.models.token_batch import TokenTable
 

@@ -20,7 +20,7 @@ from troupe.workers.algorithms.policy_loss import (
     token_weights,
     value_loss,
 )
-from troupe.workers.contract.config import CriticLossConfig, ImportanceConfig, PolicyLossConfig
+from troupe.workers.contract.algorithm_config import CriticLossConfig, ImportanceConfig, PolicyLossConfig
 
 NO_CORRECTION = ImportanceConfig(mode="none")
 

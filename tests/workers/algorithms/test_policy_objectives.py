@@ -31,7 +31,7 @@ from troupe.workers.algorithms.policy_loss import (
     sequence_sums,
     token_weights,
 )
-from troupe.workers.contract.config import ImportanceConfig, PolicyLossConfig
+from troupe.workers.contract.algorithm_config import ImportanceConfig, PolicyLossConfig
 
 NO_CORRECTION = ImportanceConfig(mode="none")
 MAX_TOKENS = 9

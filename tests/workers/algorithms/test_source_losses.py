@@ -25,7 +25,7 @@ from troupe.workers.algorithms.advantages import STD_EPS
 from troupe.workers.algorithms.policy_loss import LossOutput, loss_by_source, policy_tokens
 from troupe.workers.algorithms.train_batch import prepare
 from troupe.workers.contract.advantage_state import AdvantageState, Moments, PromptHistory
-from troupe.workers.contract.config import AdvantageConfig, ImportanceConfig, PolicyLossConfig
+from troupe.workers.contract.algorithm_config import AdvantageConfig, ImportanceConfig, PolicyLossConfig
 from troupe.workers.contract.messages import PrepareRequest, RankPlan, TrainSummary
 from troupe.workers.models.capabilities import adapt
 from troupe.workers.models.modeling import CausalLogprobs

@@ -14,7 +14,7 @@ import torch
 
 from troupe.workers.algorithms.train_batch import prepare
 from troupe.workers.contract.advantage_state import AdvantageState
-from troupe.workers.contract.config import AdvantageConfig
+from troupe.workers.contract.algorithm_config import AdvantageConfig
 from troupe.workers.contract.messages import (
     REWARDS,
     ROLLOUTS,

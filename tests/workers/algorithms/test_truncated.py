@@ -23,7 +23,7 @@ from troupe.orchestrator.training.micro_batches import minibatches, plan_update
 from troupe.workers.algorithms.advantages import STD_EPS
 from troupe.workers.algorithms.policy_loss import policy_loss, policy_tokens
 from troupe.workers.algorithms.train_batch import prepare
-from troupe.workers.contract.config import AdvantageConfig, ImportanceConfig, PolicyLossConfig
+from troupe.workers.contract.algorithm_config import AdvantageConfig, ImportanceConfig, PolicyLossConfig
 from troupe.workers.contract.messages import TRAIN, PrepareRequest, RankPlan, TrainSummary
 from troupe.workers.models.capabilities import adapt
 from troupe.workers.models.modeling import CausalLogprobs

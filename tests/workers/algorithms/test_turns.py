@@ -11,7 +11,7 @@ import pytest
 
 from troupe.orchestrator.algorithms.table import ALGORITHMS
 from troupe.workers.algorithms.train_batch import prepare
-from troupe.workers.contract.config import AdvantageConfig
+from troupe.workers.contract.algorithm_config import AdvantageConfig
 from troupe.workers.contract.messages import REWARDS, ROLLOUTS, PrepareRequest, TrainSummary, token_scores
 
 GAMMA, LAMBDA = 0.9, 0.8

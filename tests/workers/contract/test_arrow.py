@@ -11,17 +11,12 @@ import pytest
 
 from benchmarks.data_plane import buffers, rollouts_table, train_table
 from troupe.workers.contract import arrow
-from troupe.workers.contract.config import (
-    CriticConfig,
-    CriticLossConfig,
-    ModelConfig,
-    ReferenceConfig,
-    RewardConfig,
-    RewardFunctionConfig,
-    RolloutConfig,
-    TrainerConfig,
-)
+from troupe.workers.contract.algorithm_config import CriticLossConfig
+from troupe.workers.contract.config import CriticConfig, ReferenceConfig, RolloutConfig
+from troupe.workers.contract.config_base import ModelConfig
 from troupe.workers.contract.messages import REWARDS, ROLLOUTS
+from troupe.workers.contract.reward_config import RewardConfig, RewardFunctionConfig
+from troupe.workers.contract.trainer_config import TrainerConfig
 from troupe.workers.critic import CriticWorker
 from troupe.workers.reference import ReferenceWorker
 from troupe.workers.reward import RewardWorker

@@ -15,8 +15,8 @@ from troupe.orchestrator.data.pools import RowTable
 from troupe.orchestrator.rollouts.held_out import PromptResult, summarize
 from troupe.orchestrator.rollouts.scoring import ScoredGroup
 from troupe.orchestrator.spec.sections import CurriculumConfig
-from troupe.workers.contract.config import RewardFunctionConfig
 from troupe.workers.contract.messages import GroupSummary, RewardSummary
+from troupe.workers.contract.reward_config import RewardFunctionConfig
 from troupe.workers.contract.rewards import differ, is_solved, total
 from troupe.workers.reward import combine, reward_spans
 from troupe.workers.rewards.runner import EnvironmentReward, RewardResult, Sample

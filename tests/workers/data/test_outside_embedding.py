@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from troupe.workers.agents.episodes.conversation import Conversation, ConversationError
-from troupe.workers.contract.config import ModelConfig
+from troupe.workers.contract.config_base import ModelConfig
 from troupe.workers.data.chat import PromptRefused, encode_prompt
 from troupe.workers.data.examples import ExampleRefused, encode_turns
 from troupe.workers.data.tokenizer import load_chat_tokenizer, within_embedding

@@ -14,7 +14,7 @@ from transformers import AddedToken
 from tests.tokenizers import new_tokenizer
 from tests.workers.agents.episodes.real_templates import REAL, real_tokenizer
 from troupe.workers.agents.episodes.conversation import Conversation, TurnReader
-from troupe.workers.contract.config import ModelConfig
+from troupe.workers.contract.config_base import ModelConfig
 from troupe.workers.contract.messages import TEXTS
 from troupe.workers.data.chat import encode_prompt
 from troupe.workers.data.examples import encode_turns

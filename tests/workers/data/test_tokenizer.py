@@ -11,7 +11,7 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
-from troupe.workers.contract.config import ModelConfig
+from troupe.workers.contract.config_base import ModelConfig
 from troupe.workers.data.chat import encode_prompt
 from troupe.workers.data.examples import encode_response, encode_turns
 from troupe.workers.data.tokenizer import copy_tokenizer, load_chat_tokenizer, load_tokenizer

@@ -15,7 +15,8 @@ from tests.tokenizers import new_tokenizer
 from troupe.workers.agents.episodes.check import _random, _scripted
 from troupe.workers.agents.episodes.conversation import Conversation, TurnReader
 from troupe.workers.agents.episodes.turns import TurnLimits
-from troupe.workers.contract.config import EngineConfig, ModelConfig, RolloutConfig, SamplingConfig, StructuredConfig
+from troupe.workers.contract.config import EngineConfig, RolloutConfig, SamplingConfig, StructuredConfig
+from troupe.workers.contract.config_base import ModelConfig
 from troupe.workers.contract.messages import GroupRequest
 from troupe.workers.data.chat import encode_prompt
 from troupe.workers.data.examples import encode_response, encode_turns

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from troupe.workers.contract.config import Device, EngineConfig, ModelConfig, RolloutConfig, SamplingConfig
+from troupe.workers.contract.config import EngineConfig, RolloutConfig, SamplingConfig
+from troupe.workers.contract.config_base import Device, ModelConfig
 from troupe.workers.engine import serving
 
 

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from troupe.workers.contract.config import MAX_TEMPERATURE, EvalSampling, GreedyOrTemperature, SamplingConfig
+from troupe.workers.contract.config import EvalSampling, SamplingConfig
+from troupe.workers.contract.config_base import MAX_TEMPERATURE, GreedyOrTemperature
 
 BEYOND = [
     *(("temperature", value) for value in (-0.1, 2.000001, 5.0, float("inf"), float("nan"))),

@@ -13,7 +13,8 @@ import pytest
 import torch
 from prometheus_client import REGISTRY
 
-from troupe.workers.contract.config import GPU_BATCH_TOKENS, EngineConfig, ModelConfig, RolloutConfig, SamplingConfig
+from troupe.workers.contract.config import GPU_BATCH_TOKENS, EngineConfig, RolloutConfig, SamplingConfig
+from troupe.workers.contract.config_base import ModelConfig
 from troupe.workers.engine.settings import engine_args, set_environment, unread_metrics
 from troupe.workers.measured_rollout import EngineMeter
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from troupe.workers.contract.config import EngineConfig, ModelConfig, RolloutConfig, SamplingConfig, Sleep
+from troupe.workers.contract.config import EngineConfig, RolloutConfig, SamplingConfig, Sleep
+from troupe.workers.contract.config_base import ModelConfig
 from troupe.workers.contract.messages import WorkerGone
 from troupe.workers.engine.serving import Serving
 from troupe.workers.engine.sleep import GONE, MemoryState, StaleWake

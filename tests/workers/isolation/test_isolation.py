@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.conftest import ROOT
-from troupe.workers.contract.config import RewardFunctionConfig
+from troupe.workers.contract.reward_config import RewardFunctionConfig
 from troupe.workers.contract.text import LONGEST_LINE, is_secret, one_line
 from troupe.workers.isolation.child import OUTPUT_LIMIT, BoundedOutput
 from troupe.workers.isolation.descendants import MARK, child_environment, end_marked, marked, new_mark
@@ -86,7 +86,7 @@ def test_what_a_function_has_started_ends_with_it(process: RewardProcess, respon
 
 PARENT = """
 import sys, time
-from troupe.workers.contract.config import RewardFunctionConfig
+from troupe.workers.contract.reward_config import RewardFunctionConfig
 from troupe.workers.rewards.runner import RewardProcess, Sample
 process = RewardProcess(RewardFunctionConfig(name=sys.argv[1], timeout_s=60.0), 256)
 process.score([Sample("returns", "", "{}", 1, "stop")])
@@ -124,7 +124,7 @@ def test_a_function_that_kills_its_parent_fails_its_sample_and_nothing_else() ->
 
 SCORES = """
 import sys
-from troupe.workers.contract.config import RewardFunctionConfig
+from troupe.workers.contract.reward_config import RewardFunctionConfig
 from troupe.workers.isolation.descendants import marked
 from troupe.workers.rewards.runner import RewardProcess, Sample
 process = RewardProcess(RewardFunctionConfig(name=sys.argv[1], timeout_s=60.0), 256)

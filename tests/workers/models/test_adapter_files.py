@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2MoeConfig
 
-from troupe.workers.contract.config import LoraConfig, ModelConfig
+from troupe.workers.contract.config_base import ModelConfig
+from troupe.workers.contract.trainer_config import LoraConfig
 from troupe.workers.models.adapter_files import read_adapter
 from troupe.workers.models.modeling import load_causal, load_value
 from troupe.workers.rewards.model import RewardModel

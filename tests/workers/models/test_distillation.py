@@ -15,18 +15,13 @@ from transformers import LlamaConfig
 from tests.workers.models.test_modeling import FAMILIES, SAMPLES, SIZES, save_model
 from tests.workers.models.test_token_batch import train_table
 from troupe.workers.algorithms.teachers import Teacher, train_columns
-from troupe.workers.contract.config import (
-    AdvantageConfig,
-    DistillConfig,
-    ModelConfig,
-    PolicyConfig,
-    PolicyLossConfig,
-    SamplingConfig,
-    TrainerConfig,
-)
+from troupe.workers.contract.algorithm_config import AdvantageConfig, DistillConfig, PolicyLossConfig
+from troupe.workers.contract.config import PolicyConfig, SamplingConfig
+from troupe.workers.contract.config_base import ModelConfig
 from troupe.workers.contract.messages import TEACHER_TOKENS, RankPlan
 from troupe.workers.contract.offline_config import ExampleConfig, KdLossConfig, OfflineConfig
 from troupe.workers.contract.offline_messages import EXAMPLES
+from troupe.workers.contract.trainer_config import TrainerConfig
 from troupe.workers.data.examples import ExampleTable, assemble, attach
 from troupe.workers.models.distillation import (
     LogitsReader,

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, FalconH1Config
 
 from tests.workers.models.test_modeling import FAMILIES, SAMPLES, SIZES, save_model
 from tests.workers.models.test_token_batch import train_table
-from troupe.workers.contract.config import ModelConfig
+from troupe.workers.contract.config_base import ModelConfig
 from troupe.workers.models import heads
 from troupe.workers.models.heads import Float32Head, Float32Logits, share_gradient, token_logprobs
 from troupe.workers.models.modeling import CausalLogprobs, load_causal, score

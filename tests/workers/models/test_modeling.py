@@ -23,7 +23,8 @@ from transformers import (
 
 from tests.token_batches import batch_of
 from tests.workers.models.test_token_batch import train_table
-from troupe.workers.contract.config import CHUNK_LOGITS, ModelConfig
+from troupe.workers.contract.config import CHUNK_LOGITS
+from troupe.workers.contract.config_base import ModelConfig
 from troupe.workers.contract.messages import KEPT_TOKENS, RankPlan, ScoreSummary, identities, token_scores
 from troupe.workers.models.capabilities import adapt
 from troupe.workers.models.distillation import top_tokens

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from troupe.workers.contract.config import EngineConfig, ModelConfig, RolloutConfig, SamplingConfig
+from troupe.workers.contract.config import EngineConfig, RolloutConfig, SamplingConfig
+from troupe.workers.contract.config_base import ModelConfig
 from troupe.workers.data.tokenizer import copy_tokenizer, load_tokenizer
 from troupe.workers.engine.settings import engine_args
 from troupe.workers.models.modeling import load_causal, load_value

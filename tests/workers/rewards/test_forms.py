@@ -15,8 +15,8 @@ from tests.workers.test_reward import rollouts
 from troupe.orchestrator.data.prompts import load_pool
 from troupe.orchestrator.rollouts.scoring import FaultLog
 from troupe.orchestrator.spec.sources import DataSource
-from troupe.workers.contract.config import RewardConfig, RewardFunctionConfig
 from troupe.workers.contract.messages import Fault
+from troupe.workers.contract.reward_config import RewardConfig, RewardFunctionConfig
 from troupe.workers.reward import RewardWorker, find_faults
 from troupe.workers.rewards.functions import exact_match, last_number
 from troupe.workers.rewards.loading import RewardFunctionError

@@ -24,9 +24,10 @@ from transformers import (
 
 from tests.token_batches import batch_of
 from tests.workers.test_reward import rollouts
-from troupe.workers.contract.config import ModelConfig, RewardConfig, RewardModelConfig
+from troupe.workers.contract.config_base import ModelConfig
 from troupe.workers.contract.offline_config import ExampleConfig
 from troupe.workers.contract.offline_messages import EXAMPLE_TEXTS
+from troupe.workers.contract.reward_config import RewardConfig, RewardModelConfig
 from troupe.workers.data.examples import tokenize
 from troupe.workers.data.tokenizer import copy_tokenizer
 from troupe.workers.data.turn_ends import padding_besides

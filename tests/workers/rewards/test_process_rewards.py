@@ -19,8 +19,10 @@ from tests.fakes import FakeTable
 from tests.tokenizers import new_tokenizer
 from troupe.orchestrator.rollouts.scoring import ScoredGroup
 from troupe.workers.algorithms.train_batch import prepare
-from troupe.workers.contract.config import AdvantageConfig, ModelConfig, RewardConfig, RewardFunctionConfig
+from troupe.workers.contract.algorithm_config import AdvantageConfig
+from troupe.workers.contract.config_base import ModelConfig
 from troupe.workers.contract.messages import ROLLOUTS, GroupSummary, PrepareRequest, RewardSummary
+from troupe.workers.contract.reward_config import RewardConfig, RewardFunctionConfig
 from troupe.workers.data.plain_text import token_counts
 from troupe.workers.reward import RewardWorker, reward_spans
 from troupe.workers.rewards.equations import equations, evaluate

@@ -22,7 +22,7 @@ from reasoning_gym.factory import DATASETS, get_score_answer_fn
 
 from docs.tooling.task_page import CREDIT, WITHOUT_ANSWERS, WITHOUT_TASKS
 from troupe.orchestrator.data.readers import json_safe
-from troupe.workers.contract.config import RewardFunctionConfig
+from troupe.workers.contract.reward_config import RewardFunctionConfig
 from troupe.workers.contract.rewards import SHIPPED
 from troupe.workers.rewards import functions, gym
 from troupe.workers.rewards.loading import RewardFunctionError, load, locate
@@ -487,7 +487,7 @@ def test_the_child_dies_with_its_parent_even_while_it_holds_the_interpreter_lock
     script = f"""
 import sys
 sys.path[:0] = [{str(ROOT)!r}, {str(tmp_path)!r}]
-from troupe.workers.contract.config import RewardFunctionConfig
+from troupe.workers.contract.reward_config import RewardFunctionConfig
 from troupe.workers.rewards.runner import RewardProcess, Sample
 process = RewardProcess(RewardFunctionConfig(name={behaviours!r}, timeout_s=600), 256)
 process.start()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from troupe.workers.contract.config import RewardFunctionConfig
+from troupe.workers.contract.reward_config import RewardFunctionConfig
 from troupe.workers.rewards.loading import RewardArgumentsError, load
 from troupe.workers.rewards.runner import RewardProcess, RewardResult, Sample
 

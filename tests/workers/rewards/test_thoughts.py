@@ -15,10 +15,12 @@ from tests.tokenizers import new_tokenizer
 from troupe.orchestrator.roles.table import ROLES
 from troupe.workers.agents.environments import base
 from troupe.workers.agents.episodes.conversation import TurnReader
-from troupe.workers.contract.config import EnvironmentConfig, ModelConfig, RewardFunctionConfig
+from troupe.workers.contract.config import EnvironmentConfig
+from troupe.workers.contract.config_base import ModelConfig
 from troupe.workers.contract.environments import Row
 from troupe.workers.contract.imports import import_attribute
 from troupe.workers.contract.messages import GroupRequest
+from troupe.workers.contract.reward_config import RewardFunctionConfig
 from troupe.workers.contract.rewards import SHIPPED
 from troupe.workers.engine.rows import RowBuilder
 from troupe.workers.environment import EnvironmentWorker

@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from tests.token_batches import batch_of
 from troupe.orchestrator.training.checkpoint import CheckpointError
 from troupe.orchestrator.training.export import has_adapters, write_merged
-from troupe.workers.contract.config import LoraConfig, ModelConfig
+from troupe.workers.contract.config_base import ModelConfig
+from troupe.workers.contract.trainer_config import LoraConfig
 from troupe.workers.models.cpu import use_onednn
 from troupe.workers.models.modeling import CausalLogprobs, RewardScores, load_causal, load_value, share_backbone
 from troupe.workers.training.adapter import Adapter, ModelAdapter, merge

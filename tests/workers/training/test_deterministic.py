@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from troupe.workers.contract.config import ModelConfig
+from troupe.workers.contract.config_base import ModelConfig
 from troupe.workers.models.modeling import load_causal
 from troupe.workers.training.rank import prepare_torch
 

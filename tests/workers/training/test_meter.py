@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from troupe.workers.contract.config import LoraConfig
+from troupe.workers.contract.trainer_config import LoraConfig
 from troupe.workers.models.modeling import ModelModule
 from troupe.workers.training import meter
 from troupe.workers.training.adapter import Adapter

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from troupe.workers.contract.config import TrainerConfig
+from troupe.workers.contract.trainer_config import TrainerConfig
 from troupe.workers.training.optimizer import adamw, learning_rate
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import PydanticUserError, TypeAdapter, ValidationError, validate_call
 
 from troupe.workers.agents.sandbox.run import SandboxError, SandboxLimits, SandboxResult, check_sandbox, run_python
-from troupe.workers.contract.config import first_problem
+from troupe.workers.contract.config_base import first_problem
 from troupe.workers.contract.expressions import BINARY, evaluate
 from troupe.workers.contract.imports import import_attribute, locate
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field, ValidationError, model_validator
 
 from troupe.workers.agents.environments.functions import Tool, ToolCallError
-from troupe.workers.contract.config import Frozen, first_problem
+from troupe.workers.contract.config_base import Frozen, first_problem
 from troupe.workers.contract.imports import require_package
 from troupe.workers.contract.text import has_credentials, is_secret, valid_json
 from troupe.workers.isolation.child import BoundedOutput

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from troupe.workers.agents.environments.base import Environment, load
 from troupe.workers.agents.judges.endpoint import HttpJudge, HttpJudgeConfig
-from troupe.workers.contract.config import first_problem
+from troupe.workers.contract.config_base import first_problem
 from troupe.workers.contract.environments import ASSISTANT, ENVIRONMENTS, USER, Message, Observation, Row
 from troupe.workers.contract.imports import require_package
 from troupe.workers.contract.judges import Question, checked_fields, template_fields

@@ -13,7 +13,7 @@ from pydantic import AliasChoices, ConfigDict, Field, TypeAdapter, ValidationErr
 from troupe.workers.agents.judges.endpoint import HttpJudgeConfig
 from troupe.workers.agents.judges.scores import BASELINE, FORMS, JudgeError, Order, expected_score, shown
 from troupe.workers.agents.judges.transcript import Baseline, played, said
-from troupe.workers.contract.config import Frozen, first_problem
+from troupe.workers.contract.config_base import Frozen, first_problem
 from troupe.workers.contract.environments import Message
 from troupe.workers.contract.imports import PackageMissing, require_package
 from troupe.workers.contract.judges import (

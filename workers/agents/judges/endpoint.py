@@ -14,7 +14,7 @@ from pydantic import Field, field_validator
 
 from troupe.workers.agents.judges.cache import AnswerCache
 from troupe.workers.agents.judges.scores import JudgeError
-from troupe.workers.contract.config import Frozen
+from troupe.workers.contract.config_base import Frozen
 from troupe.workers.contract.judges import AnswerToken, JudgeAnswer, Question, whole_words
 from troupe.workers.contract.text import has_credentials, is_secret, one_line, valid_text
 

@@ -10,8 +10,8 @@ from troupe.workers.agents.judges.cache import AnswerCache, question_key
 from troupe.workers.agents.judges.endpoint import PACE, HttpJudge
 from troupe.workers.agents.judges.scores import BASELINE, JudgeError
 from troupe.workers.agents.judges.transcript import Baseline
-from troupe.workers.contract.config import RewardFunctionConfig
 from troupe.workers.contract.judges import Judge, JudgeAnswer, Question
+from troupe.workers.contract.reward_config import RewardFunctionConfig
 from troupe.workers.contract.rewards import CONSISTENCY
 from troupe.workers.rewards.runner import RewardResult, Sample
 

@@ -15,7 +15,7 @@ from troupe.orchestrator.insight.verdicts.history import History
 from troupe.orchestrator.rollouts.evaluation_log import EVALUATIONS
 from troupe.orchestrator.spec.derived.digests import evaluation_digest, reward_digest
 from troupe.orchestrator.telemetry.run_folder import RunFolder
-from troupe.workers.contract.config import RewardModelConfig
+from troupe.workers.contract.reward_config import RewardModelConfig
 
 STEPS = 12
 Json = dict[str, Any]

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 from troupe.workers.agents.environments.processes import EnvironmentProcesses
-from troupe.workers.contract.config import RewardFunctionConfig
 from troupe.workers.contract.environments import Row
+from troupe.workers.contract.reward_config import RewardFunctionConfig
 from troupe.workers.rewards.runner import RewardProcess, Sample
 from troupe.workers.telemetry.stacks import write_stacks_on_signal
 

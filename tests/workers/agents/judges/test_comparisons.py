@@ -16,8 +16,8 @@ import pytest
 from troupe.workers.agents.judges.arguments import read_args
 from troupe.workers.agents.judges.reward import JudgeReward
 from troupe.workers.agents.judges.scores import FORMS, JudgeError, read_better, read_scores
-from troupe.workers.contract.config import RewardFunctionConfig
 from troupe.workers.contract.judges import JudgeAnswer, Question
+from troupe.workers.contract.reward_config import RewardFunctionConfig
 from troupe.workers.contract.rewards import CONSISTENCY
 from troupe.workers.rewards.runner import RewardResult, Sample
 

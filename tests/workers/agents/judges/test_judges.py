@@ -21,9 +21,9 @@ from troupe.workers.agents.judges.endpoint import HttpJudge, HttpJudgeConfig, re
 from troupe.workers.agents.judges.reward import JudgeReward
 from troupe.workers.agents.judges.scores import JudgeError
 from troupe.workers.agents.judges.transcript import Baseline
-from troupe.workers.contract.config import RewardFunctionConfig
 from troupe.workers.contract.environments import Message
 from troupe.workers.contract.judges import JudgeAnswer, Question
+from troupe.workers.contract.reward_config import RewardFunctionConfig
 from troupe.workers.judge import _read
 from troupe.workers.rewards.loading import find_problems
 from troupe.workers.rewards.runner import RewardResult, Sample

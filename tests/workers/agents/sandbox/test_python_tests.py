@@ -13,7 +13,7 @@ from troupe.workers.agents.sandbox import python_tests as module
 from troupe.workers.agents.sandbox.assertions import parse_assertions
 from troupe.workers.agents.sandbox.python_tests import extract_code, python_tests, same_output
 from troupe.workers.agents.sandbox.run import SandboxLimits, SandboxResult, SandboxStarter
-from troupe.workers.contract.config import RewardFunctionConfig
+from troupe.workers.contract.reward_config import RewardFunctionConfig
 from troupe.workers.rewards.runner import RewardProcess, Sample
 
 DOUBLE = {"inputs": ["1\n", "2\n", "21\n"], "outputs": ["2\n", "4\n", "42\n"]}

@@ -273,7 +273,7 @@ for call in (check_sandbox, lambda: run_python("open('/tmp/ran', 'w')")):
 
 def test_a_reward_function_that_needs_the_sandbox_is_refused_at_start() -> None:
     code = """
-from troupe.workers.contract.config import RewardFunctionConfig
+from troupe.workers.contract.reward_config import RewardFunctionConfig
 from troupe.workers.rewards.runner import RewardProcess
 from troupe.workers.rewards.loading import RewardFunctionError
 process = RewardProcess(RewardFunctionConfig(name="python_tests"), 1024)

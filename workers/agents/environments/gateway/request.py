@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from troupe.workers.contract.config import first_problem
+from troupe.workers.contract.config_base import first_problem
 from troupe.workers.contract.environments import Message, Observation, message_text, read_stop, read_tools
 
 MODEL_NAME = "policy"
