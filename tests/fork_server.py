@@ -64,7 +64,7 @@ def start(entry: str, environment: Mapping[str, str]) -> str:
     return str(path)
 
 
-def serve(listening: str, owner_pipe: str, become: Callable[..., None]) -> None:
+def serve(listening: str, owner_pipe: str, become: Callable[..., None], with_caller: bool = False) -> None:
     """Fork twice for every connection, until the owner has closed its pipe.
 
     Args:
@@ -72,6 +72,7 @@ def serve(listening: str, owner_pipe: str, become: Callable[..., None]) -> None:
         owner_pipe: Descriptor of the pipe.
         become: Is called in the fork with the request and its descriptors. If it returns, the exit code is 0. The fork
             between it and this process waits for it, and sends its process id and its exit code.
+        with_caller: Kill the fork if the process that has asked for it ends first: interrupted tests leave no runs.
     """
     listener, owner = int(listening), int(owner_pipe)
     if len(os.listdir("/proc/self/task")) > 1:
@@ -87,13 +88,17 @@ def serve(listening: str, owner_pipe: str, become: Callable[..., None]) -> None:
                 if not os.fork():
                     os.close(accepting.fileno())
                     os.close(owner)
-                    _answer(connection, become, json.loads(data), descriptors)
+                    _answer(connection, become, json.loads(data), descriptors, with_caller)
                 for descriptor in descriptors:
                     os.close(descriptor)
 
 
 def _answer(
-    connection: socket.socket, become: Callable[..., None], request: Mapping[str, Any], descriptors: Sequence[int]
+    connection: socket.socket,
+    become: Callable[..., None],
+    request: Mapping[str, Any],
+    descriptors: Sequence[int],
+    with_caller: bool,
 ) -> NoReturn:
     """Fork again, and tell the other end of the connection about the fork."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -104,10 +109,24 @@ def _answer(
         for descriptor in descriptors:
             os.close(descriptor)
         connection.sendall(pid.to_bytes(_PID_BYTES, "little"))
+        if with_caller:
+            _end_with_caller(connection, pid)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         connection.sendall(code.to_bytes(_CODE_BYTES, "little", signed=True))
     finally:
         os._exit(0)
+
+
+def _end_with_caller(connection: socket.socket, pid: int) -> None:
+    """Wait for the end of a fork, or of the process at the other end of the connection, with which the fork ends."""
+    caller = int.from_bytes(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PID_BYTES), sys.byteorder)
+    fork = os.pidfd_open(pid)
+    try:
+        ended = select.select([fork, os.pidfd_open(caller)], [], [])[0]
+    except ProcessLookupError:
+        ended = []
+    if fork not in ended:
+        os.kill(pid, signal.SIGKILL)
 
 
 def _run(become: Callable[..., None], request: Mapping[str, Any], descriptors: Sequence[int]) -> NoReturn:

@@ -77,7 +77,7 @@ def serve(listening: str, owner_pipe: str) -> None:
 
     for name, entry in COMMANDS.items():
         load(name, entry.home)
-    fork_server.serve(listening, owner_pipe, _become)
+    fork_server.serve(listening, owner_pipe, _become, with_caller=True)
 
 
 def _become(request: Mapping[str, Any], *streams: int) -> None:

@@ -98,7 +98,7 @@ def serve_commands(listening: str, owner_pipe: str) -> None:
         load(name, entry.home)
     for module in _MODULES:
         import_module(module)
-    fork_server.serve(listening, owner_pipe, _become_command)
+    fork_server.serve(listening, owner_pipe, _become_command, with_caller=True)
 
 
 def _become_server(request: dict[str, Any], listener: int, owner: int, errors: int) -> None:
