@@ -379,7 +379,7 @@ class Outcome:
 def _planned(source: SpecLike, overrides: Overrides, out: Path | None = None) -> PlannedRun:
     """The run of a spec. Raises SpecError or UsageError."""
     name = str(source) if isinstance(source, str | Path) else "the spec"
-    return single(_document(source, _assignments(overrides)), name, out)
+    return single(_document(source, _assignments(overrides)), name, lambda line: None, out)
 
 
 def _document(source: SpecLike, assignments: list[str]) -> yaml_reader.Document:

@@ -21,7 +21,7 @@ from troupe.orchestrator.commands.options import (
     echo_json,
     json_text,
 )
-from troupe.orchestrator.commands.runs import create_models
+from troupe.orchestrator.commands.runs import announce, create_models
 from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.insight.bench.points import Point, Sweep, grid, parse_sweep
 from troupe.orchestrator.runs.prepare import checked, single
@@ -126,7 +126,7 @@ def _points(path: Path, sweeps: list[Sweep], overrides: list[str], prompts: int 
     """The points of the sweep, with their models in place. Raises SpecError or UsageError."""
 
     def load(own: list[str]) -> RunSpec:
-        runs = (single(read_document(path, [*overrides, *own]), str(path)),)
+        runs = (single(read_document(path, [*overrides, *own]), str(path), announce),)
         create_models(runs)
         return checked(runs)[0].spec
 

@@ -23,15 +23,16 @@ from troupe.orchestrator.commands.options import (
     exit_with,
     read_mapping,
 )
-from troupe.orchestrator.commands.runs import read_data
+from troupe.orchestrator.commands.runs import announce, read_data
 from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.plan.placement import CPUS_PER_NODE
+from troupe.orchestrator.runs.epochs import plan_counted
 from troupe.orchestrator.runs.prepare import check_models_to_create, checked, models_to_create, with_configs
 from troupe.orchestrator.spec.chain import PlannedRun
 from troupe.orchestrator.spec.derived.paths import uses_hub
 from troupe.orchestrator.spec.derived.sizes import batch_description
 from troupe.orchestrator.spec.derived.warnings import warnings_of
-from troupe.orchestrator.spec.load import plan_runs, read_document, spec_schema
+from troupe.orchestrator.spec.load import read_document, spec_schema
 from troupe.workers.contract.environments import OK
 from troupe.workers.contract.text import printable
 
@@ -54,7 +55,7 @@ def validate(spec: SpecArgument, set_: SetOption = [], as_json: JsonOption = Fal
 
     Models of the examples that this machine does not have yet are created by the run: their prompts are not checked.
     """
-    runs = plan_runs(read_document(spec, set_))
+    runs = plan_counted(read_document(spec, set_), announce)
     check_models_to_create(runs)
     later = {planned.out: models_to_create(planned) for planned in runs}
     runs = checked(tuple(replace(run, borrowed=run.borrowed | later[run.out].keys()) for run in runs))
@@ -64,7 +65,8 @@ def validate(spec: SpecArgument, set_: SetOption = [], as_json: JsonOption = Fal
         return
     for planned, lines in zip(runs, described, strict=True):
         loaded = planned.spec
-        typer.echo(f"{spec}: {loaded.name} is valid: {loaded.algorithm.name}, {batch_description(loaded)} per step")
+        length = f"{loaded.schedule.steps} steps of {batch_description(loaded)}"
+        typer.echo(f"{spec}: {loaded.name} is valid: {loaded.algorithm.name}, {length}")
         for line in (*lines, *(f"warning: {warning}" for warning in warnings_of(loaded))):
             typer.echo(f"  {printable(line)}")
         for field, folder in later[planned.out].items():
@@ -108,7 +110,7 @@ def plan(
 
     The exit code is 1 if something does not fit, or the size of a model is not known.
     """
-    runs = plan_runs(read_document(spec, set_))
+    runs = plan_counted(read_document(spec, set_), announce)
     runs = _with_model_configs(tuple(map(with_configs, runs)))
     from troupe.orchestrator.commands.plan_table import show, unknown_sizes
     from troupe.orchestrator.plan.plan import as_json as plan_json
@@ -265,9 +267,7 @@ def check(
     With --say the policy's turns are these texts, and the last one is repeated; then it is played with random tokens.
     The exit code is 1 if an episode failed.
     """
-    from troupe.orchestrator.spec.load import plan_runs, read_document
-
-    planned = [run.spec for run in plan_runs(read_document(spec, set_))]
+    planned = [run.spec for run in plan_counted(read_document(spec, set_), announce)]
     played: list[dict[str, Any]] = []
     for one in planned:
         # A stage's model may not be trained yet; its tokenizer is the first stage's.

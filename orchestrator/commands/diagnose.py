@@ -63,16 +63,19 @@ def audit(
     Starts one engine and the policy with the run's own settings. Of a run folder, the newest checkpoint is pushed to
     the engine as the run pushes it. Exit code 1: rounding does not explain a gap.
     """
+    from troupe.orchestrator.commands.runs import announce
     from troupe.orchestrator.runs.audit import audit as audit_run
+    from troupe.orchestrator.runs.epochs import plan_counted
     from troupe.orchestrator.runs.session import RunRequest
     from troupe.orchestrator.spec.base import RESOLVED_SPEC
     from troupe.orchestrator.spec.derived.paths import uses_hub
     from troupe.orchestrator.spec.errors import SpecError
-    from troupe.orchestrator.spec.load import plan_runs, read_document
+    from troupe.orchestrator.spec.load import read_document
     from troupe.orchestrator.telemetry.console import Console
 
     is_run = target.is_dir()
-    runs = plan_runs(read_document(target / RESOLVED_SPEC if is_run else target, set_), target if is_run else None)
+    document = read_document(target / RESOLVED_SPEC if is_run else target, set_)
+    runs = plan_counted(document, announce, target if is_run else None)
     planned = runs[0]
     if planned.stage:
         exit_with(f"{target}: cannot audit a file with stages; name a stage's run folder", USER_ERROR)

@@ -178,9 +178,12 @@ def apply(
     as_json: JsonOption = False,
 ) -> None:
     """Apply a changed spec to an active run: show the differences, change what can change, refuse the rest."""
-    runs = plan_runs(read_document(spec, set_), out)
+    from troupe.orchestrator.commands.runs import announce
     from troupe.orchestrator.live.control import ask
     from troupe.orchestrator.live.diff import compare
+    from troupe.orchestrator.runs.epochs import plan_counted
+
+    runs = plan_counted(read_document(spec, set_), announce, out)
 
     wanted: RolloutSpec | None = runs[0].spec.rollouts
     if runs[0].stage or wanted is None:

@@ -17,15 +17,16 @@ from troupe.workers.contract.text import printable
 
 def ready(path: Path, overrides: list[str], out: Path | None = None, *, resume: bool = False) -> tuple[PlannedRun, ...]:
     """See `prepare.ready`; what takes long is said on standard error."""
-    return prepare.ready(read_document(path, overrides), _say, out, resume=resume)
+    return prepare.ready(read_document(path, overrides), announce, out, resume=resume)
 
 
 def create_models(runs: Sequence[PlannedRun] | None) -> None:
     """See `prepare.create_models`; what takes long is said on standard error."""
-    prepare.create_models(runs, _say)
+    prepare.create_models(runs, announce)
 
 
-def _say(line: str) -> None:
+def announce(line: str) -> None:
+    """Print a line about what takes long to standard error."""
     typer.echo(printable(line), err=True)
 
 

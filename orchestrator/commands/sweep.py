@@ -21,7 +21,7 @@ from troupe.orchestrator.commands.options import (
     fitting_table,
     output_width,
 )
-from troupe.orchestrator.commands.runs import create_models, read_data
+from troupe.orchestrator.commands.runs import announce, create_models, read_data
 from troupe.orchestrator.errors import UsageError, nearest
 from troupe.orchestrator.runs.lock import locked
 from troupe.orchestrator.runs.prepare import checked, single
@@ -128,7 +128,7 @@ def _trials(spec: Path, assignments: list[str], seeds: int, random: int | None, 
     fixed, varied = parse_axes(assignments, ranges=random is not None)
 
     def plan(own: list[str], folder: Path | None) -> PlannedRun:
-        return single(read_document(spec, own), str(spec), folder)
+        return single(read_document(spec, own), str(spec), announce, folder)
 
     settings = grid(varied) if random is None else drawn(varied, random, seed=0)
     trials = plan_trials(plan, fixed, settings, seeds, out)

@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from troupe.orchestrator.errors import TroupeError, UsageError
+from troupe.orchestrator.runs.epochs import plan_counted
 from troupe.orchestrator.spec.chain import PlannedRun
 from troupe.orchestrator.spec.derived.paths import uses_hub, with_sections
 from troupe.orchestrator.spec.errors import SpecError
 from troupe.orchestrator.spec.examples import MODEL_CONFIGS, models_folder
-from troupe.orchestrator.spec.load import plan_runs
 from troupe.orchestrator.spec.yaml_reader import Document
 from troupe.orchestrator.starter.demo import named_models
 from troupe.workers.contract.imports import missing_package
@@ -23,14 +23,14 @@ Say = Callable[[str], object]
 def ready(document: Document, say: Say, out: Path | None = None, *, resume: bool = False) -> tuple[PlannedRun, ...]:
     """Every run of a document, with the models of the examples created and names on the hub pinned to commits. Raises
     SpecError if a spec is invalid, or a file or repository it names does not exist."""
-    runs = plan_runs(document, out)
+    runs = plan_counted(document, say, out)
     create_models(runs, say)
     return checked(runs, resume=resume)
 
 
-def single(document: Document, name: str, out: Path | None = None) -> PlannedRun:
+def single(document: Document, name: str, say: Say, out: Path | None = None) -> PlannedRun:
     """The only run of a document, unchecked on this machine. Raises SpecError; UsageError if it has stages."""
-    runs = plan_runs(document, out)
+    runs = plan_counted(document, say, out)
     if any(planned.stage for planned in runs):
         raise UsageError(f"{name}: a file with stages is several runs; use the spec.yaml in a stage's run folder")
     return runs[0]

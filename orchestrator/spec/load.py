@@ -20,10 +20,11 @@ from troupe.orchestrator.algorithms.table import ALGORITHMS
 from troupe.orchestrator.errors import UsageError, nearest
 from troupe.orchestrator.spec import yaml_reader
 from troupe.orchestrator.spec.base import RunSpec
-from troupe.orchestrator.spec.chain import PlannedRun, is_chain, plan_chain
+from troupe.orchestrator.spec.chain import Parse, PlannedRun, is_chain, plan_chain
 from troupe.orchestrator.spec.checks.combinations import find_problems
 from troupe.orchestrator.spec.checks.shared import NEEDS_DISK
 from troupe.orchestrator.spec.derived.paths import in_home
+from troupe.orchestrator.spec.epochs import in_steps
 from troupe.orchestrator.spec.errors import SpecError, from_validation
 from troupe.orchestrator.spec.examples import example_name, example_text
 from troupe.orchestrator.spec.former_fields import without_former_fields
@@ -42,14 +43,17 @@ def read_document(path: str | Path, overrides: Sequence[str] = ()) -> yaml_reade
     return yaml_reader.override(document, list(overrides))
 
 
-def plan_runs(document: yaml_reader.Document, out: Path | None = None) -> tuple[PlannedRun, ...]:
-    """Every run of a file, in order; `out` replaces the folder of the run or chain. Raises SpecError with a line for
-    every problem, UsageError if `out` is a URL."""
+def plan_runs(
+    document: yaml_reader.Document, out: Path | None = None, parse: Parse | None = None
+) -> tuple[PlannedRun, ...]:
+    """Every run of a file, in order; `out` replaces the folder of the run or chain, `parse` reads a run (`parse_spec`).
+    Raises SpecError with a line for every problem, UsageError if `out` is a URL."""
+    parse = parse or parse_spec
     if out is not None and is_url(out):
         raise UsageError(f"{out} {NEEDS_DISK}")
     if is_chain(document):
-        return plan_chain(document, out, parse_spec)
-    spec = parse_spec(document)
+        return plan_chain(document, out, parse)
+    spec = parse(document)
     return (PlannedRun("", spec, document.source, out or spec.run_folder),)
 
 
@@ -80,6 +84,8 @@ def load_rollout_spec(path: str | Path, overrides: Sequence[str] = ()) -> Rollou
 def spec_schema() -> dict[str, Any]:
     """JSON Schema of specs of both kinds and of chains, for editors."""
     either = TypeAdapter(RolloutSpec | OfflineSpec).json_schema()
+    for kind in ("ScheduleConfig", "OfflineSchedule"):  # `data_epochs` may stand instead
+        either["$defs"][kind]["required"].remove("steps")
     chain = {
         "title": "Chain",
         "type": "object",
@@ -93,6 +99,7 @@ def spec_schema() -> dict[str, Any]:
 
 
 def _parse(document: yaml_reader.Document, kind: type[SpecT]) -> SpecT:
+    document = in_steps(document)
     try:
         data = without_former_fields(document.data)
         text = json.dumps(data)

@@ -315,7 +315,11 @@ class BaseSchedule(Frozen):
     """Length of the run, division of a step, and timeouts."""
 
     steps: Annotated[int, _LENGTH] = Field(ge=1)
-    """Training steps."""
+    """Training steps; `data_epochs` may stand instead."""
+    data_epochs: Annotated[float | None, NONE] = Field(default=None, gt=0.0)
+    """Passes over `data.train` instead of `steps`: rows x passes / prompts (or examples) of a step, rounded up.
+    `troupe validate` prints the steps, and the spec in the run folder has them. Rows that are too long for the model
+    count too."""
     epochs: Annotated[int, _LENGTH] = Field(default=1, ge=1)
     """Passes over a step's batch."""
     minibatches: Annotated[int, _LENGTH] = Field(default=1, ge=1)

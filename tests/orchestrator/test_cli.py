@@ -156,7 +156,7 @@ def test_a_missing_cluster_gives_one_line(spec: Path, command: str, address: str
 def test_validate_describes_the_spec(spec: Path) -> None:
     answer = troupe("validate", str(spec))
     assert (answer.code, answer.errors, answer.heavy) == (0, [], [])
-    assert "tiny-grpo is valid: grpo, 64 samples per step\n  data.train: 8 rows\n" in answer.stdout
+    assert "tiny-grpo is valid: grpo, 15 steps of 64 samples\n  data.train: 8 rows\n" in answer.stdout
 
 
 def test_what_is_known_of_a_valid_spec_as_json(spec: Path) -> None:

@@ -88,7 +88,8 @@ def problem(folder: Path, text: str, *overrides: str) -> str:
         ("lora_rank=8", "lora_rank: unknown field (did you mean 'roles.policy.lora.rank'?)"),
         ("lora_alpha=8", "lora_alpha: unknown field (did you mean 'roles.policy.lora.alpha'?)"),
         ("lora_dropout=0.1", "lora_dropout: unknown field (it must be 0)"),
-        ("total_epochs=3", "total_epochs: unknown field (did you mean 'schedule.steps'? steps, not passes over the"),
+        ("total_epochs=3", "total_epochs: unknown field (did you mean 'schedule.data_epochs'? `schedule.epochs` are"),
+        ("total_training_steps=3", "total_training_steps: unknown field (did you mean 'schedule.steps'?)"),
         ("actor_rollout_ref={rollout: {top_k: 20}}", "actor_rollout_ref: unknown field (rollout.top_k: did you mean"),
         (
             "sampling.repetition_penalty=1.1",

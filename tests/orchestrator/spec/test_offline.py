@@ -377,9 +377,9 @@ def test_the_commands_take_a_chain() -> None:
     chain, runner = str(ROOT / "deploy" / "specs" / "tiny-three-stage.yaml"), CliRunner()
     validated = runner.invoke(cli.app, ["validate", chain], catch_exceptions=False)
     assert [line.split(": ", 1)[1] for line in validated.stdout.splitlines() if not line.startswith(" ")] == [
-        "tiny-three-stage-sft is valid: sft, 16 examples per step",
-        "tiny-three-stage-reward-model is valid: reward_model, 16 examples per step",
-        "tiny-three-stage-ppo is valid: ppo, 16 samples per step",
+        "tiny-three-stage-sft is valid: sft, 8 steps of 16 examples",
+        "tiny-three-stage-reward-model is valid: reward_model, 6 steps of 16 examples",
+        "tiny-three-stage-ppo is valid: ppo, 4 steps of 16 samples",
     ]
     planned = runner.invoke(cli.app, ["plan", chain], catch_exceptions=False)
     assert planned.exit_code == 0

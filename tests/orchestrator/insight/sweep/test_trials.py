@@ -21,7 +21,7 @@ RATE = "roles.policy.learning_rate"
 
 
 def plan(own: list[str], out: Path | None) -> PlannedRun:
-    return single(read_document(SFT, own), str(SFT), out)
+    return single(read_document(SFT, own), str(SFT), print, out)
 
 
 def test_one_value_is_that_of_all_trials_and_several_are_tried() -> None:

@@ -1,0 +1,60 @@
+"""Counts the steps of a run whose length is given as passes over its data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from troupe.orchestrator.algorithms.section import dynamic_sampling
+from troupe.orchestrator.errors import DataError
+from troupe.orchestrator.spec.base import RunSpec
+from troupe.orchestrator.spec.chain import PlannedRun
+from troupe.orchestrator.spec.derived.paths import hub_data
+from troupe.orchestrator.spec.epochs import FIELD, given_epochs, in_steps
+from troupe.orchestrator.spec.errors import SpecError
+from troupe.orchestrator.spec.load import parse_spec, plan_runs
+from troupe.orchestrator.spec.yaml_reader import Document
+
+_MANY_STEPS = 1_000_000
+"""Steps of a spec whose data are counted: above every field that must be less than them."""
+
+
+def plan_counted(document: Document, say: Callable[[str], object], out: Path | None = None) -> tuple[PlannedRun, ...]:
+    """Every run of a file, in order. Reads the data of runs with `schedule.data_epochs`, and says their steps. Raises
+    as `plan_runs`; SpecError also if a pass over the data is no known number of steps."""
+    return plan_runs(document, out, partial(_parse, say=say))
+
+
+def _parse(document: Document, say: Callable[[str], object]) -> RunSpec:
+    epochs = given_epochs(document)
+    if epochs is None:
+        return parse_spec(document)
+    spec = parse_spec(in_steps(document, _MANY_STEPS))
+    if why := _unknown(spec):
+        raise SpecError([document.source.problem(FIELD, f"{why}: set schedule.steps")])
+    from troupe.orchestrator.data.summary import load_data
+
+    try:
+        rows = load_data(spec).train.rows
+    except DataError as error:
+        raise SpecError([document.source.problem("data", str(error), "unusable")]) from None
+    field = "prompts_per_step" if spec.offline is None else "examples_per_step"
+    batch = spec.schedule.model_dump()[field]
+    steps = math.ceil(rows * epochs / batch)
+    say(f"{spec.name}: {steps} steps (data_epochs {epochs:g} x {rows} rows / {field} {batch})")
+    return parse_spec(in_steps(document, steps))
+
+
+def _unknown(spec: RunSpec) -> str:
+    """Why nobody knows how many steps a pass over the data takes; empty if it is known."""
+    if hub_data(spec):
+        return "data on the hub are counted only when the run has downloaded them"
+    if (spec.rollouts or spec.offline).data.mixture:
+        return "each source of a mixture has passes of its own"
+    if spec.rollouts is not None and spec.rollouts.data.curriculum is not None:
+        return "with data.curriculum a pass leaves prompts out by their results"
+    if spec.rollouts is not None and dynamic_sampling(spec.rollouts.algorithm):
+        return "with algorithm.dynamic_sampling a step draws more prompts than it trains on"
+    return ""
