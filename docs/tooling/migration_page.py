@@ -28,7 +28,8 @@ What differs most:
   Engines have separate GPUs unless `roles.rollout.colocate_with: policy` ([one GPU for both](colocation.md)).
 - **A step** samples `schedule.prompts_per_step` prompts with `algorithm.group_size` samples each, and trains on all of
   them in `schedule.minibatches` updates. Sizes of forward passes are tokens (`micro_batch_tokens`).
-- **The length of a run** is a number of steps, not of passes over the data.
+- **The length of a run** is `schedule.steps`, or in passes over the data `schedule.data_epochs`. `schedule.epochs` are
+  passes over the batch of a step.
 - **The algorithm's name** sets its defaults: estimator, clipping, KL term and reduction. `troupe algorithms NAME` shows
   them.
 - **The policy is the distribution that is sampled.** With `top_p`, `top_k` and `min_p` the trainer computes log-probs

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import typer
@@ -30,6 +31,36 @@ def announce(line: str) -> None:
     typer.echo(printable(line), err=True)
 
 
+@contextmanager
+def shown_copies() -> Iterator[None]:
+    """Shows the bytes and the rate of files that are copied from a store within the block, if standard error is a
+    terminal."""
+    from rich.console import Console
+
+    terminal = Console(stderr=True)
+    if not terminal.is_terminal:
+        yield
+        return
+    from rich.progress import DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
+
+    from troupe.orchestrator.data.remote import copies_shown
+
+    columns = TextColumn("copying {task.description}"), DownloadColumn(binary_units=True), TransferSpeedColumn()
+    progress, tasks = Progress(*columns, console=terminal, transient=True), dict[str, TaskID]()
+
+    def show(name: str, done: int, total: int) -> None:
+        progress.start()
+        if name not in tasks:
+            tasks[name] = progress.add_task(name, total=total)
+        progress.update(tasks[name], completed=done, visible=done < total)
+
+    try:
+        with copies_shown(show):
+            yield
+    finally:
+        progress.stop()
+
+
 def read_data(runs: Sequence[PlannedRun]) -> list[list[str]]:
     """Read all data of several runs; a description of the data of each. Raises SpecError if data cannot be used."""
     from troupe.orchestrator.data.prompt_check import check_prompts
@@ -48,7 +79,8 @@ def read_data(runs: Sequence[PlannedRun]) -> list[list[str]]:
             described.append(describe_hub(planned.spec))  # left to the run to download
             continue
         try:
-            pools = load_data(planned.spec).pools
+            with shown_copies():
+                pools = load_data(planned.spec).pools
         except DataError as error:
             problems.append(planned.problem("data", str(error)))
             continue

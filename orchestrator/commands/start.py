@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from troupe.orchestrator.commands.options import USER_ERROR, SetOption, disk_folder, echo_json, exit_with, read_mapping
-from troupe.orchestrator.commands.runs import create_models, ready
+from troupe.orchestrator.commands.runs import create_models, ready, shown_copies
 from troupe.orchestrator.commands.train import train
 from troupe.orchestrator.spec.examples import MODELS_VARIABLE, RECIPES, examples, models_folder
 from troupe.orchestrator.starter.demo import DEFAULT, demo_folder, demo_spec, list_examples
@@ -127,6 +127,7 @@ def init(
             flags = replace(flags, data=str(write_rows(environment, values or {}, output, force=force)))
             typer.echo(f"wrote {flags.data}: the tasks of {environment}")
         choices = complete(flags, ask if sys.stdin.isatty() else None)
-        text = text_of(choices, output, typer.echo)
+        with shown_copies():
+            text = text_of(choices, output, typer.echo)
     write(text, output, force)
     typer.echo(f"wrote {output}; next: troupe validate {output}")

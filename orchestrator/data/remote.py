@@ -8,7 +8,9 @@ from __future__ import annotations
 import glob
 import hashlib
 import logging
-import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -23,6 +25,20 @@ from troupe.workers.isolation.interpreters import cache_folder
 logger = logging.getLogger(__name__)
 
 _COPY_BYTES = 8 << 20
+
+Show = Callable[[str, int, int], object]
+"""Called with the name of a file that is copied, the bytes that have arrived, and all of them."""
+_show: ContextVar[Show] = ContextVar("show", default=lambda name, done, total: None)
+
+
+@contextmanager
+def copies_shown(show: Show) -> Iterator[None]:
+    """Shows the progress of files that are copied within the block."""
+    token = _show.set(show)
+    try:
+        yield
+    finally:
+        _show.reset(token)
 
 
 def local_files(path: str) -> list[Path]:
@@ -55,7 +71,9 @@ def _copied(store: fs.FileSystem, at: str, info: fs.FileInfo) -> Path:
         copy.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with replacing(copy, PRIVATE) as unfinished, store.open_input_stream(info.path) as source:
             with unfinished.open("wb") as target:
-                shutil.copyfileobj(source, target, _COPY_BYTES)
+                while part := source.read(_COPY_BYTES):
+                    target.write(part)
+                    _show.get()(info.base_name, target.tell(), info.size)
             if (size := unfinished.stat().st_size) != info.size:
                 raise OSError(f"{info.path}: {size} of {info.size} bytes were received")
     return copy

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, TypeVar
 from troupe.orchestrator.cluster.ray_cluster import Cluster
 from troupe.orchestrator.cluster.worker_server import server_of
 from troupe.orchestrator.data.prompt_check import COUNTED, PROMPTS, PromptCheck, check_prompts
+from troupe.orchestrator.data.remote import copies_shown
 from troupe.orchestrator.data.summary import Pools, RunData, describe, load_data
 from troupe.orchestrator.errors import StopRequested, TroupeError, UsageError, WorkerError
 from troupe.orchestrator.hub.resolve import LocalFiles, fetch
@@ -40,6 +41,7 @@ from troupe.orchestrator.telemetry.versions import versions as describe_versions
 from troupe.orchestrator.training.batch import unless_failed, unless_stopped
 from troupe.orchestrator.training.checkpoint import CheckpointStore
 from troupe.workers.contract.roles import Worker
+from troupe.workers.contract.units import MIB
 
 if TYPE_CHECKING:
     from troupe.orchestrator.insight.why.observer import RunObserver
@@ -153,7 +155,8 @@ async def open_session(
             spec, digest = with_opponent(local.spec, checkpoints.store, step)
             local = replace(local, spec=spec)
             console.message(f"the opponent is the model of step {step}, digest {digest[:16]}")
-        data = load_data(local.spec) if reads or trains else None
+        with copies_shown(lambda name, done, all_: console.phase(f"copy {name}", done // MIB, all_ // MIB, unit="MiB")):
+            data = load_data(local.spec) if reads or trains else None
         checks = None
         if data is not None and trains:
             require_same_rows(checkpoints.found, data.drawn)

@@ -123,7 +123,8 @@ def read_data(choices: Choices) -> Data:
 
 def _prompts(choices: Choices, table: Table) -> Data:
     """Prompts with answers, and the reward function that their answers earn."""
-    columns: dict[str, Any] = {**_named(("prompt",), table, choices.data)}
+    both = needs_answer(choices) and _found("prompt", table) is None and _found("answer", table) is None
+    columns: dict[str, Any] = {**_named(("prompt", "answer") if both else ("prompt",), table, choices.data)}
     prompt = columns.get("prompt", "prompt")
     prompt_tokens = _tokens(table, prompt)
     # A label beside a response is what somebody thinks of it.
@@ -261,15 +262,12 @@ def _checked(columns: Mapping[str, str], table: Table) -> Mapping[str, str]:
 
 def _named(columns: Sequence[str], table: Table, data: str) -> dict[str, str]:
     """The columns whose name in the file is not the spec's default. Raises UsageError if one is missing."""
-    named: dict[str, str] = {}
-    for column in columns:
-        name = _found(column, table)
-        if name is None:
-            there = f"it has: {', '.join(table.rows[0])}; --column {column}=NAME names it"
-            raise UsageError(f"--data: {data} has no column {column} ({there})")
-        if name != column:
-            named[column] = name
-    return named
+    found = {column: _found(column, table) for column in columns}
+    if lost := [column for column, name in found.items() if name is None]:
+        flags = " ".join(f"--column {column}=NAME" for column in lost)
+        there = f"it has: {', '.join(table.rows[0])}; {flags} names {'it' if len(lost) == 1 else 'them'}"
+        raise UsageError(f"--data: {data} has no column {' or '.join(lost)} ({there})")
+    return {column: name for column, name in found.items() if name is not None and name != column}
 
 
 def _tokens(table: Table, column: str) -> int:

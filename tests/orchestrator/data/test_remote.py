@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from pyarrow import fs
 from pydantic import TypeAdapter
 
 from tests.s3_server import Faults, s3_server
+from troupe.orchestrator.commands.runs import shown_copies
 from troupe.orchestrator.data import remote
 from troupe.orchestrator.data.prompts import load_pool
 from troupe.orchestrator.errors import DataError
@@ -81,6 +84,36 @@ def test_a_part_of_a_file_is_never_read(store: tuple[str, Any], server: tuple[st
     assert not [file for file in (tmp_path / "cache").rglob("*") if file.is_file()]
     server[1](Faults())
     assert len(prompts(url.format("train.jsonl"))) == 15000
+
+
+def test_a_copy_is_shown_as_it_arrives(store: tuple[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    url, write = store
+    write("train.jsonl", *"abc" * 100)
+    size = len(prompts_text := "".join(json.dumps({"prompt": one, "answer": "4"}) + "\n" for one in "abc" * 100))
+    monkeypatch.setattr(remote, "_COPY_BYTES", len(prompts_text) // 2)
+    shown: list[tuple[str, int, int]] = []
+    with remote.copies_shown(lambda *arrived: shown.append(arrived)):
+        prompts(url.format("train.jsonl"))
+        prompts(url.format("train.jsonl"))
+    assert shown == [("train.jsonl", size // 2, size), ("train.jsonl", size, size)]
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_init_shows_a_copy_in_a_terminal_only(
+    terminal: bool, store: tuple[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, write = store
+    write("train.jsonl", *"abc" * 100)
+    monkeypatch.setattr(remote, "_COPY_BYTES", 1000)
+    monkeypatch.setattr("sys.stderr", stream := io.StringIO())
+    monkeypatch.setattr(stream, "isatty", lambda: terminal)
+    with shown_copies():
+        find_tables(url.format("train.jsonl"))
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue())
+    if terminal:
+        assert re.search(r"copying train\.jsonl +\d\S* ?/ ?\d\S* ", shown)
+    else:
+        assert shown == ""
 
 
 @pytest.mark.parametrize(("name", "problem"), [("none.jsonl", "no such file"), ("none-*.jsonl", "no file matches")])
