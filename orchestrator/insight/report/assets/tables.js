@@ -51,7 +51,7 @@ function drawFlow(counts, ends, width) {
 }
 
 function table(heads, rows, classes = []) {
-  const cell = (tag, content, i) => (content instanceof Node ? el(tag, { class: classes[i] }, content) : el(tag, { class: classes[i], text: content }));
+  const cell = (tag, content, i) => el(tag, { class: classes[i], 'data-head': tag === 'td' && heads[i] }, content instanceof Node ? content : String(content));
   return el('div', { class: 'scroll' }, el('table', {}, el('thead', {}, el('tr', {}, heads.map((head, i) => cell('th', head, i)))), el('tbody', {}, rows.map((row) => el('tr', {}, row.map((content, i) => cell('td', content, i)))))));
 }
 

@@ -223,6 +223,7 @@ async def test_curves_have_other_axes_a_logarithmic_scale_and_smoothing(tmp_path
 
 async def test_nothing_is_cut_off_on_a_phone(tmp_path: Path) -> None:
     first, second = write_run(tmp_path / "first", tokens=0), write_run(tmp_path / "second", steps=3, tokens=0)
+    write_evaluations(first)
     file = write_report([first, second], tmp_path / "report.html")
     async with browser_page(390, 844) as page:
         await page.open(file.as_uri())
@@ -230,6 +231,9 @@ async def test_nothing_is_cut_off_on_a_phone(tmp_path: Path) -> None:
         await page.settle()
         assert await page.run("document.documentElement.scrollWidth") <= 390
         assert await page.run(OUTSIDE) == []
+        cells = "[...document.querySelectorAll('.evaluation td:not(:empty)')]"
+        assert await page.run(f"{cells}.filter(one => one.getBoundingClientRect().right > innerWidth).length") == 0
+        assert "change" in await page.run(f"{cells}.map(one => getComputedStyle(one, '::before').content).join()")
 
 
 async def test_text_of_a_model_stays_text(tmp_path: Path) -> None:
