@@ -52,7 +52,7 @@ def _unknown(spec: RunSpec) -> str:
     if hub_data(spec):
         return "data on the hub are counted only when the run has downloaded them"
     if (spec.rollouts or spec.offline).data.mixture:
-        return "each source of a mixture has passes of its own"
+        return "the sources of a mixture have separate passes"
     if spec.rollouts is not None and spec.rollouts.data.curriculum is not None:
         return "with data.curriculum a pass leaves prompts out by their results"
     if spec.rollouts is not None and dynamic_sampling(spec.rollouts.algorithm):

@@ -66,7 +66,7 @@ def test_steps_and_passes_together_are_refused_unless_set_decides(tmp_path: Path
 @pytest.mark.parametrize(
     ("example", "overrides", "why"),
     [
-        ("tiny-sft", [MIXED], "each source of a mixture has passes of its own"),
+        ("tiny-sft", [MIXED], "the sources of a mixture have separate passes"),
         ("tiny-grpo", ["data.curriculum={solved_at: 1.0}"], "with data.curriculum a pass leaves prompts out"),
         ("tiny-grpo", ["algorithm.dynamic_sampling=2"], "with algorithm.dynamic_sampling a step draws more prompts"),
         ("tiny-sft", ["data.train={kind: hub, name: a/b}"], "data on the hub are counted only when"),
