@@ -584,7 +584,10 @@ def test_rows_without_an_answer_are_counted_and_too_many_are_refused(tiny_model:
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        ('{"words": "a"}\n', "has no column prompt or answer (it has: words; --column prompt=NAME --column answer=NAME names them)"),
+        (
+            '{"words": "a"}\n',
+            "has no column prompt or answer (it has: words; --column prompt=NAME --column answer=NAME ",
+        ),
         ('{"prompt": "a"}\n', "has no column with the answer (it has: prompt)"),
         ('{"prompt": "a"}\n{"prompt\n', "rows.jsonl:2: not JSON"),
         ("\n", "has no rows"),
