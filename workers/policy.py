@@ -72,6 +72,10 @@ class PolicyWorker(TrainingRank[PolicyConfig]):
     def _distill(self) -> DistillConfig:
         return self._config.loss.distill
 
+    @property
+    def _shares_memory(self) -> bool:
+        return BACKENDS[self._config.transfer_backend].shared_gpu is True
+
     def build(self) -> WorkerHealth:
         """Load the models; see `TrainingRank.build`. Raises ValueError if the environment has variables that prevent
         sending weights, and StoreFailed if the object store for weights cannot be used."""

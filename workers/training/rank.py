@@ -53,6 +53,7 @@ from troupe.workers.training.group import (
 )
 from troupe.workers.training.meter import UpdateMeter, profiled
 from troupe.workers.training.zero3 import FrozenModule, partitioner_for, place_frozen
+from troupe.workers.weights.gpu_handles import expand_segments
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -139,6 +140,11 @@ class TrainingRank(ABC, Generic[ConfigT]):
             raise RuntimeError(f"{self._name} has not been started")
         return self._engine
 
+    @property
+    def _shares_memory(self) -> bool:
+        """Whether another process opens memory that this one has allocated on its GPU."""
+        return False
+
     def host(self) -> str:
         return f"{socket.gethostname()} {own_address()}"
 
@@ -152,6 +158,8 @@ class TrainingRank(ABC, Generic[ConfigT]):
         if self._engine is not None:
             raise RuntimeError(f"{self._name} has already been started")
         prepare_torch(self._config.trainer.threads, deterministic=self._config.deterministic)
+        if self._device == "cuda" and not self._shares_memory:
+            expand_segments(os.environ)
         torch.manual_seed(self._config.seed)
         announce(Activity.GROUP)
         join_group(rendezvous, self._device, self._store)

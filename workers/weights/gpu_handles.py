@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 PlainHandle = list[Any]
 """Offset and length of the buffer in its storage, then the numbers and bytes of `reduce_tensor` behind its types."""
 _DEVICE = 6
@@ -19,9 +20,16 @@ _COUNTER = slice(7, 9)
 """Place of the name and the offset of torch's counter in a `PlainHandle`."""
 
 
+def expand_segments(environment: Mapping[str, str]) -> None:
+    """Let torch extend the segments of a GPU's memory, which batches of many lengths fragment if their size is fixed,
+    unless the environment configures its allocator. Not for memory that another process opens."""
+    if environment.keys().isdisjoint(_ALLOCATOR):
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+
+
 def check_allocator(environment: Mapping[str, str]) -> None:
     """Verify that torch allocates memory that another process can open. Raises ValueError."""
-    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+    for name in _ALLOCATOR:
         settings = environment.get(name, "").lower().replace(" ", "").split(",")
         if {"expandable_segments:true", "expandable_segments:1"}.intersection(settings):
             why = "another process cannot open such memory, and weight_sync.backend is ipc"

@@ -194,7 +194,7 @@ def quantized(models: Mapping[str, ModelConfig]) -> Iterator[Finding]:
         if method and section != _JUDGE:
             why = "only a judge uses quantized weights; name the model that they were made from"
             if method == "fp8":
-                why += ", or one that was made from them in bfloat16 where they are all that is published (DeepSeek-V3)"
+                why += ", or convert them to bfloat16 (docs/guides/model.md#fp8-weights)"
             yield f"{section}.path", f"its weights are quantized ({method}): {why}"
 
 
