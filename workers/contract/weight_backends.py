@@ -12,6 +12,9 @@ from typing import Literal
 TransferBackend = Literal["shm", "ipc", "nccl", "gloo", "store"]
 _Device = Literal["cpu", "cuda"]
 
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Environment variables that configure torch's allocator on GPUs."""
+
 
 @dataclass(frozen=True)
 class WeightBackend:

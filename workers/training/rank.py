@@ -30,6 +30,7 @@ from troupe.workers.contract.messages import (
     UpdateMetrics,
     WorkerHealth,
 )
+from troupe.workers.contract.weight_backends import ALLOCATOR_VARIABLES
 from troupe.workers.data.kept_tables import picked, write_tables
 from troupe.workers.models.capabilities import adapt, use_liger
 from troupe.workers.models.distillation import LogitsReader, TopTeacher, WholeTeacher, top_tokens
@@ -53,7 +54,6 @@ from troupe.workers.training.group import (
 )
 from troupe.workers.training.meter import UpdateMeter, profiled
 from troupe.workers.training.zero3 import FrozenModule, partitioner_for, place_frozen
-from troupe.workers.weights.gpu_handles import expand_segments
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -364,3 +364,10 @@ def prepare_torch(threads: int, *, deterministic: bool = False) -> None:
     torch.set_flush_denormal(True)
     if threads:
         torch.set_num_threads(threads)
+
+
+def expand_segments(environment: Mapping[str, str]) -> None:
+    """Let torch extend the segments of a GPU's memory, which batches of many lengths fragment if their size is fixed,
+    unless the environment configures its allocator. Not for memory that another process opens."""
+    if environment.keys().isdisjoint(ALLOCATOR_VARIABLES):
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")

@@ -11,7 +11,8 @@ from typing import Any, cast
 import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
-_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+from troupe.workers.contract.weight_backends import ALLOCATOR_VARIABLES
+
 PlainHandle = list[Any]
 """Offset and length of the buffer in its storage, then the numbers and bytes of `reduce_tensor` behind its types."""
 _DEVICE = 6
@@ -20,16 +21,9 @@ _COUNTER = slice(7, 9)
 """Place of the name and the offset of torch's counter in a `PlainHandle`."""
 
 
-def expand_segments(environment: Mapping[str, str]) -> None:
-    """Let torch extend the segments of a GPU's memory, which batches of many lengths fragment if their size is fixed,
-    unless the environment configures its allocator. Not for memory that another process opens."""
-    if environment.keys().isdisjoint(_ALLOCATOR):
-        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
-
-
 def check_allocator(environment: Mapping[str, str]) -> None:
     """Verify that torch allocates memory that another process can open. Raises ValueError."""
-    for name in _ALLOCATOR:
+    for name in ALLOCATOR_VARIABLES:
         settings = environment.get(name, "").lower().replace(" ", "").split(",")
         if {"expandable_segments:true", "expandable_segments:1"}.intersection(settings):
             why = "another process cannot open such memory, and weight_sync.backend is ipc"

@@ -103,13 +103,9 @@ def too_long(models: Mapping[str, ModelConfig], lengths: Mapping[str, int]) -> I
         positions, bound = config.get("max_position_embeddings"), _steady_positions(config)
         for field, tokens in lengths.items():
             if bound is not None and tokens > bound[0]:
-                yield (
-                    field,
-                    (
-                        f"{tokens} is more than {bound[0]}, the original positions of {whose}: beyond them its rotary "
-                        f"embedding ({bound[1]}) depends on the longest sequence of a batch, and differs from vLLM's"
-                    ),
-                )
+                why = f"its rotary embedding ({bound[1]}) depends on the longest sequence of a batch"
+                beyond = f"the original positions of {whose}: beyond them {why}, and differs from vLLM's"
+                yield field, f"{tokens} is more than {bound[0]}, {beyond}"
             elif isinstance(positions, int) and tokens > positions and not scores_text(section):
                 yield field, f"{tokens} is more than {whose}'s {positions} positions"
 
@@ -160,20 +156,15 @@ def unsupported_head_size(model: Path) -> Iterator[Finding]:
         size = config["hidden_size"] // heads
     if isinstance(size, int) and size not in CPU_HEAD_SIZES:
         known = ", ".join(map(str, CPU_HEAD_SIZES))
-        yield (
-            "model.path",
-            f"attention heads of size {size}: vLLM on the CPU supports {known}; use GPUs or another model",
-        )
+        why = f"vLLM on the CPU supports {known}; use GPUs or another model"
+        yield "model.path", f"attention heads of size {size}: {why}"
 
 
 def windows_in_some_layers(model: Path) -> Iterator[Finding]:
     """Sliding windows in some layers of a Qwen2 model, which vLLM's class for it refuses when an engine starts."""
     config = _text_config(model)
-    layers, full, kinds = (
-        config.get("num_hidden_layers"),
-        config.get("max_window_layers", 28),
-        config.get("layer_types"),
-    )
+    layers, kinds = config.get("num_hidden_layers"), config.get("layer_types")
+    full = config.get("max_window_layers", 28)
     if config.get("model_type") != "qwen2" or not isinstance(layers, int) or not isinstance(full, int):
         return
     mixed = bool(config.get("use_sliding_window")) and config.get("sliding_window", 1) is not None and 0 < full < layers
@@ -221,10 +212,8 @@ def headless(models: Mapping[str, ModelConfig], trains: Trains) -> Iterator[Find
         except SizeUnknown:  # `broken_weights` reports why
             continue
         if lacking and not _architecture(config_or_empty(folder)).endswith(_CLASSIFIERS):
-            yield (
-                f"{section}.path",
-                "its files hold no output head (lm_head.weight), and tie_word_embeddings is false: it would be random",
-            )
+            why = "tie_word_embeddings is false: it would be random"
+            yield f"{section}.path", f"its files hold no output head (lm_head.weight), and {why}"
 
 
 def smaller_vocabularies(models: Mapping[str, ModelConfig]) -> Iterator[Finding]:
@@ -235,13 +224,8 @@ def smaller_vocabularies(models: Mapping[str, ModelConfig]) -> Iterator[Finding]
     for section in filter(reads_tokens, models):
         found = _text_config(Path(models[section].path)).get("vocab_size")
         if isinstance(own, int) and isinstance(found, int) and found < own:
-            yield (
-                f"{section}.path",
-                (
-                    f"its vocabulary has {found} tokens and the trained model's {own}: it reads the trained model's "
-                    "tokens, and has no embedding for some"
-                ),
-            )
+            why = "it reads the trained model's tokens, and has no embedding for some"
+            yield f"{section}.path", f"its vocabulary has {found} tokens and the trained model's {own}: {why}"
 
 
 def other_tokenizers(models: Mapping[str, ModelConfig]) -> Iterator[Finding]:
@@ -253,10 +237,8 @@ def other_tokenizers(models: Mapping[str, ModelConfig]) -> Iterator[Finding]:
             continue
         if (found := _tokenized_differently(own, other)) is not None:
             text, ours, theirs = found
-            why = (
-                f"its tokenizer is another than the trained model's, whose tokens it reads: {text!r} is {theirs} there"
-            )
-            yield f"{section}.path", f"{why} and {ours} here"
+            why = "its tokenizer is another than the trained model's, whose tokens it reads"
+            yield f"{section}.path", f"{why}: {text!r} is {theirs} there and {ours} here"
 
 
 def _tokenized_differently(own: Path, other: Path) -> tuple[str, list[int], list[int]] | None:
