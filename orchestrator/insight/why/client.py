@@ -17,7 +17,6 @@ from troupe.orchestrator.insight.why.facts import (
     ENDED,
     FOLDER,
     SNAPSHOT,
-    Diagnosis,
     DiagnosisReport,
     DriverSnapshot,
     DriverState,
@@ -111,6 +110,7 @@ def _remains(run_folder: Path, snapshot: DriverSnapshot) -> tuple[str, ...]:
 
 
 def text_of(report: DiagnosisReport) -> str:
-    age = time.time() - report.time
-    lines: Diagnosis = report.diagnosis
-    return f"{lines.text()}\n  (reported {age:.0f} s ago)" if age > 60 else lines.text()
+    age, text = time.time() - report.time, report.diagnosis.text()
+    if report.diagnosis.cause == "ended":
+        return f"{text}\n  what it learned, or why it did not: `troupe report RUN`"
+    return f"{text}\n  (reported {age:.0f} s ago)" if age > 60 else text

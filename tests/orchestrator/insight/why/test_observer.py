@@ -26,6 +26,7 @@ from tests.orchestrator.test_mailbox import wait_for
 from tests.processes import suspend
 from troupe.orchestrator.errors import WorkerDied
 from troupe.orchestrator.insight.why import observer as observing
+from troupe.orchestrator.insight.why.client import text_of
 from troupe.orchestrator.insight.why.facts import ENDED, FOLDER, Diagnosis, DiagnosisReport, keep_report
 from troupe.orchestrator.live.mailbox import Mailbox
 from troupe.orchestrator.telemetry.console import Console
@@ -127,6 +128,11 @@ def test_a_run_that_has_ended_says_so(tmp_path: Path) -> None:
     with observed(tmp_path, "ends") as driver:
         driver.wait(WAIT_S)
         assert ask(tmp_path)["summary"] == "the run has ended: 0 of 0 steps"
+
+
+def test_why_of_a_run_that_has_ended_names_the_report() -> None:
+    report = DiagnosisReport(0.0, 1, Diagnosis("ended", "the run has ended: 2 of 2 steps"), 0.0)
+    assert text_of(report).splitlines()[1:] == ["  what it learned, or why it did not: `troupe report RUN`"]
 
 
 def test_a_stage_that_has_ended_says_so_while_its_process_runs_the_next_one(tmp_path: Path) -> None:
