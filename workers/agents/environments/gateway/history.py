@@ -96,6 +96,8 @@ def first_difference(known: Sequence[Message], given: Sequence[Message], *, thou
     stripped text. None of these changes what was said. With `thoughts_aside` neither do the thoughts of turns.
     """
     for number, (one, other) in enumerate(zip(known, given, strict=False)):
+        if one == other:  # as most are, so that a long history costs little
+            continue
         for field_name, (said, now) in _meanings(one, other, thoughts_aside):
             if said != now:
                 return f"messages.{number} ({one['role']}): {field_name} {said!r:.100} became {now!r:.100}"

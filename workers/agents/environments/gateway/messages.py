@@ -172,6 +172,9 @@ def _messages(message: Any, place: str, loaded: set[str]) -> Iterator[Message]:
     if not isinstance(message, dict) or message.get("role") not in ("user", "assistant", "system"):
         raise ValueError(f"{place}.role: expected user, assistant or system")
     role, content = message["role"], message.get("content")
+    if isinstance(content, str):
+        yield {"role": role, "content": content}
+        return
     blocks = content if isinstance(content, list) else [{"type": "text", "text": content}]
     text, calls, told = "", list[Body](), 0
     for number, block in enumerate(blocks):
