@@ -72,6 +72,7 @@ OWNERS = {
         "workers.engine",
         "workers.weights.vllm_transfer",
         "workers.weights.vllm_adapter",
+        "workers.weights.vllm_verified",
         "workers.weights.cpu_kernels",
         "workers.weights.reload",
         "workers.weights.receiver",

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from troupe.workers.contract.config import JudgeConfig, RolloutConfig, SamplingConfig
-from troupe.workers.contract.config_base import MIN_TEMPERATURE
+from troupe.workers.contract.config_base import MIN_TEMPERATURE, VerifiedModel
 from troupe.workers.contract.judges import JudgeAnswer, Question, whole_words
 from troupe.workers.contract.messages import GroupRequest, WorkerGone, WorkerHealth
 from troupe.workers.data.chat import PromptRefused
@@ -50,8 +50,11 @@ class JudgeWorker:
         self._opens_thought = False
 
     async def start(self) -> WorkerHealth:
-        """Load the model. Raises what `RolloutWorker.start` raises."""
+        """Load the model. Raises what `RolloutWorker.start` raises, and WeightDigestMismatch if a process of the
+        engine has loaded another model than the run has written."""
         health = await self._engine.start()
+        if isinstance(self._config.model, VerifiedModel):
+            await self._engine.weights.confirm_model(self._config.model.weights_digest)
         if self._config.structured is None:  # a form is sampled from the first token on
             self._opens_thought = await asyncio.to_thread(template_opens_thought, self._config.model)
         return health

@@ -29,7 +29,7 @@ from troupe.orchestrator.pools.workers import Workers
 from troupe.orchestrator.roles.table import SAMPLERS
 from troupe.orchestrator.runs.checkpoints import RunCheckpoints, open_checkpoints
 from troupe.orchestrator.runs.lock import kept, locked
-from troupe.orchestrator.runs.opponents import opponent_step, with_opponent
+from troupe.orchestrator.runs.opponents import fetch_opponent, opponent_step, with_opponent
 from troupe.orchestrator.runs.resume import require_same_rows, resumption
 from troupe.orchestrator.signals import HANDLED, ignored, interrupt_on_signals, taken
 from troupe.orchestrator.spec.base import RESOLVED_SPEC, RunSpec
@@ -150,6 +150,8 @@ async def open_session(
     async with AsyncExitStack() as stack:
         checkpoints = await stack.enter_async_context(_run_folder(request, console)) if trains else _saved(request)
         local = local or fetch(request.spec, console)
+        if trains and checkpoints.remote is not None:
+            fetch_opponent(local.spec, checkpoints.store, checkpoints.remote, checkpoints.done)
         if step := opponent_step(local.spec, checkpoints.store, checkpoints.done) if trains else 0:
             checkpoints.store.use(step)
             spec, digest = with_opponent(local.spec, checkpoints.store, step)

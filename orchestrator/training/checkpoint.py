@@ -154,6 +154,11 @@ class CheckpointStore:
         """Keeps the checkpoint of this step, and no longer that in use before."""
         self.in_use = step
 
+    @property
+    def kept(self) -> frozenset[int]:
+        """Steps whose checkpoints stay, however many newer ones there are."""
+        return self.protected | {self.in_use}
+
     def folder(self, step: int) -> Path:
         return self.directory / folder_name(step)
 
@@ -260,7 +265,7 @@ class CheckpointStore:
         earlier = [step for step in self.steps() if step < newest]
         models = [] if self.has_model(newest) else [step for step in earlier if self.has_model(step)]
         for step in earlier[: max(0, len(earlier) - (self.keep - 1))]:
-            if step in (*models[-1:], self.in_use) or step in self.protected:
+            if step in (*models[-1:], *self.kept):
                 continue
             path = self.folder(step)
             hidden = path.with_name(f"{_REMOVED}{path.name}")
@@ -306,15 +311,14 @@ def verify(path: Path) -> Checkpoint:
     return Checkpoint(step, path, _read_json(path / STATE), frozenset(damaged))
 
 
-def verify_model(path: Path) -> str:
-    """Verifies the model of a checkpoint against its manifest; returns its digest. Raises InvalidCheckpoint if a file
-    is missing, changed or not listed; OSError if a file cannot be read."""
+def verify_model(path: Path) -> None:
+    """Verifies the model of a checkpoint against its manifest. Raises InvalidCheckpoint if a file is missing, changed
+    or not listed; OSError if a file cannot be read."""
     listed = _read_json(path / MANIFEST).get("files", {})
     saved = {name: entry for name, entry in listed.items() if name.startswith(f"{MODEL}/")}
     found = {f"{MODEL}/{name}": entry for name, entry in _describe_files(path / MODEL, sync=False).items()}
     if changed := [name for name in saved | found if saved.get(name) != found.get(name)]:
         raise InvalidCheckpoint(f"{min(changed)} is not the file that {MANIFEST} lists")
-    return hashlib.sha256(json.dumps(saved, sort_keys=True).encode()).hexdigest()
 
 
 def require_files(folder: Path, count: int) -> None:

@@ -279,7 +279,7 @@ class RunSaves(RunPart):
         samples = 0 if snapshot.write is None else await snapshot.write(written.folder)
         saved = await self._recovery.commit(step, lambda: self._store.commit(written.folder, state))
         seconds = round(_now() - saving.started, 4)
-        self._uploads.start(saved.path, self._store.protected)
+        self._uploads.start(saved.path, self._store.kept)
         if written.without_model:
             raise ExportFailed(
                 f"the model cannot be exported: {written.without_model}; {saved.path} holds the trainers' state: "

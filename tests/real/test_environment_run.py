@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from tests.conftest import ROOT
 from tests.real.commands import Run, kill, ledger_balances, running, trajectories
 from tests.real.paused_game import PAUSE
+from troupe.orchestrator.runs.opponents import weights_digest
 
 TINY = ROOT / "deploy" / "specs" / "tiny-environment.yaml"
 ENDLESS = ("schedule.steps=1000", "checkpoint.every_steps=0", "sampling.max_tokens=24", "failures.health_interval_s=2")
@@ -101,14 +103,18 @@ def test_the_policy_plays_itself_and_a_frozen_model(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_an_opponent_is_renewed_and_a_resumed_run_plays_against_the_same(tmp_path: Path) -> None:
     """The last step is played against the checkpoint of step 2, in one that saves while it trains and
-    in one that resumes after step 3."""
+    in one that resumes after step 3 from the copies of its checkpoints.
+
+    Checkpoints hold adapters, which are merged; the judge's engine starts only if it has loaded what was merged.
+    """
     options = (
         "roles.environment={name: 'troupe.deploy.examples.games:KuhnPoker', cpus: 0.25,"
         " players: {first: policy, second: judge}}",
         "roles.judge={model: {path: .cache/models/tiny-llama, dtype: float32}, cpus: 0.5, threads: 1, max_num_seqs: 32,"
         " max_model_len: 128, enforce_eager: true, kv_cache_gib: 0.1, temperature: 1.0, max_tokens: 2,"
         " structured: {choice: [p, b]}, renew_every: 2}",
-        *("roles.policy.schedule=constant", "checkpoint.every_steps=1", "checkpoint.keep=1"),
+        *("roles.policy.schedule=constant", "roles.policy.lora={rank: 4, alpha: 8}"),
+        *("checkpoint.every_steps=1", "checkpoint.keep=1", f"checkpoint.path=file://{tmp_path}/bucket"),
         *("algorithm.group_size=4", "schedule.prompts_per_step=8"),
     )
 
@@ -120,14 +126,16 @@ def test_an_opponent_is_renewed_and_a_resumed_run_plays_against_the_same(tmp_pat
         return run
 
     whole = play("whole", 4, "checkpoint.async_save=true")
-    play("parts", 3)
+    shutil.rmtree(play("parts", 3).out)
     parts = play("parts", 4, resume=True)
     events = [json.loads(line) for line in (whole.out / "events.jsonl").read_text().splitlines()]
     assert [(event["step"], event["of"]) for event in events if event["event"] == "opponent"] == [(3, 2)]
+    (played,) = [event["digest"] for event in events if event["event"] == "opponent"]
+    assert played == weights_digest(whole.out / "opponent" / "step-000002")
     assert "the opponent is the model of step 2" in parts.output, "from its start on"
     assert not any(event["event"] == "worker_replaced" for event in events), "a renewed judge was not lost"
     for run in (whole, parts):
-        assert sorted(path.name for path in (run.out / "checkpoints").iterdir()) == ["step-000002", "step-000004"]
+        assert sorted(path.name for path in (run.out / "checkpoints").glob("step-*")) == ["step-000002", "step-000004"]
         assert ledger_balances(run.metrics[-1]) and run.metrics[-1]["ledger/dropped"] == 0
     games = [
         [(row["conversation"], row["reward"]) for row in trajectories(run.out, 4).to_pylist()] for run in (whole, parts)

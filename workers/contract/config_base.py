@@ -93,3 +93,10 @@ class ModelConfig(Frozen):
     def computes_float32_logits(self) -> bool:
         """Whether the output head computes in a different type from the other layers."""
         return self.float32_head and self.dtype != "float32"
+
+
+class VerifiedModel(ModelConfig):
+    """A model whose weights the run has written itself: an engine that loads others does not start."""
+
+    weights_digest: str
+    """`troupe.workers.contract.model_files.tensors_digest_of` of its files."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 from troupe.workers.contract.adapter_config import ADAPTER_CONFIG
@@ -20,6 +22,11 @@ def weight_files(folder: str | Path) -> list[Path]:
     if (root / _SINGLE).is_file():
         return [root / _SINGLE]
     return _indexed(root) if (root / _INDEX).is_file() else sorted(root.glob("*.safetensors"))[:_MOST_FILES]
+
+
+def tensors_digest_of(tensors: Mapping[str, str]) -> str:
+    """SHA-256 of the tensors of a model, from the xxh3-128 of each one's bytes by name, in any order."""
+    return hashlib.sha256(json.dumps(sorted(tensors.items())).encode()).hexdigest()
 
 
 def check_model_files(folder: str | Path) -> None:

@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from troupe.workers.contract.config import EngineProcess, RolloutConfig, StructuredConfig
+from troupe.workers.contract.config_base import VerifiedModel
 from troupe.workers.contract.model_files import check_model_files
 from troupe.workers.contract.trainer_config import ALL_LINEAR, LoraConfig
 from troupe.workers.contract.weight_backends import TransferBackend
@@ -23,6 +24,7 @@ ADAPTER_ID = 1
 """vLLM's number for the policy's adapters: an engine has no others."""
 _EXTENSION = "troupe.workers.weights.vllm_transfer.EngineExtension"
 _ADAPTER_EXTENSION = "troupe.workers.weights.vllm_adapter.AdapterExtension"
+_VERIFIED_EXTENSION = "troupe.workers.weights.vllm_verified.VerifiedExtension"
 _RECORDING_SCHEDULER = "troupe.workers.engine.kept_tokens.recording_scheduler"
 _NO_PATH = "/nowhere/adapters-are-loaded-by-the-weight-update"
 """vLLM looks for an adapter there that it does not have, and the request fails."""
@@ -87,7 +89,7 @@ def engine_args(config: RolloutConfig) -> AsyncEngineArgs:
         weight_transfer_config=WeightTransferConfig(
             backend=receiver_name(config.transfer_backend) if config.lora is None else ADAPTER_BACKEND
         ),
-        worker_extension_cls=_EXTENSION if config.lora is None else _ADAPTER_EXTENSION,
+        worker_extension_cls=_extension(config),
         # Without white space between the parts of JSON: a response could consist of it.
         structured_outputs_config=StructuredOutputsConfig(backend="xgrammar", disable_any_whitespace=True),
         scheduler_cls=_RECORDING_SCHEDULER if config.sampling.truncates else None,
@@ -96,6 +98,13 @@ def engine_args(config: RolloutConfig) -> AsyncEngineArgs:
         disable_log_stats=False,  # the timings of each sample come from them
         **(_device_args(config) | _adapter_args(config.lora) | config.engine_options),
     )
+
+
+def _extension(config: RolloutConfig) -> str:
+    """The class whose methods vLLM adds to the workers of the engine."""
+    if isinstance(config.model, VerifiedModel):
+        return _VERIFIED_EXTENSION
+    return _EXTENSION if config.lora is None else _ADAPTER_EXTENSION
 
 
 def unread_metrics() -> type[PrometheusStatLogger]:

@@ -124,6 +124,15 @@ class EngineWeights:
             if (rank["version"], rank["digest"]) != (version, digest):
                 raise WeightDigestMismatch(self._engine.name, digest, f"{rank['digest']} of version {rank['version']}")
 
+    async def confirm_model(self, digest: str) -> None:
+        """Raise WeightDigestMismatch unless every process of the engine has loaded a model of this digest."""
+        from troupe.workers.weights.file import WeightDigestMismatch
+
+        engine = self._engine.require_live()
+        for loaded in await self._engine.call(engine.collective_rpc("troupe_model_digest")):
+            if loaded != digest:
+                raise WeightDigestMismatch(self._engine.name, digest, loaded or "none: it has not read all")
+
     async def _held(self) -> list[dict[str, Any]]:
         """The weights that each process of the engine holds, as a `LoadedWeights`."""
         return await self._engine.call(self._engine.require_live().collective_rpc("troupe_loaded_weights"))

@@ -63,12 +63,6 @@ def _renewal(spec: RolloutSpec) -> Iterator[Finding]:
     if not checkpoint.every_steps or judge.renew_every % checkpoint.every_steps:
         why = f"must be a multiple of checkpoint.every_steps ({checkpoint.every_steps}), as it plays from checkpoints"
         yield field, f"{why}; got {judge.renew_every}"
-    for path, is_set, why in (
-        ("roles.policy.lora", spec.trains_adapters, "checkpoints hold no whole model"),
-        ("checkpoint.path", checkpoint.path is not None, "the opponent is not fetched from there"),
-    ):
-        if is_set:
-            yield path, f"does not work with {field}: {why}; remove one of them"
     changes = f"another model each time ({field})"
     for path, functions in reward_functions(spec).items():
         for number, function in enumerate(functions):

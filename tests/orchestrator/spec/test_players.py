@@ -89,8 +89,6 @@ RENEWED = (
         ("checkpoint.every_steps=3", "roles.judge.renew_every: must be a multiple of checkpoint.every_steps (3)"),
         ("checkpoint.every_steps=0", "roles.judge.renew_every: must be a multiple of checkpoint.every_steps (0)"),
         ("roles.environment.players={first: policy, second: policy}", "renew_every: no player of a game is the judge"),
-        ("checkpoint.path=s3://bucket/runs", "checkpoint.path: does not work with roles.judge.renew_every"),
-        ("roles.policy.lora={rank: 4, alpha: 8}", "roles.policy.lora: does not work with roles.judge.renew_every"),
         (
             "roles.reward.functions=[{name: environment}, {name: judge, args: {rubric: Rate it.}}]",
             "roles.reward.functions.1: is scored by another model each time (roles.judge.renew_every)",
