@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -46,10 +46,11 @@ from troupe.workers.data.tokenizer import load_tokenizer
 from troupe.workers.models.distillation import SquareSums, top_tokens
 from troupe.workers.models.modeling import CausalLogprobs, evaluating, longest_row, score_plan
 from troupe.workers.models.token_batch import TokenBatch, TokenTable
-from troupe.workers.training.deepspeed_engine import Forward
+from troupe.workers.training.deepspeed_engine import Forward, StepResult
 from troupe.workers.training.master_weights import WeightSnapshot
 from troupe.workers.training.meter import TokenRecorder
-from troupe.workers.training.rank import TrainingRank, loss_metrics
+from troupe.workers.training.natural_gradient import NaturalGradient
+from troupe.workers.training.rank import OutputT, TrainingRank, Work, loss_metrics
 from troupe.workers.weights.device_sender import DeviceSender, device_sender
 from troupe.workers.weights.file import RankWeights, WeightPublisher, read_payload
 from troupe.workers.weights.shared_memory import Bytes
@@ -66,6 +67,7 @@ class PolicyWorker(TrainingRank[PolicyConfig]):
         self._sender: DeviceSender | None = None
         self._stored_distributions: list[tuple[TokenBatch, torch.Tensor]] = []
         self._weights_before: WeightSnapshot | None = None
+        self._natural: NaturalGradient | None = None
         self._records = TokenRecorder() if config.records_tokens else None
 
     @property
@@ -85,6 +87,9 @@ class PolicyWorker(TrainingRank[PolicyConfig]):
         if config.weight_store is not None and dist.get_rank() == 0:
             self._weight_store = WeightStore(config.weight_store, config.run_id)
         self._train_policy(config.reference_model, config.sampling.temperature, config.loss.entropy_coef > 0)
+        if config.natural_gradient is not None:
+            module = cast(CausalLogprobs, self.engine.module)
+            self._natural = NaturalGradient(module, config.natural_gradient, self._device)
         if config.device == "cuda":
             torch.cuda.empty_cache()  # an engine on the same GPU sizes its KV cache by what is free
         return self.health()
@@ -135,6 +140,13 @@ class PolicyWorker(TrainingRank[PolicyConfig]):
         loss = metrics.sums["loss"] + self._config.ptx_coef * metrics.sums.get("ptx_loss", 0.0)
         return replace(metrics, sums=metrics.sums | {"loss": loss})
 
+    def _step(
+        self, work: Sequence[Work[OutputT]], loss_of: Callable[[Forward, Work[OutputT]], torch.Tensor]
+    ) -> StepResult:
+        if self._natural is None:
+            return super()._step(work, loss_of)
+        return self.engine.move(partial(self._natural.step, work, loss_of))
+
     def token_records(self) -> tuple[int, pa.Table]:
         """(rows, TOKEN_RECORDS table) of the updates since the last call, from each row's forward pass."""
         table = TOKEN_RECORDS.empty_table() if self._records is None else self._records.take()
@@ -145,7 +157,7 @@ class PolicyWorker(TrainingRank[PolicyConfig]):
         bytes), and the `weights` for `shorten_step`. Collective."""
         self._weights_before = self.engine.snapshot_weights() if weights else None
         parts = TokenTable(batch).batches(plan)
-        batches = [_subsample(stride, part).to(self.engine.device) for part in parts]
+        batches = [part.sampled(stride).to(self.engine.device) for part in parts]
         self._stored_distributions = [(part, self._distributions(part)) for part in batches]
 
     def divergence(self) -> tuple[float, int]:
@@ -207,6 +219,7 @@ class PolicyWorker(TrainingRank[PolicyConfig]):
             self._weight_store = None
         self._disconnect()
         self.discard_stored()
+        self._natural = None
         super().release()
 
     def _stored(self, name: str, content: Bytes) -> Bytes | StoredBytes:
@@ -251,23 +264,18 @@ class PolicyWorker(TrainingRank[PolicyConfig]):
             if loss.has_ratio
             else forward(batch=replace(micro_batch, kept=None), temperature=1.0, reader=reader)
         )
-        if self._records is not None:
+        # A step that is searched for scores the rows again, without a gradient.
+        if self._records is not None and torch.is_grad_enabled():
             self._records.note(micro_batch, logprobs, entropy)
         max_tokens = self._config.sampling.max_tokens
 
         def tokens(own: PolicyLossConfig) -> PolicyTokens:
             found = policy_tokens(table, micro_batch, plan, own, max_tokens, logprobs, entropy)
+            if self._natural is not None and found.old_logprobs is None:
+                raise ValueError("the line search compares with the policy of before: the batch lacks old_logprobs")
             return replace(found, divergences=compared[0] if compared else None)
 
         if not self._config.source_losses:
             return micro_batch, policy_loss(tokens(loss), loss, kl_old_coef)
         losses = {"": loss, **self._config.source_losses}
         return micro_batch, loss_by_source(losses, table, micro_batch, tokens, kl_old_coef)
-
-
-def _subsample(stride: int, batch: TokenBatch) -> TokenBatch:
-    """The batch with every `stride`-th state at which the policy sampled a token."""
-    chosen = batch.loss_mask.nonzero().flatten()[::stride]
-    return replace(
-        batch, positions=batch.positions[chosen], kept=None if batch.kept is None else batch.kept.take(chosen)
-    )

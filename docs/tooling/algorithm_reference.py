@@ -18,7 +18,7 @@ from troupe.orchestrator.algorithms.offline import OFFLINE_ALGORITHMS
 from troupe.orchestrator.algorithms.table import ALGORITHMS
 
 RATIOS = {
-    "policy_gradient": "unclipped: nothing bounds a token's `r` (`ppo_kl_limit` bounds the step)",
+    "policy_gradient": "unclipped: nothing bounds a token's `r` (`ppo_kl_limit` and `trpo` bound the step)",
     "clip": "clipped: a token (`gspo`: a response) whose `r` has left the clip range in the direction of its advantage "
     "has no gradient",
     "kl_penalty": "unclipped, with a penalty on KL(old \\|\\| new)",

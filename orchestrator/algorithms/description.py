@@ -107,6 +107,8 @@ def row_defaults(row: Algorithm) -> Iterator[tuple[str, str]]:
         yield "kl_old", f"{{coef: {row.kl_penalty.coef}, target: {row.kl_penalty.target}}}"
     if row.trust_region is not None:
         yield "trust_region", _shown(row.trust_region)
+    if row.natural_gradient is not None:
+        yield "natural_gradient", _shown(row.natural_gradient)
     sections: list[PolicyLossConfig | AdvantageConfig | CriticLossConfig] = [row.loss, row.advantage]
     sections += [row.critic_loss] if row.critic_loss is not None else []
     for section in sections:

@@ -22,7 +22,6 @@ from troupe.orchestrator.algorithms.table import (
     KL_FIELDS,
     ROW_ONLY,
     SECTIONS,
-    TRUST_REGION_OPTIONS,
     Algorithm,
     KlPenalty,
     TrustRegion,
@@ -34,6 +33,7 @@ from troupe.workers.contract.algorithm_config import (
     Aggregation,
     CriticLossConfig,
     CustomConfig,
+    NaturalGradientConfig,
     PolicyLossConfig,
 )
 from troupe.workers.contract.config_base import Frozen
@@ -79,6 +79,11 @@ class TrustRegionConfig(Frozen):
     """Limit on the divergence of a step (ppo_kl_limit)."""
 
 
+@overrides({NaturalGradientConfig: ""})
+class NaturalGradientSection(Frozen):
+    """TRPO's step (trpo)."""
+
+
 @overrides(
     dict.fromkeys((PolicyLossConfig, AdvantageConfig, CriticLossConfig), ""), without=ROW_ONLY | KL_FIELDS | SECTIONS
 )
@@ -102,6 +107,8 @@ class AlgorithmConfig(Frozen):
     """Penalty on the divergence from the policy that sampled (ppo_penalty)."""
     trust_region: TrustRegionConfig | None = None
     """Limit on the divergence of a step (ppo_kl_limit)."""
+    natural_gradient: NaturalGradientSection | None = None
+    """TRPO's step (trpo)."""
     distill: DistillSection | None = None
     """Divergence from the teachers, over their likeliest tokens or the whole vocabulary."""
     kl_stop: float | None = Field(default=None, ge=0.0)
@@ -265,6 +272,14 @@ def trust_region(config: AlgorithmConfig) -> TrustRegion | None:
     return overridden(default, dict(config.trust_region or ()))
 
 
+def natural_gradient(config: AlgorithmConfig) -> NaturalGradientConfig | None:
+    """TRPO's step; None for an algorithm whose policy trains with AdamW."""
+    default = row_of(config).natural_gradient
+    if default is None:
+        return None
+    return overridden(default, dict(config.natural_gradient or ()))
+
+
 def compares_with_batch(config: AlgorithmConfig) -> bool:
     """Whether an advantage depends on samples outside of its group: what `by_source` divides."""
     own = advantage(config)
@@ -290,8 +305,7 @@ def unused_options(config: AlgorithmConfig) -> list[str]:
         unread |= {"dynamic_sampling", "dynamic_sampling_on"}
     if row.critic_loss is None:
         unread |= CRITIC_OPTIONS
-    if row.trust_region is None:
-        unread |= TRUST_REGION_OPTIONS
+    unread |= {name for name in ("trust_region", "natural_gradient") if vars(row)[name] is None}
     if not is_custom(config.name):
         unread |= {"args"}
     return [name for name, value in config if name in unread and value not in (None, {})]

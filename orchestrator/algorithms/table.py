@@ -13,6 +13,7 @@ from troupe.workers.contract.algorithm_config import (
     CriticLossConfig,
     DistillConfig,
     ImportanceConfig,
+    NaturalGradientConfig,
     PolicyLossConfig,
 )
 from troupe.workers.contract.config_base import Frozen
@@ -97,7 +98,6 @@ COVARIANCE_OPTIONS: dict[str, frozenset[str]] = {
 BASELINE_OPTIONS = frozenset({"baseline_decay"})
 """Fields of the algorithm section that only the baseline player_average reads."""
 CRITIC_OPTIONS = frozenset({"value_clip"})
-TRUST_REGION_OPTIONS = frozenset({"trust_region"})
 COMPARES = frozenset(
     ("group", "smooth_group", "max_likelihood", "best_of_subsets", "best_of_group", "preference_pair", "custom")
 )
@@ -129,6 +129,8 @@ class Algorithm:
     """Objective kl_penalty: its coefficient and target."""
     trust_region: TrustRegion | None = None
     """Limit on the divergence of a step."""
+    natural_gradient: NaturalGradientConfig | None = None
+    """TRPO's step in place of AdamW's."""
 
 
 _of_groups = partial(Algorithm, group_size=8, min_group_size=2)
@@ -212,6 +214,18 @@ ALGORITHMS: dict[str, Algorithm] = {
             loss=PolicyLossConfig(objective="policy_gradient", kl_estimator="k1"),
             critic_loss=CriticLossConfig(value_clip=0.2),
             trust_region=TrustRegion(max_kl=0.01),
+        ),
+        _of_critic(
+            name="trpo",
+            summary="The natural gradient, scaled to a limit on KL(old || new), and a line search; no learning rate.",
+            formula=f"A as ppo; loss L = -A r, {_R_TOKEN}; F = Hessian of the mean KL(old || new) over the batch's "
+            "tokens; x = (F + damping I)^-1 grad L by conjugate gradients; new = old - b sqrt(2 max_kl / x^T F x) x, b "
+            "the first of 1, backtrack, backtrack^2, ... with L(new) < L(old) and KL(old || new) <= max_kl, else b = 0",
+            source="TRPO, arXiv 1502.05477, appendix C; damping and iterations: Spinning Up",
+            advantage=_GAE,
+            loss=PolicyLossConfig(objective="policy_gradient", kl_estimator="k1"),
+            critic_loss=CriticLossConfig(value_clip=0.2),
+            natural_gradient=NaturalGradientConfig(),
         ),
         _of_critic(
             name="ppo_max",

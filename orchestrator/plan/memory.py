@@ -333,6 +333,7 @@ def of_policy(spec: RolloutSpec, placed: PlacedWorker, _gpu: int, sizes: Sizes) 
         truncated=config.sampling.truncates or config.loss.distill.coef > 0,  # which compares whole logits, too
         entropy_grad=config.loss.entropy_coef > 0,
         kept_states=spec.algorithm.kl_states,
+        natural_gradient=config.natural_gradient is not None,
         reference=None if of_base else _reference(config.reference_model, sizes),
         process=TRAINER_PROCESS,
         transfer=buffers * bucket_bytes(size, config.model.dtype),

@@ -42,6 +42,8 @@ keeps those below 8 MiB (`troupe.workers.models.cpu.return_large`). Measured: 0.
 TILE_LOGITS = 2**21
 """Logits that the output head holds at a time on the CPU (`troupe.workers.models.heads`); on a GPU the logits of
 `GPU_TILE_COLUMNS` columns."""
+NATURAL_VECTORS = 9
+"""Numbers that a rank holds for each parameter while it solves for TRPO's step (`NaturalGradient`)."""
 KV_BLOCK = {"gpu": 16, "host": 32}
 """Tokens in a block of vLLM's KV cache (on the CPU set by `workers/engine/settings.py`)."""
 
@@ -103,6 +105,8 @@ class Training:
     entropy_grad: bool = False
     kept_states: int = 0
     """States whose whole distribution is kept over a step, over all ranks (`algorithm.kl_states`)."""
+    natural_gradient: bool = False
+    """Whether the step is TRPO's."""
     reference: tuple[ModelSize, Dtype] | None = None
     """A frozen model in the same process."""
     process: int = 0
@@ -142,6 +146,8 @@ def training(worker: str, rank: Training) -> tuple[WorkerMemory, ...]:
         frozen, dtype = rank.reference
         held = math.ceil(frozen.parameters / rank.ranks) if stage == 3 else frozen.parameters
         parts[device].append(Part("reference", WIDTHS[dtype] * held))
+    if rank.natural_gradient:
+        parts[device].append(Part("natural gradient", 4 * NATURAL_VECTORS * size.parameters, "pass"))
     if rank.kept_states:
         # Ranks that share their rows keep the same states.
         shares = rank.ranks // trainer.sequence_parallel_size

@@ -157,6 +157,7 @@ def policy_config(spec: RolloutSpec) -> PolicyConfig:
         source_advantages=source_advantages(spec),
         sampling=spec.sampling,
         ptx_coef=spec.algorithm.ptx_coef,
+        natural_gradient=section.natural_gradient(spec.algorithm),
         run_id=spec.name,
         reference_model=_colocated_reference(spec),
         teachers={n: one.part(TeacherSettings) for n, one in spec.roles.teachers().items() if n in spec.in_policy},

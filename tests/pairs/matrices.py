@@ -105,7 +105,7 @@ LEFT_OUT = {
         (
             *("algorithm.aggregation", "algorithm.by_source", "algorithm.kl*", "algorithm.normalize_by_std"),
             *("algorithm.distill*", "algorithm.compares"),
-            *("algorithm.reward_scale", "algorithm.trust_region", "algorithm.whiten"),
+            *("algorithm.reward_scale", "algorithm.trust_region", "algorithm.whiten", "algorithm.natural_gradient"),
         ),
         "a formula of one step",
     ),

@@ -30,7 +30,12 @@ from tests.real.poison import poisoned
 from tests.real.ranks import meet, rank_context, reported, wait_for_ranks
 from tests.workers.models.test_token_batch import train_table
 from troupe.workers.algorithms.policy_loss import PolicyTokens, policy_loss, token_weights
-from troupe.workers.contract.algorithm_config import AdvantageConfig, CriticLossConfig, PolicyLossConfig
+from troupe.workers.contract.algorithm_config import (
+    AdvantageConfig,
+    CriticLossConfig,
+    NaturalGradientConfig,
+    PolicyLossConfig,
+)
 from troupe.workers.contract.config import (
     CHUNK_LOGITS,
     CriticConfig,
@@ -390,6 +395,35 @@ class Scenario:
             self.save_weights(f"grouped-{stage}-{shared}", weights_of(worker))
             self.record(f"grouped-{stage}-{shared}", [self.flatten(item) for item in metrics])
 
+    def natural_gradient(self, stage: int) -> None:
+        """Two steps of TRPO, and the second again from the checkpoint between them."""
+        settings = {
+            "trainer": TrainerConfig(zero_stage=stage, threads=1, ema_decay=EMA_DECAY),  # pyright: ignore
+            "loss": PolicyLossConfig(objective="policy_gradient"),
+            "natural_gradient": NaturalGradientConfig(max_kl=0.01, damping=0.01),
+            "ptx_coef": 0.0,
+        }
+        config = policy_config(self.model, stage, "float32").model_copy(update=settings)
+        worker, resumed = PolicyWorker(config, "natural"), PolicyWorker(config, "resumed")
+        worker.build()
+        whole, table = RankPlan((tuple(range(6)),), LOSS_TOKENS, SEQUENCES, packed=False), batch()
+        index = table.column_names.index("old_logprobs")
+        plan = RankPlan(tuple(self.layout[self.rank]), LOSS_TOKENS, SEQUENCES, packed=self.world == 2)
+        checkpoint = str(self.out / f"natural-{stage}")
+        steps = []
+        for number in range(2):
+            _, scores = worker.compute_logprobs(whole, table)
+            table = table.set_column(index, table.schema.field(index), scores["old_logprobs"])
+            steps.append(self.flatten(worker.update(plan, table)))
+            if not number:
+                worker.save(checkpoint)
+        resumed.build()
+        resumed.load(checkpoint)
+        resumed.update(plan, table)
+        same = equal(weights_of(worker), weights_of(resumed)) and worker.digest() == resumed.digest()
+        self.save_weights(f"natural-{stage}", weights_of(worker))
+        self.record(f"natural-{stage}", [steps, same])
+
     def critic(self, stage: int) -> None:
         config = CriticConfig(
             model=ModelConfig(path=self.model, dtype="float32"),
@@ -554,6 +588,8 @@ class Scenario:
                 self.record("reference", by_uid(scores, "ref_logprobs"))
         for stage in STAGES["float16"]:
             self.overflow(stage)
+        for stage in (0, 1):
+            self.natural_gradient(stage)
         for stage in (1, 3):
             self.critic(stage)
             self.shared_prompts(stage)
@@ -906,6 +942,19 @@ def test_a_step_can_be_shortened_and_undone(groups: dict[int, Path], world: int)
         assert gap <= (moved * 1e-4 if dtype == "float32" else 2**-8), (stage, dtype)
         assert 0.0 < half < 0.5 * whole, (stage, dtype)
         assert none == 0.0 and kept and restored, (stage, dtype)
+
+
+def test_a_step_of_the_natural_gradient_is_the_same_on_any_ranks_and_resumes(groups: dict[int, Path]) -> None:
+    """Padded on one rank, packed on two, one of which has an empty micro-batch."""
+    results = {(world, stage): facts(groups[world])[f"natural-{stage}"] for world in (1, 2) for stage in (0, 1)}
+    assert facts(groups[2], 1)["natural-1"] == results[2, 1]
+    reference = load_file(groups[1] / "natural-0.safetensors")
+    for (world, stage), (steps, same) in results.items():
+        assert same, (world, stage)
+        for step, expected in zip(steps, results[1, 0][0], strict=True):
+            assert 0.0 < step["kl_step"] <= 0.01 and step["surrogate_gain"] > 0.0 == step["rejected_steps"]
+            assert step["learning_rate"] == pytest.approx(expected["learning_rate"], rel=1e-3)
+        close(reference, load_file(groups[world] / f"natural-{stage}.safetensors"), 2e-5)
 
 
 def test_resharding_a_checkpoint_to_two_ranks_and_back_loses_nothing(groups: dict[int, Path]) -> None:

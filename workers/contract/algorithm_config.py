@@ -143,6 +143,23 @@ class PolicyLossConfig(Frozen):
         return self.objective == "custom" or self.ratio != "token" or one_weight
 
 
+class NaturalGradientConfig(Frozen):
+    """TRPO's step: the natural gradient, scaled to a divergence, and a line search (arXiv 1502.05477, appendix C)."""
+
+    max_kl: float = Field(default=0.01, gt=0.0)
+    """Largest KL(old || new) of a step, in nats: the mean over all tokens that the policy sampled, over the whole
+    vocabulary."""
+    damping: float = Field(default=0.1, ge=0.0)
+    """Added to the diagonal of the Fisher matrix that is solved for. Less: closer to the natural gradient, and more
+    iterations."""
+    cg_iterations: int = Field(default=10, ge=1)
+    """Most iterations of the conjugate gradient method; each costs about two updates."""
+    backtrack: float = Field(default=0.5, gt=0.0, lt=1.0)
+    """Factor on the step's length in each attempt after the first."""
+    attempts: int = Field(default=10, ge=1)
+    """Lengths that are tried; if none lowers the loss within `max_kl`, the policy stays as it is."""
+
+
 class CriticLossConfig(Frozen):
     """The critic's loss on one micro-batch."""
 

@@ -10,7 +10,12 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from troupe.workers.contract.algorithm_config import AdvantageConfig, CriticLossConfig, PolicyLossConfig
+from troupe.workers.contract.algorithm_config import (
+    AdvantageConfig,
+    CriticLossConfig,
+    NaturalGradientConfig,
+    PolicyLossConfig,
+)
 from troupe.workers.contract.config_base import (
     MAX_TEMPERATURE,
     MIN_TEMPERATURE,
@@ -392,6 +397,8 @@ class PolicyConfig(PolicySettings, RankConfig):
     """URL of the object store that weights go through on their way to other nodes."""
     ptx_coef: float = 0.0
     """Weight of the texts' negative log-likelihood (PPO-ptx)."""
+    natural_gradient: NaturalGradientConfig | None = None
+    """TRPO's step in place of AdamW's."""
     records_tokens: bool = False
     """Keep log-probs and entropies of the updates until they are taken."""
 

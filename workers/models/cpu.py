@@ -15,13 +15,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 _CPUINFO = Path("/proc/cpuinfo")
 
 
 class _Linear(torch.autograd.Function):
-    """[..., in] @ [out, in]^T + [out], and its gradients."""
+    """[..., in] @ [out, in]^T + [out], and its derivatives of any order."""
 
     @staticmethod
     def forward(ctx: Any, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -29,16 +28,15 @@ class _Linear(torch.autograd.Function):
         return product(input, weight, bias)
 
     @staticmethod
-    @once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]: the decorator hides the name `ctx`
+    def backward(
         ctx: Any, *grads: torch.Tensor
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         input, weight = ctx.saved_tensors
         of_input, of_weight, of_bias = ctx.needs_input_grad
         grad = grads[0].flatten(0, -2)
         return (
-            product(grads[0], weight.t(), None) if of_input else None,
-            product(grad.t(), input.flatten(0, -2).t(), None) if of_weight else None,
+            linear(grads[0], weight.t(), None) if of_input else None,
+            linear(grad.t(), input.flatten(0, -2).t(), None) if of_weight else None,
             grad.sum(0) if of_bias else None,
         )
 

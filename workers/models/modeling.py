@@ -260,8 +260,22 @@ class CausalLogprobs(ModelModule):
     def teacher_states(self, batch: TokenBatch) -> torch.Tensor:
         """What `logits_of` takes, of this worker's response tokens, without gradient."""
         with evaluating(self):
-            own, found = self._outputs(batch)
-        return found[own.find(batch.positions).local]
+            return self.predictors(batch)[0]
+
+    def predictors(self, batch: TokenBatch) -> tuple[torch.Tensor, Ragged | None]:
+        """What `sampled_logits` takes, of this worker's response tokens."""
+        own, found = self._outputs(batch)
+        at = own.find(batch.positions)
+        return found[at.local], at.of(batch.kept)
+
+    def sampled_logits(self, states: torch.Tensor, kept: Ragged | None) -> torch.Tensor:
+        """float32 [T, vocabulary]: logits of the sampled distribution; -inf on tokens that the sampler left out."""
+        return _of_sampler(self.logits_of(states), self.temperature, kept)
+
+    @property
+    def head_parameters(self) -> list[nn.Parameter]:
+        """The parameters that `sampled_logits` reads."""
+        return list(self.model.get_output_embeddings().parameters()) if self.split_head else []
 
     def logits_of(self, states: torch.Tensor) -> torch.Tensor:
         """Logits [T, vocabulary] of states, which without a separate head are the logits."""

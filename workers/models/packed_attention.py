@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from troupe.workers.models.exact import ieee_float32
-from troupe.workers.models.token_batch import is_table, segment_table
+from troupe.workers.models.token_batch import is_table, segment_table, to_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -150,6 +150,8 @@ def attention(
     window: int | None = kwargs.get("sliding_window")
     if window is not None and window >= segments.longest:
         window = None
+    if not torch.backends.cuda.flash_sdp_enabled():
+        return _plain(query, key, value, segments, scale, window), None
     if query.is_cuda:
         return _varlen(query, key, value, segments, scale, window), None
     output: torch.Tensor = _SegmentsOnCpu.apply(query, key, value, segments, scale, window)
@@ -189,6 +191,23 @@ def _varlen(
         return attend(*states)[None]
     # A shared prompt's keys and values are gathered once for each response, and again in the backward pass.
     return checkpoint(attend, *states, use_reentrant=False, preserve_rng_state=False)[None]
+
+
+def _plain(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: Segments, scale: float, window: int | None
+) -> torch.Tensor:
+    """Attention segment by segment by operations that can be differentiated twice, for
+    `torch.nn.attention.sdpa_kernel(SDPBackend.MATH)`."""
+    queries, *states = _by_head(query, key, value)
+    parts = []
+    for segment in segments.items:
+        seen = segments.seen(segment, window)
+        mask = seen.get("attn_mask")
+        if mask is not None:
+            seen |= {"attn_mask": to_device(mask, query.device)}
+        of_segment = [queries[:, :, segment.queries], *(_attended(x, segment) for x in states)]
+        parts.append(torch.nn.functional.scaled_dot_product_attention(*of_segment, **seen, scale=scale))
+    return torch.cat(parts, 2).transpose(1, 2)
 
 
 class _SegmentsOnCpu(torch.autograd.Function):

@@ -81,6 +81,12 @@ class TokenBatch:
     """The tokens that the sampler left to each of the T response tokens, in host memory, or None for all tokens, at all
     of them."""
 
+    def sampled(self, stride: int = 1) -> TokenBatch:
+        """The batch with every `stride`-th state at which the policy sampled a token."""
+        chosen = self.loss_mask.nonzero().flatten()[::stride]
+        kept = None if self.kept is None else self.kept.take(chosen.cpu())
+        return replace(self, positions=self.positions[chosen], kept=kept)
+
     def to(self, device: torch.device | str) -> TokenBatch:
         """The same batch on `device`, but row numbers, tables of segments and kept tokens stay in host memory."""
         host = {"rows", "attention_mask"} if is_table(self.attention_mask) else {"rows"}

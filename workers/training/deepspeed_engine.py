@@ -7,8 +7,8 @@ import io
 import logging
 import math
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -97,6 +97,8 @@ class StepResult:
     """Loss scale of one rank in this step, or None unless the weights are in float16."""
     overflowed: bool = False
     """Whether it was skipped because the scaled gradient has overflowed; the next step has half the scale."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """More metrics of the step."""
 
 
 class TrainEngine:
@@ -191,15 +193,27 @@ class TrainEngine:
             # computed on the device, which would otherwise wait for the next micro-batch.
             poison = torch.where(torch.isfinite(loss.detach()), 1.0, math.nan)
             self._engine.backward(loss * (factor * poison), scale_wrt_gas=False)
-        self._updates += 1
         grad_norm, applied = self._step()
-        if not applied:
+        overflowed = self._loss_scale is not None and self._loss_scale.overflows(not applied)
+        return self._count(StepResult(grad_norm, rate, not applied, scale, overflowed))
+
+    def move(self, step: Callable[[], StepResult]) -> StepResult:
+        """One update by a function that moves the parameters itself, instead of AdamW: each rank must hold them whole,
+        and in float32."""
+        self._states.reload()
+        result = step()
+        if self._stage > 0:
+            self._engine.optimizer.refresh_fp32_params()
+        return self._count(result)
+
+    def _count(self, result: StepResult) -> StepResult:
+        self._updates += 1
+        if result.skipped:
             logger.warning("update %d skipped: the gradient is not finite", self._updates)
         elif self._average:
             for average, part in zip(self._average, self._averaged_parts(), strict=True):
                 average.lerp_(part.float(), 1.0 - self._config.ema_decay)
-        overflowed = self._loss_scale is not None and self._loss_scale.overflows(not applied)
-        return StepResult(grad_norm, rate, not applied, scale, overflowed)
+        return result
 
     def _step(self) -> tuple[float, bool]:
         if not engine_clips(self._stage, self._dtype):

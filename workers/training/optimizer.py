@@ -19,7 +19,7 @@ _HIGHEST = 2.0**24
 """Gradients of 0 never overflow, and would let the scale rise until it is infinite."""
 _GROWS_AFTER = 1000
 """Updates in a row without an overflow after which the scale doubles, as in DeepSpeed."""
-_NORM_PIECE = 2**18
+_PIECE = 2**18
 """Elements of a gradient whose squares are summed at a time."""
 
 
@@ -113,8 +113,12 @@ def engine_clips(stage: int, dtype: torch.dtype) -> bool:
     return stage == 0 and dtype == torch.float32
 
 
+def pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    """The elements in pieces that fit a cache, to be summed in float64: a float64 copy of all of them would not."""
+    return tensor.flatten().split(_PIECE)
+
+
 def gradient_norm(gradients: Sequence[torch.Tensor]) -> float:
-    """Global norm of the gradients, in float64. Summed in pieces that fit a cache, since a float64 copy would not."""
-    pieces = (piece for gradient in gradients for piece in gradient.flatten().split(_NORM_PIECE))
-    norms = [torch.linalg.vector_norm(piece, dtype=torch.double) for piece in pieces]
+    """Global norm of the gradients, in float64."""
+    norms = [torch.linalg.vector_norm(part, dtype=torch.double) for gradient in gradients for part in pieces(gradient)]
     return float(torch.stack(norms).norm())

@@ -83,7 +83,7 @@ class Update(Generic[OutputT]):
             of_step |= {"loss_scale": step.loss_scale, "overflows": float(step.overflowed)}
         return UpdateMetrics(
             sums=sums | {"sequences": float(self.sequences)},
-            values=values | self.meter.metrics() | of_step,
+            values=values | self.meter.metrics() | of_step | dict(step.metrics),
             skipped=step.skipped,
             peak=own_peak(device),
         )
@@ -255,8 +255,13 @@ class TrainingRank(ABC, Generic[ConfigT]):
             return output.loss
 
         with profiled(plan.trace, self._device):
-            step = self.engine.update(work, loss_of)
+            step = self._step(work, loss_of)
         return Update(step, outputs, meter, sum(map(len, plan.micro_batches)))
+
+    def _step(
+        self, work: Sequence[Work[OutputT]], loss_of: Callable[[Forward, Work[OutputT]], torch.Tensor]
+    ) -> StepResult:
+        return self.engine.update(work, loss_of)
 
     def packs(self) -> bool:
         return self._packs

@@ -177,6 +177,40 @@ def check_algorithm(spec: RolloutSpec) -> Iterator[Finding]:
         yield "algorithm.pass_k", f"must be less than the samples of a group, {smallest}, got {pass_k}"
     yield from _several_updates(spec)
     yield from _exact_divergence(spec)
+    if algorithms.natural_gradient(config) is not None:
+        yield from _natural_gradient(spec)
+
+
+_ADAMW = (
+    *("learning_rate", "weight_decay", "adam_betas", "adam_eps", "max_grad_norm"),
+    *("schedule", "warmup_updates", "min_lr_ratio", "offload_optimizer"),
+)
+"""Fields of a trainer that only AdamW reads."""
+
+
+def _natural_gradient(spec: RolloutSpec) -> Iterator[Finding]:
+    """Settings that a step of the natural gradient does not use, or with which it cannot be computed."""
+    name, policy = spec.algorithm.name, spec.roles.policy
+    for field in _ADAMW:
+        if changed(policy, field):
+            yield f"roles.policy.{field}", f"{name} takes no step of AdamW and does not use it; remove it"
+    if spec.model.dtype != "float32":
+        yield "model.dtype", f"must be float32: {name} solves for its step, and {spec.model.dtype} rounds too much"
+    if policy.zero_stage > 1:
+        yield "roles.policy.zero_stage", f"must be 0 or 1: {name} needs the whole gradient and weights on every worker"
+    if policy.lora is not None:
+        yield "roles.policy.lora", f"{name} trains all weights; remove it"
+    if policy.sequence_parallel_size > 1:
+        yield "roles.policy.sequence_parallel_size", f"must be 1: {name} differentiates attention twice on each worker"
+    if policy.kernels != "torch":
+        yield "roles.policy.kernels", f"must be torch: the gradients of {policy.kernels} have no derivative ({name})"
+    if policy.gradient_checkpointing:
+        yield "roles.policy.gradient_checkpointing", f"{name} differentiates the backward pass; set it to false"
+    if spec.algorithm.ptx_coef:
+        yield "algorithm.ptx_coef", f"{name} measures its divergence on samples only; set it to 0"
+    for field in ("epochs", "minibatches"):
+        if (value := dict(spec.schedule)[field]) > 1:
+            yield f"schedule.{field}", f"must be 1, got {value}: {name} takes one step on the whole batch"
 
 
 def _without_effect(spec: RolloutSpec) -> Iterator[Finding]:

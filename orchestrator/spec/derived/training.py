@@ -55,16 +55,18 @@ def skips_zero_advantage(spec: RolloutSpec) -> bool:
     only_advantages = only_advantages and not any(own.kl_coef for own in source_losses(spec).values())
     only_advantages = only_advantages and loss.distill.coef == 0 and loss.observation_coef == 0
     only_advantages = only_advantages and section.advantage(spec.algorithm).covariance != "penalize"
-    return only_advantages and section.kl_penalty(spec.algorithm) is None
+    follows_divergence = section.kl_penalty(spec.algorithm) or section.natural_gradient(spec.algorithm)
+    return only_advantages and follows_divergence is None
 
 
 def needs_old_logprobs(spec: RolloutSpec) -> bool:
     """Whether the log-probs before the update are computed separately. With one update per step and no KL in the
-    reward, the update itself computes them."""
+    reward, the update itself computes them, unless it searches for its step by the loss."""
     advantage = section.advantage(spec.algorithm)
     compares = spec.schedule.updates_per_step > 1 and section.policy_loss(spec.algorithm).has_ratio
     read = advantage.kl_coef > 0 or advantage.covariance != "keep" or advantage.reads_square_sums
-    return compares or read or advantage.estimator in ("distill", "preference_pair")
+    searches = section.natural_gradient(spec.algorithm) is not None
+    return compares or read or searches or advantage.estimator in ("distill", "preference_pair")
 
 
 def old_logprobs_at_batch(spec: RolloutSpec) -> bool:

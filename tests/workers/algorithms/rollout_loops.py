@@ -493,6 +493,7 @@ LOOPS = {
     "ppo": Loop(ppo, PPO_CLIP, token_mean),
     "ppo_penalty": Loop(ppo, penalised, token_mean),
     "ppo_kl_limit": Loop(ppo, gradient, token_mean),
+    "trpo": Loop(ppo, gradient, token_mean),
     "ppo_max": Loop(ppo_max, PPO_CLIP, token_mean),
     "grpo": Loop(grpo, PPO_CLIP, sequence_mean),
     "dr_grpo": Loop(dr_grpo, PPO_CLIP, constant),

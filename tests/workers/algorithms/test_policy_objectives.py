@@ -287,6 +287,7 @@ def test_at_ratio_one_all_objectives_have_one_gradient(aggregation: str) -> None
         "grpo",
         "ppo_penalty",
         "ppo_kl_limit",
+        "trpo",
         "gspo_token",
         "gmpo",
         "sapo",
