@@ -138,6 +138,7 @@ policy/kl_loss
 policy/kl_old_coef
 policy/kl_old_loss
 policy/kl_proposed
+policy/kl_step
 policy/lm_loss
 policy/margin
 policy/preference_loss
@@ -150,7 +151,9 @@ policy/padding
 policy/tokens_per_s
 policy/reward_rejected
 policy/reward_undesirable
+policy/rejected_steps
 policy/step_length
+policy/surrogate_gain
 reward/my_package.rewards:politeness/mean
 reward_model/center_loss
 reward_model/lm_loss
