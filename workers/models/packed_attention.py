@@ -201,12 +201,14 @@ def _plain(
     queries, *states = _by_head(query, key, value)
     parts = []
     for segment in segments.items:
-        seen = segments.seen(segment, window)
-        mask = seen.get("attn_mask")
-        if mask is not None:
-            seen |= {"attn_mask": to_device(mask, query.device)}
-        of_segment = [queries[:, :, segment.queries], *(_attended(x, segment) for x in states)]
-        parts.append(torch.nn.functional.scaled_dot_product_attention(*of_segment, **seen, scale=scale))
+        keys, values = (_attended(x, segment) for x in states)
+        mask: torch.Tensor | None = segments.seen(segment, window).get("attn_mask")
+        mask = None if mask is None else to_device(mask, query.device)
+        parts.append(
+            torch.nn.functional.scaled_dot_product_attention(
+                queries[:, :, segment.queries], keys, values, attn_mask=mask, is_causal=mask is None, scale=scale
+            )
+        )
     return torch.cat(parts, 2).transpose(1, 2)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]: it is documented
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -50,7 +51,11 @@ FAMILIES: dict[str, PreTrainedConfig] = {
         **SIZES, head_dim=4, query_pre_attn_scalar=4, attn_logit_softcapping=2.0, final_logit_softcapping=3.0
     ),
     "qwen3-moe": Qwen3MoeConfig(
-        **SIZES, tie_word_embeddings=False, moe_intermediate_size=8, num_experts=4, num_experts_per_tok=2, head_dim=4
+        **SIZES | {"head_dim": 4},
+        tie_word_embeddings=False,
+        moe_intermediate_size=8,
+        num_experts=4,
+        num_experts_per_tok=2,
     ),
     "gpt2": GPT2Config(vocab_size=32, n_embd=8, n_layer=2, n_head=2, n_positions=64, initializer_range=0.3),
 }
@@ -63,13 +68,13 @@ ADVANTAGES = [[1.0, -0.5, 0.3, 0.8], [-1.0, -0.2], [0.4, 0.9, -0.7], []]
 @pytest.fixture(scope="module", autouse=True)
 def alone() -> Iterator[None]:
     """A group of one rank."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
 
 def table() -> TokenTable:
-    masks = [[True] * len(response) for _, response in SAMPLES]
+    masks: list[Any] = [[True] * len(response) for _, response in SAMPLES]
     masks[0][2] = False
     return TokenTable(train_table(SAMPLES, advantages=ADVANTAGES, loss_mask=masks))
 
