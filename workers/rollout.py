@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
 from troupe.workers.contract.arrow import pickle_tables
 from troupe.workers.contract.config import RolloutConfig
-from troupe.workers.contract.imports import without_collections
 from troupe.workers.contract.judges import JudgeLink
 from troupe.workers.contract.messages import (
     FinishedSamples,
@@ -21,11 +19,9 @@ from troupe.workers.contract.messages import (
 )
 from troupe.workers.contract.roles import EnvironmentLink
 from troupe.workers.engine.generation import Generation
-from troupe.workers.engine.process import import_ahead
 from troupe.workers.engine.serving import ServingEngine
-from troupe.workers.engine.settings import engine_args, set_environment, unread_metrics
+from troupe.workers.engine.settings import engine_args, import_vllm, unread_metrics
 from troupe.workers.engine.sleep import EngineSleep
-from troupe.workers.telemetry.start_activity import Activity, announce
 from troupe.workers.weights.receiver import EngineWeights, NodeFile
 
 if TYPE_CHECKING:
@@ -33,9 +29,6 @@ if TYPE_CHECKING:
 
     from troupe.workers.weights.shared_memory import Bytes
     from troupe.workers.weights.store import StoredBytes
-
-_TURN_S = 0.1
-"""Time for the event loop to send its answers."""
 
 
 class RolloutWorker:
@@ -62,15 +55,7 @@ class RolloutWorker:
         cannot read the form of `sampling.structured`, EngineDead if the engine's process failed, and other errors if
         vLLM cannot load the model.
         """
-        announce(Activity.IMPORT)
-        set_environment(self.config.process)
-        if self.config.device == "cpu":
-            import_ahead()
-        # The import blocks the event loop: the answer to the previous call must be sent first, by which the
-        # node's watch finds this process.
-        await asyncio.sleep(_TURN_S)
-        with without_collections():
-            import vllm.v1.engine.async_llm  # noqa: F401
+        await import_vllm(self.config.process)
         self.generation.load()
         await self.engine.start(self.engine_args(), [unread_metrics(), *self.stat_loggers])
         return await self.health()

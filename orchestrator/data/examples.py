@@ -83,7 +83,7 @@ def load_pool(spec: OfflineSpec, source: ExampleSource, label: str, without: Poo
     format_ = data_format(spec.row.formats, source)
     fields, sampled = columns(format_, source), format_ == "samples"
     found = collect(
-        as_examples(source, read_table(source, None if sampled else fields, label)),
+        as_examples(source, read_table(source, None if sampled else fields, label, arrays=sampled)),
         sample_reader(spec, source) if sampled else example_reader(source, format_, plain=spec.model.plain),
         label,
         spec.failures.on_bad_row,

@@ -13,7 +13,7 @@ import importlib
 import io
 import json
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -91,14 +91,17 @@ def read_rows(source: DataSource, label: str) -> Iterator[RawRow]:
     return _prompt_rows(source, label)
 
 
-def read_table(source: TableSource | Columns, fields: Fields, label: str) -> Iterator[RawValues]:
+def read_table(
+    source: TableSource | Columns, fields: Fields, label: str, *, arrays: bool = False
+) -> Iterator[RawValues]:
     """Rows of a source with named columns (None: all), in its own order, and the rows that do not meet `where`.
-    Raises DataError if the source as a whole cannot be used."""
+    Raises DataError if the source as a whole cannot be used. `arrays`: lists of numbers in Parquet become NumPy arrays,
+    with no Python object for each."""
     if not isinstance(source, Columns) or source.where is None:
-        return _rows(source, fields, label)
+        return _rows(source, fields, label, arrays)
     condition = Condition.parse(source.where)
     own = {f"where.{number}": column for number, column in enumerate(condition.columns)}
-    return (_met(condition, row) for row in _rows(source, None if fields is None else {**fields, **own}, label))
+    return (_met(condition, row) for row in _rows(source, None if fields is None else {**fields, **own}, label, arrays))
 
 
 def _met(condition: Condition, row: RawValues) -> RawValues:
@@ -110,15 +113,16 @@ def _met(condition: Condition, row: RawValues) -> RawValues:
     return dataclasses.replace(row, left_out=left_out)
 
 
-def _rows(source: TableSource | Columns, fields: Fields, label: str) -> Iterator[RawValues]:
+def _rows(source: TableSource | Columns, fields: Fields, label: str, arrays: bool) -> Iterator[RawValues]:
+    formats = {**_FORMATS, "parquet": partial(_parquet, rows_of=_array_rows if arrays else _python_rows)}
     if isinstance(source, DatasetsFolder):
         rows = _datasets(source, fields, label)
     elif isinstance(source, HubFiles):
         files = map(Path, source.files)  # the run has downloaded them and put their paths here
-        rows = chain.from_iterable(_FORMATS[file_format(path.name)](path, fields, label) for path in files)
+        rows = chain.from_iterable(formats[file_format(path.name)](path, fields, label) for path in files)
     elif isinstance(source, TableFile):
         files = local_files(source.path)
-        rows = chain.from_iterable(_FORMATS[source.kind](path, fields, label) for path in files)
+        rows = chain.from_iterable(formats[source.kind](path, fields, label) for path in files)
     else:
         raise TypeError(f"{label} has no table")
     return islice(rows, source.limit or None)
@@ -316,7 +320,31 @@ def _csv_row(fields: Fields, origin: str, columns: Sequence[str], row: Sequence[
     return named_values(fields, origin, dict(zip(columns, row, strict=True)))
 
 
-def _parquet(path: Path, fields: Fields, label: str) -> Iterator[RawValues]:
+def _python_rows(batch: pa.RecordBatch) -> Iterable[dict[str, Any]]:
+    return batch.to_pylist(maps_as_pydicts="lossy")
+
+
+def _array_rows(batch: pa.RecordBatch) -> Iterable[dict[str, Any]]:
+    """The rows of a batch, whose lists of numbers without null are NumPy arrays."""
+    columns = [_arrays(column) or column.to_pylist(maps_as_pydicts="lossy") for column in batch.columns]
+    return (dict(zip(batch.schema.names, row, strict=True)) for row in zip(*columns, strict=True))
+
+
+def _arrays(column: pa.Array) -> list[Any] | None:
+    """A NumPy array for each list of a column, None for none; None if these are no lists of numbers."""
+    import pyarrow as pa
+
+    if not isinstance(column, pa.ListArray) or column.flatten().null_count:
+        return None
+    kind = column.type.value_type
+    if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)):
+        return None
+    return [one.values.to_numpy(zero_copy_only=False) if one.is_valid else None for one in column]
+
+
+def _parquet(
+    path: Path, fields: Fields, label: str, rows_of: Callable[[pa.RecordBatch], Iterable[dict[str, Any]]] = _python_rows
+) -> Iterator[RawValues]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -329,7 +357,7 @@ def _parquet(path: Path, fields: Fields, label: str) -> Iterator[RawValues]:
             lists = [name for name, inner in there.items() if isinstance(inner, list) and _reads(fields, name)]
             columns = None if fields is None else list({*fields.values(), *lists})
             for batch in file.iter_batches(batch_size=1024, columns=columns):
-                for values in batch.to_pylist(maps_as_pydicts="lossy"):
+                for values in rows_of(batch):
                     number += 1
                     yield dataclasses.replace(named_values(fields, f"{path.name}:{number}", values), padded=True)
     except (OSError, pa.ArrowException, ValueError, OverflowError) as error:  # text that is no UTF-8, odd times

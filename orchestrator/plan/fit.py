@@ -112,7 +112,7 @@ def memory_plan(spec: RunSpec, everyone: Sequence[PlacedWorker], nodes: Sequence
         *(_full_node(node) for node in node_memories if node.capacity and node.total > node.capacity),
     )
     flat = tuple(memory for memories in workers.values() for memory in memories)
-    warnings = (*_nearly_full_gpus(shared), *_nearly_full_nodes(node_memories))
+    warnings = (*_nearly_full_gpus(shared, caches), *_nearly_full_nodes(node_memories))
     return MemoryPlan(
         workers=flat,
         caches=caches,
@@ -272,12 +272,13 @@ def _full_node(node: NodeMemory) -> Misfit:
     return Misfit("host", node.node, tuple(part.name for part in parts), problem)
 
 
-def _nearly_full_gpus(shared: Sequence[_SharedGpu]) -> Iterator[str]:
+def _nearly_full_gpus(shared: Sequence[_SharedGpu], caches: Mapping[str, Cache]) -> Iterator[str]:
     """One line for all workers that leave as little. An engine alone is no reason: its cache takes the rest."""
     alike: dict[tuple[tuple[str, ...], int, int], list[_SharedGpu]] = {}
     for use in shared:
         roles = tuple(placed.role for placed in use.memories)
-        if use.total <= use.capacity < use.total / (1 - HEADROOM) and {*roles}.difference(ENGINES):
+        others = any(placed.worker not in caches for placed in use.memories)
+        if use.total <= use.capacity < use.total / (1 - HEADROOM) and others:
             alike.setdefault((roles, use.total, use.capacity), []).append(use)
     for (_, total, capacity), uses in alike.items():
         more = f" (and {len(uses) - 1} more)" if len(uses) > 1 else ""

@@ -36,6 +36,7 @@ from troupe.orchestrator.roles.settings import (
     policy_config,
     rollout_config,
     scorer_configs,
+    teacher_engine_configs,
 )
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.derived.sampling import reward_functions
@@ -228,6 +229,19 @@ def of_judge(spec: RolloutSpec, placed: PlacedWorker, gpu: int, sizes: Sizes) ->
         return (), None
     on_gpu = gpu if config.device == "cuda" else None
     return engine(placed.worker, size, config.model.dtype, config.engine, on_gpu, ENGINE_PROCESS)
+
+
+def of_teacher_engine(spec: RolloutSpec, placed: PlacedWorker, gpu: int, sizes: Sizes) -> Memory:
+    config = teacher_engine_configs(spec)[placed.role]
+    size = sizes.of(config.model)
+    if size is None:
+        return (), None
+    on_gpu = gpu if config.device == "cuda" else None
+    # vLLM computes the logits of a whole prompt, their log-probs and a sorted copy, beyond its share of a GPU.
+    logits = Part("prompt logits", 12 * config.batch_tokens * size.vocabulary, "pass")
+    memories, cache = engine(placed.worker, size, config.model.dtype, config.engine, on_gpu, ENGINE_PROCESS)
+    where = "host" if on_gpu is None else "gpu"
+    return tuple(replace(one, parts=(*one.parts, logits)) if one.where == where else one for one in memories), cache
 
 
 def of_process(_spec: RunSpec, placed: PlacedWorker, _gpu: int, _sizes: Sizes) -> Memory:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from troupe.orchestrator.roles.table import ENGINES
+from troupe.orchestrator.roles.table import row_of
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.errors import Source, SpecError
 from troupe.orchestrator.spec.load import parse_spec
@@ -142,7 +142,7 @@ def _alternatives(spec: RunSpec, misfit: Misfit) -> Iterator[Iterator[Changes]]:
     for role in misfit.roles:
         if role in spec.roles.trainers() and misfit.kind != "placement":
             yield from _of_trainer(spec, role, misfit.kind == "gpu")
-        elif role in ENGINES and misfit.kind != "placement":
+        elif role in spec.roles.present() and row_of(spec, role).engine and misfit.kind != "placement":
             yield from _of_engine(spec, role, misfit.kind == "gpu")
         elif role == "reference" and misfit.kind == "gpu":
             yield _more_shards(spec)
@@ -157,7 +157,8 @@ def _alternatives(spec: RunSpec, misfit: Misfit) -> Iterator[Iterator[Changes]]:
 
 def _of_cache(spec: RunSpec, role: str) -> Iterator[Iterator[Changes]]:
     """Changes after which an engine's cache is larger, or its sequences are shorter."""
-    data, path = spec.model_dump(mode="json")["roles"][role], f"roles.{role}"
+    path = f"roles.{role}"
+    data = _value(spec.model_dump(mode="json"), path)
     if data["gpus"] > 0:
         yield _more_ranks(spec, role)
         higher = [share for share in reversed(_UTILIZATIONS) if share > (_share(data) or 1.0)]
@@ -232,7 +233,8 @@ def _of_trainer(spec: RunSpec, role: str, gpu: bool) -> Iterator[Iterator[Change
 
 def _of_engine(spec: RunSpec, role: str, gpu: bool) -> Iterator[Iterator[Changes]]:
     """Changes after which an engine takes less."""
-    data, path = spec.model_dump(mode="json")["roles"][role], f"roles.{role}"
+    path = f"roles.{role}"
+    data = _value(spec.model_dump(mode="json"), path)
     if not gpu:
         yield _halves(spec, f"{path}.kv_cache_gib", 0.0625)
         return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from troupe.orchestrator.algorithms import section
@@ -12,7 +12,7 @@ from troupe.orchestrator.spec.derived.sampling import held_out_sets, reward_func
 from troupe.orchestrator.spec.derived.training import resolved_backend, resolved_sleep, source_advantages, source_losses
 from troupe.orchestrator.spec.offline import OfflineSpec
 from troupe.orchestrator.spec.rollout import RolloutSpec
-from troupe.orchestrator.spec.sections import environment_role
+from troupe.orchestrator.spec.sections import ReferenceRole, TeacherEngineRole, environment_role
 from troupe.workers.contract.config import (
     CPU_THREADS,
     CriticConfig,
@@ -24,6 +24,7 @@ from troupe.workers.contract.config import (
     PolicyConfig,
     ReferenceConfig,
     RolloutConfig,
+    TeacherEngineConfig,
     TeacherSettings,
 )
 from troupe.workers.contract.config_base import Device, ModelConfig
@@ -141,7 +142,25 @@ def scorer_configs(spec: RunSpec) -> dict[str, ReferenceConfig]:
             threads=role.threads or max(1, int(role.cpus) // role.shards),
         )
         for name, role in (own | teachers).items()
-        if name not in spec.in_policy
+        if isinstance(role, ReferenceRole) and name not in spec.in_policy
+    }
+
+
+def teacher_engine_configs(spec: RolloutSpec) -> dict[str, TeacherEngineConfig]:
+    """Configuration of each worker of a teacher that is an engine, by role."""
+    top_k = section.policy_loss(spec.algorithm).distill.stored_k
+    return {
+        name: role.part(
+            TeacherEngineConfig,
+            engine=role.worker_config(EngineConfig),
+            engine_options=role.engine,
+            column=name,
+            tokenizer=spec.model,
+            top_k=top_k,
+            device=role.device,
+        )
+        for name, role in spec.roles.teachers().items()
+        if isinstance(role, TeacherEngineRole)
     }
 
 
@@ -241,6 +260,11 @@ def of_scorers(spec: RunSpec) -> Mapping[str, WorkerSettings]:
     }
 
 
+def of_teacher_engines(spec: RolloutSpec) -> Mapping[str, WorkerSettings]:
+    configs = teacher_engine_configs(spec).items()
+    return {role: replace(_engine(one), micro_batch_tokens=one.engine.max_model_len) for role, one in configs}
+
+
 def of_policy(spec: RolloutSpec) -> WorkerSettings:
     return _trainer(policy_config(spec))
 
@@ -254,7 +278,7 @@ def of_offline(spec: OfflineSpec) -> WorkerSettings:
     return _trainer(offline_config(spec))
 
 
-def _engine(config: RolloutConfig | JudgeConfig) -> WorkerSettings:
+def _engine(config: RolloutConfig | JudgeConfig | TeacherEngineConfig) -> WorkerSettings:
     """On a GPU vLLM decides about threads (0): it takes one, because more would spin in parallel."""
     if config.device == "cuda":
         return WorkerSettings(config, 0, "cuda")

@@ -145,6 +145,16 @@ ROLES: dict[str, Role] = {
         ),
         _REFERENCE,
         replace(_REFERENCE, kind="teacher"),
+        replace(
+            _REFERENCE,
+            kind="teacher_engine",
+            name="teacher",
+            worker="troupe.workers.teacher:TeacherEngine",
+            settings=settings.of_teacher_engines,
+            memory=f"{_MEMORY}:of_teacher_engine",
+            concurrent=True,
+            engine=True,
+        ),
         Role(
             kind="policy",
             worker="troupe.workers.policy:PolicyWorker",
@@ -217,7 +227,10 @@ def trainer_of(spec: RunSpec) -> str:
 
 def row_of(spec: RunSpec, role: str) -> Role:
     """The row of a role of this spec, by its name: `environment.NAME` has the row of `environment`."""
-    return ROLES[trainer_of(spec) if role == "policy" else section_of(role)]
+    if role == "policy":
+        return ROLES[trainer_of(spec)]
+    section = spec.roles.present().get(role)
+    return ROLES[section_of(role) if section is None or section.row is None else section.row]
 
 
 def settings_of(spec: RunSpec, role: str) -> WorkerSettings:

@@ -1,4 +1,4 @@
-"""vLLM's own options of an engine (`roles.rollout.engine`, `roles.judge.engine`): which ones a spec may set.
+"""vLLM's own options of an engine (`engine` in `roles.rollout`, `roles.judge`, a teacher): which a spec may set.
 
 Names and types are compared with the installed vLLM (`installed_vllm.py`), which checks the values when it starts.
 """
@@ -46,6 +46,7 @@ _ALWAYS = {
     "override_generation_config": _SAMPLING,
     "structured_outputs_config": "set {sampling}.structured",
     "logprobs_mode": "Troupe sets processed_logprobs: those of the distribution that is sampled",
+    "max_logprobs": "Troupe sets it: a request asks for as many as are read",
     "kv_cache_memory_bytes": _CACHE,
     "num_gpu_blocks_override": _CACHE,
     "max_num_batched_tokens": f"Troupe sets it, and the memory plan counts on it ({GPU_BATCH_TOKENS} on a GPU)",
@@ -162,8 +163,7 @@ def refused_options(role: str, options: Mapping[str, Any], device: Device) -> It
     """Options that a spec cannot set, each with the reason or with the field to set instead."""
     for name in options:
         if why := _refusal(name, role, device):
-            judge = role == "judge"
-            model, sampling = ("roles.judge.model", "roles.judge") if judge else ("model", "sampling")
+            model, sampling = ("model", "sampling") if role == "rollout" else (f"roles.{role}.model", f"roles.{role}")
             yield f"roles.{role}.engine.{name}", why.format(role=f"roles.{role}", model=model, sampling=sampling)
 
 

@@ -14,6 +14,7 @@ from troupe.orchestrator.errors import TroupeError, nearest, nearest_word
 from troupe.orchestrator.spec.engine_options import engine_option
 from troupe.orchestrator.spec.former_fields import former_advice
 from troupe.orchestrator.spec.migration import counterpart
+from troupe.orchestrator.spec.sections import DEFAULT_TEACHER
 from troupe.orchestrator.spec.sources import LIST, MAP, SECTION
 
 Path = tuple[str | int, ...]
@@ -284,7 +285,7 @@ def _without_tags(location: Path, data: Any) -> Path:
     path: list[str | int] = []
     node: Any = data
     for part in location:
-        if isinstance(node, dict) and part not in node and part in (node.get("kind"), SECTION, MAP):
+        if isinstance(node, dict) and part not in node and part in (node.get("kind", DEFAULT_TEACHER), SECTION, MAP):
             continue
         if part in (LIST, SECTION, MAP) and not isinstance(node, dict):
             continue

@@ -30,6 +30,7 @@ from troupe.workers.contract.config import (
     PolicySettings,
     Sleep,
     StructuredConfig,
+    TeacherPrompt,
     TeacherSettings,
 )
 from troupe.workers.contract.config_base import Device, Frozen, GreedyOrTemperature, ModelConfig
@@ -80,6 +81,8 @@ class RoleResources(Frozen):
     """How many workers a role has, and the resources that each one reserves."""
 
     consequences: ClassVar = NONE
+    row: ClassVar[str | None] = None
+    """Row of the table of roles, or None for the row of the section."""
     workers: Annotated[int, LIVE] = Field(default=1, ge=1, le=MOST_WORKERS)
     """Workers of this role: the number to scale."""
     cpus: float = Field(default=1.0, gt=0.0)
@@ -185,9 +188,8 @@ class ScaledReferenceRole(ReferenceRole, ScaledRole):
     """The frozen model that the policy is kept close to."""
 
 
-class TeacherRole(TeacherSettings, ScaledReferenceRole):
-    """A model that the policy learns from: frozen, or, with `colocate_with: policy`, the policy itself before each
-    step's updates."""
+class TaughtBy(TeacherPrompt):
+    """What a teacher teaches, wherever its model is."""
 
     weight: float = Field(default=1.0, gt=0.0)
     """Weight of its loss. The losses of a sample's teachers are added, each with its weight."""
@@ -199,6 +201,35 @@ class TeacherRole(TeacherSettings, ScaledReferenceRole):
     def _names_fields(cls, prompt: str | None) -> str | None:
         checked_fields(prompt or "", TEACHER_FIELDS)
         return prompt
+
+
+class TeacherRole(TaughtBy, TeacherSettings, ScaledReferenceRole):
+    """A model that the policy learns from: frozen, or, with `colocate_with: policy`, the policy itself before each
+    step's updates."""
+
+    kind: Literal["forward"] = "forward"
+    """`forward`: workers that load the model and run it, as the reference's do; `engine`: a vLLM engine each."""
+
+
+class TeacherEngineRole(TaughtBy, EngineRole):
+    """A frozen model that the policy learns from, in workers with one vLLM engine each, which returns the log-probs of
+    whole sequences."""
+
+    row = "teacher_engine"
+    kind: Literal["engine"]
+    """A vLLM engine each."""
+    model: ModelConfig
+    """The teacher's model."""
+
+
+Teacher = TeacherRole | TeacherEngineRole
+DEFAULT_TEACHER = "forward"
+"""Kind of a teacher that names none."""
+
+
+def teacher_kind(role: Any) -> str:
+    """The kind that a teacher's section names."""
+    return role.get("kind", DEFAULT_TEACHER) if isinstance(role, dict) else role.kind
 
 
 class RewardRole(RewardConfig, ScaledRole):
@@ -270,9 +301,19 @@ class RolesConfig(Roles):
     """Workers that train the critic; only if the algorithm has one."""
     reference: Annotated[ScaledReferenceRole | None, NONE, OTHER_REFERENCE, SAMPLED] = None
     """The frozen reference; needed if `algorithm.kl.coef` is above 0."""
-    teacher: Annotated[dict[Name, TeacherRole] | None, NONE, OTHER_REFERENCE, SAMPLED] = Field(
-        default=None, min_length=1
-    )
+    teacher: Annotated[
+        dict[
+            Name,
+            Annotated[
+                Annotated[TeacherRole, Tag(DEFAULT_TEACHER)] | Annotated[TeacherEngineRole, Tag("engine")],
+                Discriminator(teacher_kind),
+            ],
+        ]
+        | None,
+        NONE,
+        OTHER_REFERENCE,
+        SAMPLED,
+    ] = Field(default=None, min_length=1)
     """Models that the policy learns from, by name (`{math: {...}, code: {...}}`), if it learns from more than
     the reference (`algorithm.distill`, `distill`, `gkd`); null: the reference is the teacher."""
     reward: Annotated[RewardRole, Consequences(resume=ALLOWED), SAMPLED]
@@ -300,7 +341,11 @@ class RolesConfig(Roles):
         role = self.environment
         return role if isinstance(role, dict) else {} if role is None else {"": role}
 
-    def teachers(self, source: str | None = None) -> dict[str, TeacherRole]:
+    def engines(self) -> dict[str, EngineRole]:
+        """The roles whose workers are engines, by name."""
+        return {name: role for name, role in self.present().items() if isinstance(role, EngineRole)}
+
+    def teachers(self, source: str | None = None) -> dict[str, Teacher]:
         """The teachers by the name of their role, or those of a source's samples (an empty name is the only source)."""
         found = {f"teacher.{name}": role for name, role in (self.teacher or {}).items()}
         return {n: t for n, t in found.items() if source is None or t.sources is None or source in t.sources}

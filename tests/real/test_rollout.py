@@ -35,7 +35,10 @@ from troupe.workers.contract.messages import ROLLOUTS, GroupRequest, GroupSummar
 from troupe.workers.contract.reward_config import RewardConfig, RewardFunctionConfig
 from troupe.workers.engine import rows as rows_module
 from troupe.workers.engine.errors import EngineClosed, EngineDead
+from troupe.workers.engine.prompt_logprobs import prompt_logprobs
+from troupe.workers.models.distillation import bucketed
 from troupe.workers.models.modeling import CausalLogprobs, load_causal, score_plan
+from troupe.workers.models.prompt_logprobs import PromptLogprobs, ResponseScores, score_response
 from troupe.workers.reward import RewardWorker
 from troupe.workers.rollout import RolloutWorker
 
@@ -322,6 +325,24 @@ async def test_a_greedy_answer_has_the_likeliest_tokens_of_the_model(
         assert flat.token_ids[start] == int(ids[place, 0])
     tokens = rows_module.answer_tokens(flat, tokenizer)
     assert "".join(token.text for token in tokens) == tokenizer.decode(list(answer.token_ids))
+
+
+@pytest.mark.parametrize("k", [0, 8])
+async def test_a_whole_sequence_has_the_log_probs_of_the_model(worker: RolloutWorker, tiny_model: Path, k: int) -> None:
+    """As a teacher's engine returns them, of a sequence that it did not sample and whose beginning is in its cache."""
+    prompt = await worker.generation.encode(chat("Name a colour."), None)
+    sequence = [*prompt, 7, 300, 7, 41]
+    found = await prompt_logprobs(worker.engine.require_open(), sequence, k, f"teacher/{k}")
+    assert isinstance(found, PromptLogprobs)
+    scores = score_response(found, sequence, 4, k)
+    assert isinstance(scores, ResponseScores)
+    with torch.no_grad():
+        logits = load_model(tiny_model)(torch.tensor([sequence])).logits[0, -5:-1].float()
+    wanted = torch.log_softmax(logits, dim=-1).gather(-1, torch.tensor(sequence[-4:])[:, None])[:, 0]
+    assert scores.logprobs == pytest.approx(wanted.numpy(), abs=1e-4)
+    top = torch.from_numpy(scores.top_ids)
+    assert scores.top_logprobs == pytest.approx(bucketed(logits, top).numpy(), abs=1e-4)
+    assert torch.equal(logits.gather(-1, top), logits.topk(k).values)
 
 
 async def test_the_text_decodes_all_response_tokens_but_special_ones(worker: RolloutWorker) -> None:

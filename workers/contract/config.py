@@ -53,6 +53,10 @@ GPU_BATCH_TOKENS = 8192
 its sequences have fewer (`EngineConfig.gpu_batch_tokens`)."""
 
 
+TEACHER_BATCH_TOKENS = 2048
+"""The same for an engine that returns the log-probs of whole prompts: vLLM reserves no memory for their logits."""
+
+
 _CPU_BATCH_TOKENS = 4096
 
 
@@ -364,13 +368,18 @@ class PolicySettings(Frozen):
     is the same to float tolerance."""
 
 
-class TeacherSettings(Frozen):
-    """Settings of a teacher that its scorer gets as they are."""
+class TeacherPrompt(Frozen):
+    """What a teacher reads."""
 
     prompt: str | None = None
     """What it reads in place of the last message of the user, with `{prompt}` for that, `{answer}` and the columns of
     the data's `metadata`: a hint or the answer, which the policy does not see. The response behind it is the same. With
     the policy's model it is the policy that knows more (self-distillation); null: what the policy reads."""
+
+
+class TeacherSettings(TeacherPrompt):
+    """Settings of a teacher that its scorer gets as they are."""
+
     average: bool = False
     """With `colocate_with: policy`: score with the moving average of the policy's weights (`roles.policy.ema_decay`)
     instead of the weights."""
@@ -409,23 +418,37 @@ class CriticConfig(RankConfig):
     loss: CriticLossConfig
 
 
-class ReferenceConfig(Frozen):
+class ScoresConfig(TeacherPrompt):
+    """What a worker that scores samples reads and writes."""
+
+    column: str = "ref_logprobs"
+    """Column of its log-probs."""
+    tokenizer: ModelConfig | None = None
+    """The model that has the tokenizer and chat template of `prompt`, or None for its own."""
+    top_k: int = 0
+    """Likeliest tokens to store for each response token (`DistillConfig.stored_k`)."""
+
+
+class ReferenceConfig(ScoresConfig):
     """Configuration of one worker of the reference or a teacher."""
 
     model: ModelConfig
-    column: str = "ref_logprobs"
-    """Column of its log-probs."""
-    prompt: str | None = None
-    """Template of the prompts that it reads, or None for the policy's."""
-    tokenizer: ModelConfig | None = None
-    """The model that has the tokenizer and chat template of these prompts, or None for its own."""
     temperature: float
     micro_batch_tokens: int
-    top_k: int = 0
-    """Likeliest tokens to store for each response token (`DistillConfig.stored_k`)."""
     shards: int = 1
     threads: int
     device: Device
+
+
+class TeacherEngineConfig(ScoresConfig, EngineWorkerConfig):
+    """Configuration of one worker of a teacher that is an engine."""
+
+    @property
+    def batch_tokens(self) -> int:
+        """Tokens of the engine's largest batch, whose logits vLLM computes at once. On the CPU a whole prompt."""
+        if self.device == "cpu":
+            return self.engine.max_model_len
+        return max(self.engine.max_num_seqs, min(TEACHER_BATCH_TOKENS, self.engine.gpu_batch_tokens))
 
 
 class Rendezvous(Frozen):

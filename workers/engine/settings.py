@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from typing import TYPE_CHECKING, Any
 
 from troupe.workers.contract.config import EngineProcess, RolloutConfig, StructuredConfig
 from troupe.workers.contract.config_base import VerifiedModel
+from troupe.workers.contract.imports import without_collections
 from troupe.workers.contract.model_files import check_model_files
 from troupe.workers.contract.trainer_config import ALL_LINEAR, LoraConfig
 from troupe.workers.contract.weight_backends import TransferBackend
-from troupe.workers.engine.process import FOLDER_VARIABLE, OWNER_VARIABLE, private_shared_memory, temporary_folder
+from troupe.workers.engine.process import (
+    FOLDER_VARIABLE,
+    OWNER_VARIABLE,
+    import_ahead,
+    private_shared_memory,
+    temporary_folder,
+)
+from troupe.workers.telemetry.start_activity import Activity, announce
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -32,6 +41,22 @@ _NO_SHARE = 0.01
 _CPU_BLOCK_TOKENS = 32
 """Tokens in one block of the KV cache. Samples of a group share the full blocks of their prompt. The default of vLLM's
 CPU build is 128, longer than many prompts; its kernels require multiples of 32."""
+
+_TURN_S = 0.1
+"""Time for the event loop to send its answers."""
+
+
+async def import_vllm(engine: EngineProcess) -> None:
+    """Import vLLM in a worker's process, and on the CPU in a fork server beside it."""
+    announce(Activity.IMPORT)
+    set_environment(engine)
+    if engine.device == "cpu":
+        import_ahead()
+    # The import blocks the event loop: the answer to the previous call must be sent first, by which the
+    # node's watch finds this process.
+    await asyncio.sleep(_TURN_S)
+    with without_collections():
+        import vllm.v1.engine.async_llm  # noqa: F401
 
 
 def set_environment(engine: EngineProcess) -> None:

@@ -23,7 +23,7 @@ import torch
 from troupe.workers.contract.algorithm_config import DistillConfig
 from troupe.workers.contract.messages import SQUARE_SUMS, TEACHER_TOKENS
 
-_LEAST_LOGPROB = -1e4
+LEAST_LOGPROB = -1e4
 """A log-prob with probability 0, whose product with any probability is finite."""
 
 
@@ -34,7 +34,7 @@ def divergence(student: torch.Tensor, teacher: torch.Tensor, config: DistillConf
     `forward`: KL(t || s). `jensen_shannon`: beta KL(t || m) + (1 - beta) KL(s || m), m = beta t + (1 - beta) s (GKD,
     arXiv 2306.13649, eq. 1). `skewed`: KL(t || alpha t + (1 - alpha) s) (DistiLLM, arXiv 2402.03898, sec. 3.1).
     """
-    student, teacher = student.clamp(min=_LEAST_LOGPROB), teacher.clamp(min=_LEAST_LOGPROB)
+    student, teacher = student.clamp(min=LEAST_LOGPROB), teacher.clamp(min=LEAST_LOGPROB)
     match config.divergence:
         case "reverse":
             return _kl(student, teacher)
@@ -117,7 +117,7 @@ class TopTokens(ColumnReader):
 
     def read(self, logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ids = logits.topk(min(self.k, logits.shape[-1])).indices
-        return ids, bucketed(logits, ids).clamp(min=_LEAST_LOGPROB)
+        return ids, bucketed(logits, ids).clamp(min=LEAST_LOGPROB)
 
 
 def top_tokens(k: int) -> TopTokens | None:

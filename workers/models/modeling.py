@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from troupe.workers.contract.config import CHUNK_LOGITS
 from troupe.workers.contract.config_base import Device, Dtype, ModelConfig
 from troupe.workers.contract.kept_tokens import BITMAP, bitmap_words
-from troupe.workers.contract.messages import RankPlan, ScoreSummary, identities
+from troupe.workers.contract.messages import RankPlan, ScoreSummary
 from troupe.workers.contract.model_files import check_model_files
 from troupe.workers.models.adapter_files import add_adapter, read_adapter
 from troupe.workers.models.attention import choose_attention
@@ -30,9 +30,9 @@ from troupe.workers.models.exact import disable_dropout
 from troupe.workers.models.heads import Float32Head, Float32Logits
 from troupe.workers.models.partitioned import Partitioner
 from troupe.workers.models.proxy import proxy_for
-from troupe.workers.models.ragged import Ragged, ragged
+from troupe.workers.models.ragged import Ragged
 from troupe.workers.models.sequence_parallel import OwnTokens, SequenceGroup, divide
-from troupe.workers.models.token_batch import TokenBatch, TokenTable, is_table, score_table
+from troupe.workers.models.token_batch import TokenBatch, TokenTable, is_table, not_finite, score_table
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -495,15 +495,4 @@ def score_plan(
     chosen = tokens.table.take(pa.array(rows, pa.int64()))
     fields = reader.fields if reader is not None and columns else ()
     table = score_table(column, chosen, values, tokens.responses.lengths[rows], list(zip(fields, read, strict=True)))
-    return ScoreSummary(len(rows), _not_finite(table)), table
-
-
-def _not_finite(table: pa.Table) -> dict[tuple[str, int], str]:
-    """`ScoreSummary.failed` of a token_scores table."""
-    rows: set[int] = set()
-    floats = [f.name for f in table.schema if pa.types.is_list(f.type) and pa.types.is_floating(f.type.value_type)]
-    for name in floats:
-        numbers = ragged(table.column(name))
-        rows |= set(numbers.sequence()[~numbers.values.isfinite()].tolist())
-    keys = identities(table)
-    return {keys[row][:2]: "the score of a token is not finite" for row in sorted(rows)}
+    return ScoreSummary(len(rows), not_finite(table)), table

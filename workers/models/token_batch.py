@@ -50,6 +50,17 @@ def score_table(
     return pa.Table.from_arrays([*identity, floats, *(array for _, array in added)], schema=schema)
 
 
+def not_finite(table: pa.Table) -> dict[tuple[str, int], str]:
+    """`ScoreSummary.failed` of a token_scores table."""
+    rows: set[int] = set()
+    floats = [f.name for f in table.schema if pa.types.is_list(f.type) and pa.types.is_floating(f.type.value_type)]
+    for name in floats:
+        numbers = ragged(table.column(name))
+        rows |= set(numbers.sequence()[~numbers.values.isfinite()].tolist())
+    keys = identities(table)
+    return {keys[row][:2]: "the score of a token is not finite" for row in sorted(rows)}
+
+
 @dataclass(frozen=True)
 class TokenBatch:
     """One micro-batch of B sequences with T response tokens in total, packed into one row or padded to one width.

@@ -94,10 +94,13 @@ def _in_engines(spec: RolloutSpec, models: Mapping[str, ModelConfig]) -> Iterato
         yield from of_models.unsupported_head_size(Path(models["model"].path))
     if "model" in models:
         yield from of_models.windows_in_some_layers(Path(models["model"].path))
-    engines = {"model": ("roles.rollout.tensor_parallel_size", spec.roles.rollout.tensor_parallel_size)}
-    if spec.roles.judge is not None:
-        judge = spec.roles.judge.tensor_parallel_size
-        engines["roles.judge.model"] = ("roles.judge.tensor_parallel_size", judge)
+    engines = {
+        "model" if name == "rollout" else f"roles.{name}.model": (
+            f"roles.{name}.tensor_parallel_size",
+            role.tensor_parallel_size,
+        )
+        for name, role in spec.roles.engines().items()
+    }
     yield from of_models.undivided_models(models, engines)
 
 
@@ -119,10 +122,7 @@ def _shared_models(spec: RunSpec) -> Iterator[tuple[str, str, int]]:
 
 def _unusable_code(spec: RolloutSpec) -> Iterator[Finding]:
     """Engine options that vLLM does not have, and reward functions, environments and algorithms that do not load."""
-    engines = {"rollout": spec.roles.rollout.engine}
-    if spec.roles.judge is not None:
-        engines["judge"] = spec.roles.judge.engine
-    yield from installed_vllm.unknown_options(engines)
+    yield from installed_vllm.unknown_options({name: role.engine for name, role in spec.roles.engines().items()})
     environments = {f"roles.{environment_role(name)}": role for name, role in spec.roles.environments().items()}
     yield from installed_vllm.unusable_parsers(
         {f"{path}.tool_parser": role.tool_parser for path, role in environments.items()}

@@ -23,7 +23,7 @@ from troupe.orchestrator.spec.engine_options import refused_options
 from troupe.orchestrator.spec.errors import show
 from troupe.orchestrator.spec.locations import url_problem
 from troupe.orchestrator.spec.rollout import RolloutSpec
-from troupe.orchestrator.spec.sections import EngineRole, ReferenceRole, TeacherRole
+from troupe.orchestrator.spec.sections import EngineRole, ReferenceRole, Teacher, TeacherEngineRole, TeacherRole
 from troupe.orchestrator.spec.sources import Mixed, ReasoningGymSource
 from troupe.workers.contract.judges import TEACHER_FIELDS, template_fields
 from troupe.workers.contract.weight_backends import BACKENDS, backend_problem
@@ -70,13 +70,30 @@ def _teachers(spec: RolloutSpec) -> Iterator[Finding]:
                 hint = nearest(source, sources) or f"sources: {', '.join(sources) or 'data.train has no names'}"
                 yield f"roles.{name}.sources.{number}", f"no source '{source[:60]}' in data.train ({hint})"
         yield from _teacher_prompt(spec, f"roles.{name}.prompt", teacher)
-        if name in spec.in_policy:
+        if isinstance(teacher, TeacherEngineRole):
+            yield from _engine_as_teacher(spec, f"roles.{name}", teacher)
+        elif name in spec.in_policy:
             yield from _policy_as_teacher(spec, f"roles.{name}", teacher)
         elif teacher.average:
             yield f"roles.{name}.average", "is the policy's average: set colocate_with to policy, or remove it"
     for number, source in enumerate(sources):
         if not spec.roles.teachers(source):
             yield f"data.train.{number}.name", f"{source} has no teacher: name it in a teacher's sources"
+
+
+def _engine_as_teacher(spec: RolloutSpec, path: str, teacher: TeacherEngineRole) -> Iterator[Finding]:
+    """Settings with which an engine cannot score the policy's samples."""
+    if teacher.colocate_with is not None:
+        yield f"{path}.colocate_with", "an engine as teacher has separate workers: remove it, or set kind to forward"
+    if teacher.model.adapter is not None:
+        yield f"{path}.model.adapter", "is not supported in the engine of a teacher; merge it, or set kind to forward"
+    if spec.sampling.temperature != 1.0:
+        why = f"returns log-probs at temperature 1, and sampling.temperature is {spec.sampling.temperature:g}"
+        yield f"{path}.kind", f"an engine {why}: set that to 1, or this to forward"
+    longest = spec.roles.rollout.max_model_len
+    if teacher.max_model_len <= longest:
+        why = f"for sequences of roles.rollout.max_model_len ({longest}) and a token that vLLM samples behind them"
+        yield f"{path}.max_model_len", f"must be at least {longest + 1}: {why}"
 
 
 def _policy_as_teacher(spec: RolloutSpec, path: str, teacher: TeacherRole) -> Iterator[Finding]:
@@ -93,7 +110,7 @@ def _policy_as_teacher(spec: RolloutSpec, path: str, teacher: TeacherRole) -> It
         yield "roles.policy.zero_stage", f"{why}; set it below 3"
 
 
-def _teacher_prompt(spec: RolloutSpec, path: str, teacher: TeacherRole) -> Iterator[Finding]:
+def _teacher_prompt(spec: RolloutSpec, path: str, teacher: Teacher) -> Iterator[Finding]:
     """Episodes, whose prompts no template writes, and columns that a teacher reads and the data has not."""
     if teacher.prompt is None:
         return
@@ -306,8 +323,8 @@ def check_lengths(spec: RolloutSpec) -> Iterator[Finding]:
     budgets: dict[str, int] = {name: role.micro_batch_tokens for name, role in spec.roles.trainers().items()}
     if spec.roles.reference is not None and not spec.reference_in_policy:
         budgets["reference"] = spec.roles.reference.micro_batch_tokens
-    teachers = spec.roles.teachers().items()
-    budgets |= {name: one.micro_batch_tokens for name, one in teachers if name not in spec.in_policy}
+    teachers = {n: one for n, one in spec.roles.teachers().items() if isinstance(one, TeacherRole)}
+    budgets |= {name: one.micro_batch_tokens for name, one in teachers.items() if name not in spec.in_policy}
     if spec.roles.reward.reward_models:
         budgets["reward"] = spec.roles.reward.micro_batch_tokens
     for name, tokens in budgets.items():
@@ -336,7 +353,7 @@ def check_colocation(spec: RolloutSpec) -> Iterator[Finding]:
             yield path, f"{name} cannot be colocated with {other}{mutual}; possible: {can}"
         elif name == "rollout":
             yield from _shared_gpus(spec)
-        else:
+        elif isinstance(role, ReferenceRole):
             for field in INSIDE_ANOTHER:
                 if changed(role, field):
                     yield f"roles.{name}.{field}", f"has no effect inside the {other}'s workers; remove it"
@@ -389,9 +406,8 @@ def check_devices(spec: RolloutSpec) -> Iterator[Finding]:
     yield from shard_problems(spec)
     if spec.roles.reward.gpus > 0 and not spec.roles.reward.reward_models:
         yield "roles.reward.gpus", "reward functions run on the CPU; only a reward model uses a GPU"
-    yield from _engine_devices("rollout", spec.roles.rollout)
-    if spec.roles.judge is not None:
-        yield from _engine_devices("judge", spec.roles.judge)
+    for name, role in spec.roles.engines().items():
+        yield from _engine_devices(name, role)
 
 
 def _engine_devices(name: str, role: EngineRole) -> Iterator[Finding]:

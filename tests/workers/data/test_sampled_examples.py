@@ -78,6 +78,17 @@ def test_tokens_masks_and_scores_are_those_of_the_run(tmp_path: Path, tiny_model
     assert only["ref_logprobs"] == first["ref_logprobs"] and only["teacher_ids"] is None
 
 
+def test_samples_are_the_same_from_parquet_as_from_json_lines(tmp_path: Path, tiny_model: Path) -> None:
+    """Parquet is read without a Python object for each token, also beside a row without scores."""
+    rows = [sample(tiny_model), sample(tiny_model, "no"), sample(tiny_model, "none", trained=False, teacher_ids=None)]
+    parquet = pool(spec(written(tmp_path, rows)))
+    (copy := tmp_path / "trajectories" / "copy.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    lines = pool(spec(copy))
+    assert (parquet.rows, parquet.digest) == (2, lines.digest)
+    origins = parquet.table.schema.get_field_index("origin")
+    assert parquet.table.remove_column(origins).equals(lines.table.remove_column(origins))
+
+
 @pytest.mark.parametrize(
     ("changes", "sampling", "algorithm", "why"),
     [

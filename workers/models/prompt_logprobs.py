@@ -1,0 +1,69 @@
+"""Log-probs of a whole sequence, as engines return them of a prompt, and the scores of a response that they contain."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from troupe.workers.contract.messages import TEACHER_TOKENS
+from troupe.workers.models.distillation import LEAST_LOGPROB
+from troupe.workers.models.token_batch import score_table
+
+_LEAST_REST = 2.0**-24
+"""Least probability of all other tokens together: what is left of 1 by log-probs in float32 is no more exact."""
+
+
+@dataclass(frozen=True)
+class PromptLogprobs:
+    """Of every token of a sequence but the first: the token itself, then the k likeliest in its place."""
+
+    ids: np.ndarray
+    """int64 [n - 1, 1 + k]."""
+    logprobs: np.ndarray
+    """float64 [n - 1, 1 + k], at temperature 1."""
+
+
+@dataclass(frozen=True)
+class ResponseScores:
+    """What a token_scores table has of a response of T tokens."""
+
+    logprobs: np.ndarray
+    """float64 [T], of its tokens."""
+    top_ids: np.ndarray
+    """int64 [T, k], the likeliest tokens."""
+    top_logprobs: np.ndarray
+    """float64 [T, k + 1], of these and of all other tokens together."""
+
+    @classmethod
+    def missing(cls, tokens: int, top_k: int) -> ResponseScores:
+        """The scores of a response that has none: not a number."""
+        nan = np.full((tokens, top_k + 1), np.nan)
+        return cls(nan[:, 0], np.tile(np.arange(top_k), (tokens, 1)), nan)
+
+
+def score_response(found: PromptLogprobs, sequence: Sequence[int], tokens: int, top_k: int) -> ResponseScores | str:
+    """The scores of the last `tokens` tokens of a sequence, or why these are not theirs."""
+    shape = (len(sequence) - 1, 1 + top_k)
+    if found.ids.shape != shape or found.logprobs.shape != shape:
+        return f"its log-probs have the shapes {found.ids.shape} and {found.logprobs.shape}, not {shape}"
+    if other := np.flatnonzero(found.ids[:, 0] != sequence[1:]).tolist():
+        return f"its log-probs are of token {found.ids[other[0], 0]} at {other[0] + 1}, not of {sequence[other[0] + 1]}"
+    ids, logprobs = found.ids[-tokens:], found.logprobs[-tokens:]
+    top = np.maximum(logprobs[:, 1:], LEAST_LOGPROB)
+    rest = np.log(np.maximum(1.0 - np.exp(top).sum(1, keepdims=True), _LEAST_REST))
+    return ResponseScores(logprobs[:, 0], ids[:, 1:], np.concatenate([top, rest], 1))
+
+
+def response_table(column: str, rows: pa.Table, scores: Sequence[ResponseScores], top_k: int) -> pa.Table:
+    """The token_scores table of these rows, with the likeliest tokens if `top_k` is above 0."""
+    lengths = torch.tensor([len(one.logprobs) for one in scores], dtype=torch.int64)
+    each = [ResponseScores.missing(0, top_k), *scores]
+    values = torch.from_numpy(np.concatenate([one.logprobs for one in each]))
+    ids = torch.from_numpy(np.concatenate([one.top_ids for one in each]))
+    top = torch.from_numpy(np.concatenate([one.top_logprobs for one in each]))
+    read = list(zip(TEACHER_TOKENS, (ids, top), strict=True)) if top_k else []
+    return score_table(column, rows, values, lengths, read)

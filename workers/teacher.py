@@ -1,0 +1,118 @@
+"""Teachers that return the log-probs of whole sequences: frozen models in engines."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import pyarrow as pa
+
+from troupe.workers.contract.arrow import pickle_tables
+from troupe.workers.contract.config import RolloutConfig, SamplingConfig, ScoresConfig, TeacherEngineConfig
+from troupe.workers.contract.config_base import ModelConfig
+from troupe.workers.contract.messages import RankPlan, ScoreSummary, WorkerGone, WorkerHealth, identities
+from troupe.workers.data.teacher_prompts import TeacherPrompts
+from troupe.workers.engine.errors import EngineClosed
+from troupe.workers.engine.prompt_logprobs import prompt_logprobs
+from troupe.workers.engine.serving import ServingEngine
+from troupe.workers.engine.settings import engine_args, import_vllm, unread_metrics
+from troupe.workers.models.prompt_logprobs import PromptLogprobs, ResponseScores, response_table, score_response
+from troupe.workers.models.token_batch import not_finite
+
+
+class SequenceTeacher(ABC):
+    """Scores samples by the log-probs of prompt and response together. Calls run concurrently."""
+
+    def __init__(self, config: ScoresConfig, tokenizer: ModelConfig, longest: int) -> None:
+        """Loads nothing yet. `tokenizer`: the model that has the policy's; `longest`: most tokens of a sequence."""
+        pickle_tables()
+        self._scores = config
+        self._tokenizer = tokenizer
+        self._longest = longest
+        self._prompts: TeacherPrompts | None = None
+
+    @abstractmethod
+    async def sequences(self, sequences: Sequence[list[int]]) -> list[PromptLogprobs | str]:
+        """The log-probs of each sequence, none longer than `longest`, or why it has none. Raises WorkerGone."""
+
+    async def packs(self) -> bool:
+        return False
+
+    async def score(self, plan: RankPlan, *rollouts: pa.Table) -> tuple[ScoreSummary, pa.Table]:
+        """(summary, token_scores table): log-probs of the plan's rows. Those of a sample that failed are not a number.
+        Raises WorkerGone."""
+        rows = [row for micro_batch in plan.micro_batches for row in micro_batch]
+        chosen, failed = pa.concat_tables(rollouts).take(pa.array(rows, pa.int64())), dict[tuple[str, int], str]()
+        read = chosen
+        if self._prompts is not None:
+            read, failed = await asyncio.to_thread(self._prompts.apply, chosen, range(len(rows)))
+        prompts, responses = (read.column(name).to_pylist() for name in ("prompt_ids", "response_ids"))
+        sequences = [[*prompt, *response] for prompt, response in zip(prompts, responses, strict=True)]
+        fitting = [one for one in sequences if len(one) <= self._longest]
+        found = iter(await self.sequences(fitting))
+        scores, top_k = list[ResponseScores](), self._scores.top_k
+        for key, sequence, response in zip(identities(chosen), sequences, responses, strict=True):
+            one = f"it has more than {self._longest} tokens" if len(sequence) > self._longest else next(found)
+            scored = one if isinstance(one, str) else score_response(one, sequence, len(response), top_k)
+            if isinstance(scored, str):
+                failed.setdefault(key[:2], scored)
+                scored = ResponseScores.missing(len(response), top_k)
+            scores.append(scored)
+        table = response_table(self._scores.column, chosen, scores, top_k)
+        return ScoreSummary(len(rows), not_finite(table) | failed), table
+
+    def _load_prompts(self) -> None:
+        """Load the policy's tokenizer if the teacher reads other prompts."""
+        if self._scores.prompt is not None:
+            self._prompts = TeacherPrompts(self._scores.prompt, self._tokenizer, self._longest, self._longest)
+
+
+class TeacherEngine(SequenceTeacher):
+    """A frozen model in one vLLM engine."""
+
+    def __init__(self, config: TeacherEngineConfig, name: str) -> None:
+        own = {"max_logprobs": max(1, config.top_k)}
+        if config.device == "cuda":
+            own["max_num_batched_tokens"] = config.batch_tokens
+        self._settings = RolloutConfig(
+            model=config.model,
+            engine=config.engine,
+            engine_options=config.engine_options | own,
+            sampling=SamplingConfig(max_tokens=1),
+            seed=0,
+            transfer_backend="shm",
+            device=config.device,
+        )
+        # vLLM samples a token behind each sequence
+        super().__init__(config, config.tokenizer or config.model, config.engine.max_model_len - 1)
+        self._engine = ServingEngine(self._settings, name)
+        self._serial = itertools.count()
+
+    async def start(self) -> WorkerHealth:
+        """Load the model, in minutes that block the event loop. Raises ValueError if its vocabulary is not larger than
+        the number of tokens to return, and what `ServingEngine.start` raises."""
+        await import_vllm(self._settings.process)
+        self._load_prompts()
+        await self._engine.start(engine_args(self._settings), [unread_metrics()])
+        vocabulary = self._engine.require_live().model_config.get_vocab_size()
+        if self._scores.top_k >= vocabulary:
+            raise ValueError(f"algorithm.distill.k must be less than the vocabulary, {vocabulary} tokens")
+        return await self.health()
+
+    async def sequences(self, sequences: Sequence[list[int]]) -> list[PromptLogprobs | str]:
+        try:
+            return await self._engine.call(asyncio.gather(*map(self._sequence, sequences)))
+        except EngineClosed as error:
+            raise WorkerGone(str(error)) from error
+
+    async def _sequence(self, ids: list[int]) -> PromptLogprobs | str:
+        request_id = f"teacher/{next(self._serial)}"
+        return await prompt_logprobs(self._engine.require_open(), ids, self._scores.top_k, request_id)
+
+    async def health(self) -> WorkerHealth:
+        return await self._engine.health()
+
+    async def close(self) -> None:
+        await self._engine.stop()
