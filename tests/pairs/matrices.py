@@ -99,6 +99,7 @@ LEFT_OUT = {
     "roles.teacher.average": "the algorithm `average` sets it, under the name of a teacher",
     "roles.*.model*": "another model of a kind that is tried",
     "roles.judge.enable_prefix_caching": "as in a rollout engine",
+    "roles.teacher.enable_prefix_caching": "log-probs of whole sequences are computed without the cache",
     "roles.critic.schedule": "as the policy's",
     **dict.fromkeys(("output.sinks", "output.prometheus", "output.profile"), "another place for what is written"),
     **dict.fromkeys(
