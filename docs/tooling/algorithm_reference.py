@@ -156,8 +156,8 @@ each, which return the log-probs of whole sequences (vLLM's `prompt_logprobs`). 
 `scale` and `why` know them as the other workers, and a lost one is replaced (`failures.reference_restarts`). They need
 `sampling.temperature` 1, at which vLLM returns these log-probs, and `max_model_len` above that of the rollout engines:
 vLLM samples a token behind each sequence. The probability of all but the `k` likeliest tokens is what these leave of 1,
-at least 6e-8. A sample whose log-probs are missing, of other tokens or not finite is dropped under the teacher's name. In
-float32 on the CPU, the log-probs of 752 tokens and of the 8 likeliest in each place are those of `kind: forward` to
+at least 6e-8. A sample whose log-probs are missing, of other tokens or not finite is dropped under the teacher's name.
+In float32 on the CPU, the log-probs of 752 tokens and of the 8 likeliest in each place are those of `kind: forward` to
 3e-6 nats.
 
 ```yaml
