@@ -42,6 +42,7 @@ from troupe.workers.contract.config import Rendezvous
 from troupe.workers.contract.judges import Judge, JudgeLink
 from troupe.workers.contract.messages import (
     KEPT_BATCH,
+    SHARED_CALL_S,
     FinishedSamples,
     GroupRequest,
     GroupSummary,
@@ -54,6 +55,8 @@ from troupe.workers.contract.messages import (
     SampleKey,
     SampleSummary,
     SaveStatus,
+    ScoredGroups,
+    ScoreRequest,
     ScoreSummary,
     TextCut,
     TextSummary,
@@ -185,6 +188,18 @@ class LocalWorker(Generic[W_co]):
     ) -> tuple[R, Any]:
         """See `WorkerHandle.call_for_table`."""
         return await self.call(method, timeout_s, *args, **kwargs)
+
+    async def call_for_tables(
+        self,
+        method: Callable[Concatenate[W_co, P], Reply[tuple[R, *tuple[Any, ...]]]],
+        tables: int,
+        timeout_s: float,
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> tuple[R, list[Any]]:
+        """See `WorkerHandle.call_for_tables`."""
+        summary, *found = await self.call(method, timeout_s, *args, **kwargs)
+        return summary, found
 
     def kill(self) -> None:
         """Ends the worker."""
@@ -408,6 +423,16 @@ class FakeReward:
         (uid,), samples = rollouts.uids, rollouts.samples
         given = _alternating(samples)
         return RewardSummary(uid, rollouts.attempt, ("ok",) * samples, given, {"fake": given}), rollouts
+
+    async def score_groups(self, asked: Sequence[ScoreRequest], *rollouts: FakeTable) -> tuple[ScoredGroups, Any]:
+        """See `Reward.score_groups`."""
+        now = asyncio.get_running_loop().time
+        until, scored = now() + SHARED_CALL_S, list[tuple[RewardSummary, FakeTable]]()
+        for one, table in zip(asked, rollouts, strict=True):
+            if scored and now() > until:
+                break
+            scored.append(await self.score(table, one.rewards, one.vote))
+        return ScoredGroups(tuple([summary for summary, _ in scored])), *[table for _, table in scored]
 
     async def write_trajectories(self, path: str, step: int, unscored: Unscored, *tables: FakeTable) -> int:
         """Writes nothing."""

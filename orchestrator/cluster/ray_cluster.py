@@ -47,7 +47,7 @@ from troupe.workers.contract.judges import JudgeGone
 from troupe.workers.contract.messages import (
     GroupRequest,
     GroupSummary,
-    RewardSummary,
+    ScoredGroups,
     WeightsDamaged,
     WeightUpdate,
     WorkerGone,
@@ -112,6 +112,18 @@ class ActorWorker(Generic[W_co]):
         name = method.__name__
         summary, table = getattr(self.actor, name).options(num_returns=2).remote(*args, **kwargs)
         return await self._wait(summary, name, timeout_s, args), table
+
+    async def call_for_tables(
+        self,
+        method: Callable[Concatenate[W_co, P], Reply[tuple[R, *tuple[TableRef, ...]]]],
+        tables: int,
+        timeout_s: float,
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> tuple[R, list[TableRef]]:
+        name = method.__name__
+        summary, *found = getattr(self.actor, name).options(num_returns=1 + tables).remote(*args, **kwargs)
+        return await self._wait(summary, name, timeout_s, args), found
 
     def kill(self) -> None:
         self._ended = True
@@ -186,14 +198,14 @@ async def _run_on_node(
         raise WorkerDied(name, function.__name__, ray_nodes.one_line(error)) from error
 
 
-_ABOUT_GROUPS = frozenset({GroupRequest, GroupSummary, RewardSummary})
+_ABOUT_GROUPS = frozenset({GroupRequest, GroupSummary, ScoredGroups})
 
 
 def _subject(value: object) -> str:
     """Subject of a call with this first argument or result, or empty if it has none."""
     kind = type(value)  # by type, as this runs twice for each of thousands of calls a second
     if kind in _ABOUT_GROUPS:
-        return cast("GroupRequest | GroupSummary | RewardSummary", value).prompt_uid
+        return cast("GroupRequest | GroupSummary | ScoredGroups", value).prompt_uid
     return f"version {cast('WeightUpdate', value).version}" if kind is WeightUpdate else ""
 
 

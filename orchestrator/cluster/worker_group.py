@@ -85,6 +85,17 @@ class WorkerHandle(Protocol[W_co]):
         """Runs a method that returns (summary, table). The table stays where it is; its reference is returned."""
         ...
 
+    def call_for_tables(
+        self,
+        method: Callable[Concatenate[W_co, P], Reply[tuple[R, *tuple[TableRef, ...]]]],
+        tables: int,
+        timeout_s: float,
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> Coroutine[Any, Any, tuple[R, list[TableRef]]]:
+        """Runs a method that returns a summary and so many tables, each of which lives as long as its reference."""
+        ...
+
     def kill(self) -> None: ...
 
 

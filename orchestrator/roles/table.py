@@ -130,7 +130,7 @@ ROLES: dict[str, Role] = {
             concurrent=True,
             engine=True,
             quantized=True,
-            behind=roles.Reward.score.__name__,
+            behind=roles.Reward.score_groups.__name__,
             evaluates=True,
         ),
         Role(

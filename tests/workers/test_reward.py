@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from transformers import (
 
 from troupe.workers.contract.config_base import ModelConfig
 from troupe.workers.contract.judges import JudgeAnswer, Question
-from troupe.workers.contract.messages import REWARDS, ROLLOUTS
+from troupe.workers.contract.messages import REWARDS, ROLLOUTS, ScoreRequest
 from troupe.workers.contract.reward_config import RewardConfig, RewardFunctionConfig, RewardModelConfig, ScoringConfig
 from troupe.workers.contract.rewards import NO_ANSWER
 from troupe.workers.contract.samples import SAMPLES
@@ -244,6 +245,20 @@ def test_samples_come_back_in_order_of_sample_index(worker: RewardWorker) -> Non
     summary, table = worker.score(rollouts(["5", "0", "x"], order=[2, 0, 1]))
     assert table["sample_index"].to_pylist() == [0, 1, 2]
     assert summary.rewards == (2.0, 0.0, -0.5)
+
+
+@pytest.mark.parametrize(("seconds", "groups"), [(60.0, 3), (-1.0, 1)])
+def test_a_call_scores_its_first_group_and_others_while_there_is_time(
+    worker: RewardWorker, monkeypatch: pytest.MonkeyPatch, seconds: float, groups: int
+) -> None:
+    monkeypatch.setattr("troupe.workers.reward.SHARED_CALL_S", seconds)
+    worker.start()
+    table = rollouts(["5", "0", "x"])
+    alone, rewards = worker.score(table)
+    scored, *tables = worker.score_groups([ScoreRequest(vote=one) for one in (False, True, False)], table, table, table)
+    assert [bool(summary.answers) for summary in scored.groups] == [False, True, False][:groups]
+    assert replace(scored.groups[0], seconds=alone.seconds) == alone and scored.peak is not None
+    assert tables == [rewards] * groups + [None] * (3 - groups)
 
 
 def test_a_table_that_is_not_one_group_is_refused(worker: RewardWorker) -> None:

@@ -384,8 +384,22 @@ class Fault:
     samples: int
 
 
+SHARED_CALL_S = 0.02
+"""A reward worker begins to score another group of the same call until so much time has passed."""
+
+
 @dataclass(frozen=True)
-class RewardSummary(Answer):
+class ScoreRequest:
+    """How a reward worker scores a group."""
+
+    rewards: str = ""
+    """Name of a set of reward functions in `ScoringConfig.sets`, or empty for the role's."""
+    vote: bool = False
+    """Whether the summary includes which samples give the same answer."""
+
+
+@dataclass(frozen=True)
+class RewardSummary:
     """Scalars of one scored group: one entry per sample, in sample order."""
 
     prompt_uid: str
@@ -414,6 +428,18 @@ class RewardSummary(Answer):
         chosen = slice(start, end)
         components = {name: values[chosen] for name, values in self.components.items()}
         return replace(self, statuses=self.statuses[chosen], rewards=self.rewards[chosen], components=components)
+
+
+@dataclass(frozen=True)
+class ScoredGroups(Answer):
+    """The rewards of groups that were scored in one call."""
+
+    groups: tuple[RewardSummary, ...]
+
+    @property
+    def prompt_uid(self) -> str:
+        """The prompts of the groups."""
+        return " ".join([group.prompt_uid for group in self.groups])
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,9 @@ from troupe.workers.contract.messages import (
     KeptTable,
     PrepareRequest,
     RankPlan,
-    RewardSummary,
     SaveStatus,
+    ScoredGroups,
+    ScoreRequest,
     ScoreSummary,
     TextCut,
     TextSummary,
@@ -211,9 +212,11 @@ class Reward(Replica, Protocol):
         """Asks this judge from now on."""
         ...
 
-    def score(self, rollouts: TableRef, rewards: str = "", vote: bool = False) -> Reply[tuple[RewardSummary, TableRef]]:
-        """Scores one group by the functions of the set `rewards`, or the role's if it is empty; returns its rewards by
-        sample and a REWARDS table. With `vote`, the summary includes which samples give the same answer."""
+    def score_groups(
+        self, asked: Sequence[ScoreRequest], *rollouts: TableRef
+    ) -> Reply[tuple[ScoredGroups, *tuple[TableRef, ...]]]:
+        """Scores the first group, and begins others until `SHARED_CALL_S` have passed. Returns the rewards of those
+        that it has scored, and for each of `rollouts` its REWARDS table, or None if it is not scored."""
         ...
 
     def write_trajectories(self, path: str, step: int, unscored: Unscored, *tables: TableRef) -> Reply[int]:

@@ -323,13 +323,10 @@ def test_groups_lost_with_a_node_are_sampled_again(tmp_path: Path) -> None:
     harness = RolloutRun(tmp_path)
 
     class Reward(FaultyReward):
-        lost = False
-
         async def score(
             self, rollouts: FakeTable, rewards: str = "", vote: bool = False
         ) -> tuple[RewardSummary, FakeTable]:
-            if not self.lost and rollouts.uids == ("e0-r3",):
-                self.lost = True
+            if rollouts.uids == ("e0-r3",) and not rollouts.attempt:
                 raise DataLost("reward-0", "score", "the node is gone")
             return await super().score(rollouts, rewards, vote)
 

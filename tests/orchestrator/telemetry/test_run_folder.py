@@ -122,7 +122,12 @@ def test_the_timeline_joins_its_steps(folder: Path) -> None:
 
 def test_every_call_has_a_phase() -> None:
     calls = [
-        *(("rollout-0", "generate"), ("reward-3", "score"), ("policy-0", "publish_weights"), ("rollout-0", "start")),
+        *(
+            ("rollout-0", "generate"),
+            ("reward-3", "score_groups"),
+            ("policy-0", "publish_weights"),
+            ("rollout-0", "start"),
+        ),
         *(("rollout-0", "update_weights"), ("policy-1", "save"), ("driver-0", "update"), ("driver-0", "unheard of")),
         *(("cluster", "reserve"), ("node 10.0.0.1-2", "download_all"), ("reward-0", "write_trajectories")),
     ]

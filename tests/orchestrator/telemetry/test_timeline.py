@@ -14,7 +14,7 @@ from troupe.orchestrator.cluster.ray_cluster import ActorWorker
 from troupe.orchestrator.errors import WorkerTimeout
 from troupe.orchestrator.telemetry.metrics import PeakMemory
 from troupe.orchestrator.telemetry.timeline import CallLog, OpenCall, Span
-from troupe.workers.contract.messages import GroupRequest, RewardSummary
+from troupe.workers.contract.messages import GroupRequest, RewardSummary, ScoredGroups
 from troupe.workers.contract.roles import Reward, RolloutEngine
 
 
@@ -119,13 +119,13 @@ def test_a_worker_reports_every_call_with_its_subject_and_how_it_ended() -> None
     async def never() -> None:
         await asyncio.sleep(60)
 
-    async def scored() -> RewardSummary:
-        return RewardSummary("p1", 0, ("ok",), (1.0,), {})
+    async def scored() -> ScoredGroups:
+        return ScoredGroups(tuple(RewardSummary(uid, 0, ("ok",), (1.0,), {}) for uid in ("p1", "p2")))
 
     async def run() -> list[Span]:
         log = CallLog()
         engine: ActorWorker[RolloutEngine] = ActorWorker("rollout-0", _Actor(generate=never), PeakMemory(), log)
-        reward: ActorWorker[Reward] = ActorWorker("reward-1", _Actor(score=scored), PeakMemory(), log)
+        reward: ActorWorker[Reward] = ActorWorker("reward-1", _Actor(score_groups=scored), PeakMemory(), log)
         request = GroupRequest("p1", 0, 0, 1, 0)
         generating = asyncio.ensure_future(engine.call(RolloutEngine.generate, 0.05, request, None))
         await called(log)
@@ -133,7 +133,7 @@ def test_a_worker_reports_every_call_with_its_subject_and_how_it_ended() -> None
         assert open_[:2] == ("rollout-0", "generate") and open_.timeout_s == 0.05 and open_.detail == "p1"
         with pytest.raises(WorkerTimeout):
             await generating
-        await reward.call(Reward.score, 1.0, None)
+        await reward.call(Reward.score_groups, 1.0, [])
         cancelled = asyncio.ensure_future(engine.call(RolloutEngine.generate, 9.0, request, None))
         await called(log)
         cancelled.cancel()
@@ -144,7 +144,7 @@ def test_a_worker_reports_every_call_with_its_subject_and_how_it_ended() -> None
     spans = on_virtual_time(run())
     assert [(span.worker, span.method, span.status, span.detail) for span in spans] == [
         ("rollout-0", "generate", "WorkerTimeout", "p1"),
-        ("reward-1", "score", "ok", "p1"),
+        ("reward-1", "score_groups", "ok", "p1 p2"),
         ("rollout-0", "generate", "CancelledError", "p1"),
     ]
     assert all(span.start <= span.end for span in spans)
