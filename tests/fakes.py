@@ -51,12 +51,12 @@ from troupe.workers.contract.messages import (
     KeptTable,
     PrepareRequest,
     RankPlan,
+    RewardRequest,
     RewardSummary,
     SampleKey,
     SampleSummary,
     SaveStatus,
     ScoredGroups,
-    ScoreRequest,
     ScoreSummary,
     TextCut,
     TextSummary,
@@ -424,7 +424,7 @@ class FakeReward:
         given = _alternating(samples)
         return RewardSummary(uid, rollouts.attempt, ("ok",) * samples, given, {"fake": given}), rollouts
 
-    async def score_groups(self, asked: Sequence[ScoreRequest], *rollouts: FakeTable) -> tuple[ScoredGroups, Any]:
+    async def score_groups(self, asked: Sequence[RewardRequest], *rollouts: FakeTable) -> tuple[ScoredGroups, Any]:
         """See `Reward.score_groups`."""
         now = asyncio.get_running_loop().time
         until, scored = now() + SHARED_CALL_S, list[tuple[RewardSummary, FakeTable]]()

@@ -28,9 +28,9 @@ from troupe.workers.contract.messages import (
     KeepRequest,
     KeptTable,
     Peak,
+    RewardRequest,
     RewardSummary,
     ScoredGroups,
-    ScoreRequest,
     Unscored,
     WorkerHealth,
 )
@@ -257,7 +257,7 @@ class RewardWorker:
             function.connect(judge)
 
     def score_groups(
-        self, asked: Sequence[ScoreRequest], *rollouts: pa.Table
+        self, asked: Sequence[RewardRequest], *rollouts: pa.Table
     ) -> tuple[ScoredGroups, *tuple[pa.Table | None, ...]]:
         """Score the first group, and others until `SHARED_CALL_S` have passed: no group waits long for others, and a
         call of several takes hardly longer than one of the slowest."""

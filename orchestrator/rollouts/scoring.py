@@ -31,9 +31,9 @@ from troupe.workers.contract.messages import (
     GroupSummary,
     KeepRequest,
     KeptTable,
+    RewardRequest,
     RewardSummary,
     ScoredGroups,
-    ScoreRequest,
     Unscored,
 )
 from troupe.workers.contract.rewards import differ
@@ -162,7 +162,7 @@ class _Unscored:
     """A group that waits for its rewards."""
 
     rollouts: TableRef
-    request: ScoreRequest
+    request: RewardRequest
     scored: asyncio.Future[tuple[RewardSummary, TableRef]]
 
 
@@ -203,7 +203,7 @@ class RewardPool(ReplicaPool[WorkerHandle[Reward]]):
         functions in `ScoringConfig.sets`, or empty for the role's."""
         loop, deadline = asyncio.get_running_loop(), None
         while True:
-            group = _Unscored(rollouts, ScoreRequest(rewards, vote), loop.create_future())
+            group = _Unscored(rollouts, RewardRequest(rewards, vote), loop.create_future())
             self._waiting.append(group)
             self._send_soon()
             try:

@@ -28,7 +28,7 @@ from transformers import (
 
 from troupe.workers.contract.config_base import ModelConfig
 from troupe.workers.contract.judges import JudgeAnswer, Question
-from troupe.workers.contract.messages import REWARDS, ROLLOUTS, ScoreRequest
+from troupe.workers.contract.messages import REWARDS, ROLLOUTS, RewardRequest
 from troupe.workers.contract.reward_config import RewardConfig, RewardFunctionConfig, RewardModelConfig, ScoringConfig
 from troupe.workers.contract.rewards import NO_ANSWER
 from troupe.workers.contract.samples import SAMPLES
@@ -255,7 +255,9 @@ def test_a_call_scores_its_first_group_and_others_while_there_is_time(
     worker.start()
     table = rollouts(["5", "0", "x"])
     alone, rewards = worker.score(table)
-    scored, *tables = worker.score_groups([ScoreRequest(vote=one) for one in (False, True, False)], table, table, table)
+    scored, *tables = worker.score_groups(
+        [RewardRequest(vote=one) for one in (False, True, False)], table, table, table
+    )
     assert [bool(summary.answers) for summary in scored.groups] == [False, True, False][:groups]
     assert replace(scored.groups[0], seconds=alone.seconds) == alone and scored.peak is not None
     assert tables == [rewards] * groups + [None] * (3 - groups)

@@ -389,7 +389,7 @@ SHARED_CALL_S = 0.02
 
 
 @dataclass(frozen=True)
-class ScoreRequest:
+class RewardRequest:
     """How a reward worker scores a group."""
 
     rewards: str = ""

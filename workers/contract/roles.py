@@ -25,9 +25,9 @@ from troupe.workers.contract.messages import (
     KeptTable,
     PrepareRequest,
     RankPlan,
+    RewardRequest,
     SaveStatus,
     ScoredGroups,
-    ScoreRequest,
     ScoreSummary,
     TextCut,
     TextSummary,
@@ -213,7 +213,7 @@ class Reward(Replica, Protocol):
         ...
 
     def score_groups(
-        self, asked: Sequence[ScoreRequest], *rollouts: TableRef
+        self, asked: Sequence[RewardRequest], *rollouts: TableRef
     ) -> Reply[tuple[ScoredGroups, *tuple[TableRef, ...]]]:
         """Scores the first group, and begins others until `SHARED_CALL_S` have passed. Returns the rewards of those
         that it has scored, and for each of `rollouts` its REWARDS table, or None if it is not scored."""

@@ -15,7 +15,7 @@ from troupe.orchestrator.cluster.worker_group import PolicyGroup
 from troupe.orchestrator.errors import DataLost, JudgeLost, WorkerDied, WorkerError
 from troupe.orchestrator.pools.replicas import ReplicaPool, RestartBudget
 from troupe.orchestrator.rollouts.scoring import RewardPool, TokenScorer
-from troupe.workers.contract.messages import ScoredGroups, ScoreRequest
+from troupe.workers.contract.messages import RewardRequest, ScoredGroups
 
 TABLE = FakeTable("rollouts", ("p0",), samples=4)
 
@@ -134,7 +134,7 @@ class Recording(FakeReward):
         self.calls: list[list[str]] = []
         self.lost = ""
 
-    async def score_groups(self, asked: Sequence[ScoreRequest], *rollouts: FakeTable) -> tuple[ScoredGroups, Any]:
+    async def score_groups(self, asked: Sequence[RewardRequest], *rollouts: FakeTable) -> tuple[ScoredGroups, Any]:
         self.calls.append([table.uids[0] for table in rollouts])
         if self.lost in self.calls[-1]:
             raise DataLost("reward-0", "score_groups", "the node is gone")

@@ -21,7 +21,7 @@ from troupe.orchestrator.telemetry.metrics import (
     pass_at_k,
     std,
 )
-from troupe.workers.contract.messages import Peak, RewardSummary, ScoreSummary, UpdateMetrics, WeightAck, WorkerHealth
+from troupe.workers.contract.messages import Peak, ScoredGroups, ScoreSummary, UpdateMetrics, WeightAck, WorkerHealth
 from troupe.workers.contract.units import GIB
 from troupe.workers.telemetry.peak_memory import resident_peak
 
@@ -194,8 +194,8 @@ def test_the_largest_worker_of_a_role_keeps_its_peak() -> None:
     peaks = PeakMemory()
     peaks.note("rollout-0", WeightAck("rollout-0", 1, "d", 0.1, peak=Peak(3 * GIB, GIB)))
     peaks.note("rollout-1", WeightAck("rollout-1", 1, "d", 0.1, peak=Peak(2 * GIB, 4 * GIB)))
-    peaks.note("reward-0", RewardSummary("p", 0, (), (), {}, peak=Peak(GIB)))
-    peaks.note("reward-0", RewardSummary("p", 0, (), (), {}, peak=Peak(GIB // 2)))
+    peaks.note("reward-0", ScoredGroups((), peak=Peak(GIB)))
+    peaks.note("reward-0", ScoredGroups((), peak=Peak(GIB // 2)))
     peaks.note("reference-0", (3, None))
     peaks.note("policy-0", UpdateMetrics({}, {}))
     metrics = peaks.metrics()
