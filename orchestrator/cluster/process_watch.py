@@ -29,7 +29,7 @@ from troupe.orchestrator.cluster.event_loop import within
 from troupe.orchestrator.cluster.inspection import InspectRequest, NodeFacts, NodeReport, inspect_node
 from troupe.orchestrator.cluster.own_process import register, session_logs
 from troupe.orchestrator.cluster.proc import StoppedProcesses, exit_code, kill_tree, out_of_memory_kills
-from troupe.orchestrator.roles.names import role_of
+from troupe.orchestrator.roles.names import role_of, section_of
 from troupe.orchestrator.roles.table import named
 from troupe.workers.telemetry.process_end import end_of_log, ended_by
 from troupe.workers.telemetry.stacks import FOLDER as STACKS
@@ -236,7 +236,7 @@ class ProcessWatch:
         there = None if here is not None else self._node_actor(node)
         while True:
             watched = {
-                process.pid: role_of(worker.name) in _WITH_DESCENDANTS
+                process.pid: section_of(role_of(worker.name)) in _WITH_DESCENDANTS
                 for process, worker in self._workers.items()
                 if process.node == node
             }
