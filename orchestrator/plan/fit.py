@@ -12,7 +12,7 @@ from troupe.orchestrator.plan.memory import HEADROOM, Memory, MemoryOf, PlacedWo
 from troupe.orchestrator.plan.placement import Node
 from troupe.orchestrator.plan.remedies import Misfit
 from troupe.orchestrator.plan.worker_memory import PERIODS, WIDTHS, Cache, Part, Period, WorkerMemory, adapter_numbers
-from troupe.orchestrator.roles.table import ENGINES, SAMPLERS, row_of, settings_of
+from troupe.orchestrator.roles.table import SAMPLERS, row_of, settings_of
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.derived.sizes import batch_bytes
 from troupe.orchestrator.spec.derived.training import has_weight_file
@@ -108,7 +108,7 @@ def memory_plan(spec: RunSpec, everyone: Sequence[PlacedWorker], nodes: Sequence
         *_undivided_engines(spec, sizes),
         *_undivided_trainers(spec, sizes),
         *_engines_without_cache(everyone, caches, by_name),
-        *(use.misfit for use in shared if use.total > use.capacity),
+        *(use.misfit(caches) for use in shared if use.total > use.capacity),
         *(_full_node(node) for node in node_memories if node.capacity and node.total > node.capacity),
     )
     flat = tuple(memory for memories in workers.values() for memory in memories)
@@ -235,11 +235,10 @@ class _SharedGpu:
     def names(self) -> str:
         return " and ".join(placed.worker for placed in self.memories)
 
-    @property
-    def misfit(self) -> Misfit:
+    def misfit(self, caches: Mapping[str, Cache]) -> Misfit:
         # An engine takes a fixed share of the GPU, so of two workers on a GPU the other one is too large.
         needs = self.needs
-        roles = [s.role for s in sorted(needs, key=lambda placed: (placed.role in ENGINES, -needs[placed]))]
+        roles = [s.role for s in sorted(needs, key=lambda placed: (placed.worker in caches, -needs[placed]))]
         need = "need" if len(needs) > 1 else "needs"
         problem = f"{self.names} {need} {gib(self.total)} GiB of a GPU's {gib(self.capacity)}"
         if self.alternates:

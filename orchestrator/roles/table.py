@@ -205,8 +205,6 @@ NAMES: tuple[RoleName, ...] = tuple(dict.fromkeys(row.section for row in ROLES.v
 """The roles that a spec can have, in the order of the data."""
 TRAINERS: tuple[RoleName, ...] = tuple(dict.fromkeys(row.section for row in ROLES.values() if row.trains))
 """The roles whose workers train a model."""
-ENGINES: tuple[RoleName, ...] = tuple(dict.fromkeys(row.section for row in ROLES.values() if row.engine))
-"""The roles whose workers are engines."""
 SAMPLERS: tuple[RoleName, ...] = tuple(dict.fromkeys(row.section for row in ROLES.values() if row.samples))
 """The roles whose workers sample what is trained on."""
 TRAINED = (*TRAINERS, "reward_model")

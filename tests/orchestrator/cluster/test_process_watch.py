@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from ray.exceptions import RaySystemError
@@ -66,6 +68,28 @@ def test_a_worker_that_dies_on_a_full_disk_of_ray_names_it(monkeypatch: pytest.M
     assert watch.exit_reason(Process("other", 7)) == ""
     free.clear()
     assert watch.exit_reason(Process("driver", 7)) == "exit code 1"
+
+
+async def test_what_an_engine_has_started_is_watched_with_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Also of an engine whose role has a name of its own, as a teacher's."""
+    asked: list[Mapping[int, bool]] = []
+
+    class Node:
+        def __init__(self, samples: int) -> None: ...
+
+        async def find_stopped(self, watched: Mapping[int, bool], seconds: float) -> list[int]:
+            asked.append(watched)
+            raise asyncio.CancelledError
+
+    context = SimpleNamespace(get_node_id=lambda: "driver")
+    monkeypatch.setattr(process_watch, "ray", SimpleNamespace(get_runtime_context=lambda: context, nodes=list))
+    monkeypatch.setattr(process_watch, "NodeWatch", Node)
+    watch = ProcessWatch(tmp_path, 10.0)
+    for pid, name in enumerate(("rollout-0", "teacher.served-0", "environment.tools-0", "reward-0")):
+        watch._workers[Process("driver", pid)] = cast("Any", SimpleNamespace(name=name))
+    with pytest.raises(asyncio.CancelledError):
+        await watch._watch("driver")
+    assert asked == [{0: True, 1: True, 2: False, 3: False}]
 
 
 def test_a_look_while_ray_disconnects_prints_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
