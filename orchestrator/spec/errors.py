@@ -287,7 +287,7 @@ def _without_tags(location: Path, data: Any) -> Path:
     for part in location:
         if isinstance(node, dict) and part not in node and part in (node.get("kind", DEFAULT_TEACHER), SECTION, MAP):
             continue
-        if part in (LIST, SECTION, MAP) and not isinstance(node, dict):
+        if part in (LIST, SECTION, MAP, DEFAULT_TEACHER) and not isinstance(node, dict):
             continue
         if part == "[key]":  # the key of a map is wrong
             continue

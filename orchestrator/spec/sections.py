@@ -229,7 +229,9 @@ DEFAULT_TEACHER = "forward"
 
 def teacher_kind(role: Any) -> str:
     """The kind that a teacher's section names."""
-    return role.get("kind", DEFAULT_TEACHER) if isinstance(role, dict) else role.kind
+    if isinstance(role, dict):
+        return role.get("kind", DEFAULT_TEACHER)
+    return role.kind if isinstance(role, TeacherEngineRole) else DEFAULT_TEACHER
 
 
 class RewardRole(RewardConfig, ScaledRole):

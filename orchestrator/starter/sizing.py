@@ -184,6 +184,19 @@ def response_tokens(choices: Choices) -> int:
 
 def candidates(choices: Choices, tokens: int) -> Iterator[list[Sizing]]:
     """Settings to try: groups of one layout each, the fastest settings of a group first."""
+    for group in _layout_groups(choices, tokens):
+        if not _solves(choices):
+            yield group
+        elif whole := [one for one in group if one.zero_stage < 2 and not one.gradient_checkpointing]:
+            yield list(dict.fromkeys(replace(one, dtype="float32") for one in whole))
+
+
+def _solves(choices: Choices) -> bool:
+    """Whether the policy's step is a natural gradient: in float32, of all weights, without AdamW."""
+    return not choices.offline and ALGORITHMS[choices.algorithm].natural_gradient is not None
+
+
+def _layout_groups(choices: Choices, tokens: int) -> Iterator[list[Sizing]]:
     micro = [size for size in (16384, 8192, 4096, 2048, 1024) if size >= tokens] or [tokens]
     critic = not choices.offline and "critic" in ALGORITHMS[choices.algorithm].required
     if not choices.gpus:
@@ -213,6 +226,8 @@ def candidates(choices: Choices, tokens: int) -> Iterator[list[Sizing]]:
 def adapted_candidates(choices: Choices, tokens: int) -> Iterator[list[Sizing]]:
     """The candidates that adapters support, with them."""
     model = ModelConfig(path=choices.model)
+    if _solves(choices):
+        return
     if has_experts(model) and has_latent_attention(model):
         return  # its layers outside of the experts have other names in every family
     for group in candidates(choices, tokens):
@@ -265,17 +280,21 @@ def _document(choices: Choices, data: Data, settings: Sizing) -> dict[str, Any]:
     return top | (_offline(choices, data, settings) if choices.offline else _rollouts(choices, data, settings))
 
 
-def _trainer(choices: Choices, settings: Sizing, workers: int) -> dict[str, Any]:
+def _policy(choices: Choices, settings: Sizing) -> dict[str, Any]:
+    rate = {} if _solves(choices) else learning_rate(choices)
+    return _trainer(choices, settings, settings.policies, rate)
+
+
+def _trainer(choices: Choices, settings: Sizing, workers: int, rate: dict[str, Any]) -> dict[str, Any]:
     memory: dict[str, Any] = {"zero_stage": settings.zero_stage} if workers > 1 or settings.offload_optimizer else {}
     if settings.offload_optimizer:
         memory["offload_optimizer"] = True
     if settings.gradient_checkpointing:
         memory["gradient_checkpointing"] = True
-    rate = learning_rate(choices)
     if settings.adapters:
         targets = {"targets": [*ATTENTION]} if has_experts(ModelConfig(path=choices.model)) else {}
         memory["lora"] = {"rank": 16, "alpha": 32, **targets}
-        rate["learning_rate"] *= _ADAPTER_RATE
+        rate = rate | {"learning_rate": rate["learning_rate"] * _ADAPTER_RATE}
     return {
         "workers": workers,
         **_cores(choices, settings),
@@ -315,7 +334,7 @@ def learning_rate(choices: Choices) -> dict[str, Any]:
 
 
 def _offline(choices: Choices, data: Data, settings: Sizing) -> dict[str, Any]:
-    roles: dict[str, Any] = {"policy": _trainer(choices, settings, settings.policies)}
+    roles: dict[str, Any] = {"policy": _policy(choices, settings)}
     if OFFLINE_ALGORITHMS[choices.algorithm].reference:
         roles["reference"] = {"colocate_with": "policy"}
     return {
@@ -336,7 +355,7 @@ def _rollouts(choices: Choices, data: Data, settings: Sizing) -> dict[str, Any]:
     if settings.tensor_parallel > 1:
         engine |= {"gpus": settings.tensor_parallel, "tensor_parallel_size": settings.tensor_parallel}
     engine |= {"max_num_seqs": settings.max_num_seqs, "max_model_len": longest(choices, data)}
-    policy = _trainer(choices, settings, settings.policies)
+    policy = _policy(choices, settings)
     if settings.shared_gpus:
         del engine["gpus"]  # it has the policy's
         engine |= {"colocate_with": "policy", "sleep": "kv_cache"}
@@ -346,7 +365,7 @@ def _rollouts(choices: Choices, data: Data, settings: Sizing) -> dict[str, Any]:
         engine |= {"enforce_eager": True, "kv_cache_gib": settings.kv_cache_gib}
     roles: dict[str, Any] = {"rollout": engine, "policy": policy}
     if settings.critics:
-        roles["critic"] = _trainer(choices, settings, settings.critics)
+        roles["critic"] = _trainer(choices, settings, settings.critics, learning_rate(choices))
     if settings.critics or "reference" in roles_besides(row):
         roles["reference"] = {"colocate_with": "policy"}
     scorers = max(1, min(8, choices.cpus // 4))

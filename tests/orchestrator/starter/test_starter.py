@@ -93,6 +93,7 @@ def test_every_offline_algorithm_gets_a_spec_that_is_valid_and_fits(
     [
         (8, "grpo", {"rollout": 6, "policy": 2}),
         (8, "ppo", {"rollout": 4, "policy": 2, "critic": 2}),
+        (8, "trpo", {"rollout": 4, "policy": 2, "critic": 2}),
         (2, "grpo", {"rollout": 1, "policy": 1}),
         (2, "ppo", {"rollout": 1, "policy": 1, "critic": 1}),
         (1, "grpo", {"rollout": 1, "policy": 1}),
