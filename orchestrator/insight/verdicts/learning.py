@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterator
 
+from troupe.orchestrator.algorithms.table import ALGORITHMS
 from troupe.orchestrator.insight.verdicts.history import EQUAL, FEW_MIXED, SHORTEST, History, Stretch
 from troupe.orchestrator.insight.verdicts.verdict import Level, Remedy, Verdict, field, flow, while_it_lasts
 
@@ -20,7 +21,12 @@ _CUT = 0.3
 """Share of cut responses above which most of the work is lost."""
 
 
-def lower_learning_rate(run: History) -> Remedy:
+def smaller_steps(run: History) -> Remedy:
+    """Proposes smaller steps: a lower learning rate, or limit of a natural gradient's step."""
+    solved = ALGORITHMS[name].natural_gradient if (name := run.get("algorithm.name")) in ALGORITHMS else None
+    if solved is not None:
+        limit = float(run.get("algorithm.natural_gradient.max_kl", solved.max_kl))
+        return Remedy("Lower the limit of a step.", field("algorithm.natural_gradient.max_kl", 0.3 * limit))
     rate = float(run.get(_LEARNING_RATE, 1e-6))
     return Remedy("Lower the learning rate.", field(_LEARNING_RATE, 0.3 * rate))
 
@@ -52,7 +58,7 @@ def entropy_collapse(run: History) -> Iterator[Verdict]:
         found.until,
         ("policy/entropy", "groups/mixed", "reward/mean"),
         (
-            *((lower_learning_rate(run),) if fell else ()),
+            *((smaller_steps(run),) if fell else ()),
             Remedy("Add an entropy bonus.", field("algorithm.entropy_coef", 0.003)),
             *((add_kl(run),) if fell else (Remedy("Start from a model that is less sure of its responses."),)),
         ),
@@ -171,7 +177,7 @@ def reward_falls(run: History) -> Iterator[Verdict]:
         reward.steps[best],
         None,
         (reward.name, "policy/kl_exact", "policy/entropy"),
-        () if harder else (lower_learning_rate(run), add_kl(run)),
+        () if harder else (smaller_steps(run), add_kl(run)),
     )
 
 
@@ -220,7 +226,7 @@ def overfitting(run: History) -> Iterator[Verdict]:
         steps,
         None,
         (held_out.name, "policy/loss"),
-        (Remedy("Stop where it was lowest.", field("schedule.steps", max(steps, 1))), lower_learning_rate(run)),
+        (Remedy("Stop where it was lowest.", field("schedule.steps", max(steps, 1))), smaller_steps(run)),
     )
 
 
@@ -279,7 +285,7 @@ def length_collapse(run: History) -> Iterator[Verdict]:
         (
             Remedy("Read the shortest samples, and let the reward ask for an answer."),
             add_kl(run),
-            lower_learning_rate(run),
+            smaller_steps(run),
         ),
     )
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from troupe.orchestrator.insight.verdicts.history import SHORTEST, History, Series, Stretch
-from troupe.orchestrator.insight.verdicts.learning import add_kl, lower_learning_rate
+from troupe.orchestrator.insight.verdicts.learning import add_kl, smaller_steps
 from troupe.orchestrator.insight.verdicts.verdict import Level, Remedy, Verdict, field, while_it_lasts
 from troupe.orchestrator.roles.table import TRAINED
 
@@ -48,7 +48,7 @@ def kl_explosion(run: History) -> Iterator[Verdict]:
                 found.start,
                 found.until,
                 (kl.name, "reward/mean", "policy/entropy"),
-                (add_kl(run), lower_learning_rate(run)) if left else (Remedy("Check `roles.reference.model`."),),
+                (add_kl(run), smaller_steps(run)) if left else (Remedy("Check `roles.reference.model`."),),
             )
             return
 
@@ -60,7 +60,7 @@ def steps_too_large(run: History) -> Iterator[Verdict]:
         if found := kl.stretch(lambda value: value > _MOST_KL_STEP):
             warm_up = max(5, run.last_step // 20, 2 * int(run.get("roles.policy.warmup_updates", 0)))
             remedies = [
-                lower_learning_rate(run),
+                smaller_steps(run),
                 fewer_updates(run),
                 Remedy("Warm the learning rate up for longer.", field("roles.policy.warmup_updates", warm_up)),
             ]
@@ -93,7 +93,7 @@ def clip_fraction_stuck(run: History) -> Iterator[Verdict]:
         found.start,
         found.until,
         (clipped.name, "policy/ratio_max", "policy/kl_old"),
-        (lower_learning_rate(run), fewer_updates(run)),
+        (smaller_steps(run), fewer_updates(run)),
     )
 
 
@@ -119,7 +119,7 @@ def sampler_gap(run: History) -> Iterator[Verdict]:
     remedies = (
         (
             Remedy("Train on fresher samples.", field("schedule.max_staleness", max(stale - 1, 0))),
-            lower_learning_rate(run),
+            smaller_steps(run),
         )
         if stale
         else (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from typing import Any
 
 import jsonschema
 import pytest
@@ -14,6 +15,7 @@ from troupe.orchestrator.cli import app
 from troupe.orchestrator.commands.options import json_text
 from troupe.orchestrator.insight.verdicts.apply import apply_rules, fits
 from troupe.orchestrator.insight.verdicts.history import History
+from troupe.orchestrator.insight.verdicts.learning import smaller_steps
 from troupe.orchestrator.insight.verdicts.speed import growing_memory
 from troupe.orchestrator.insight.verdicts.verdict import Level
 
@@ -88,3 +90,15 @@ def test_memory_that_flattens_is_no_leak_at_any_step() -> None:
 
     assert not any(found(steps, rising=8) for steps in range(1, 60))
     assert [steps for steps in range(1, 60) if found(steps, rising=60)] == list(range(11, 60))
+
+
+@pytest.mark.parametrize(
+    ("settings", "remedy"),
+    [
+        ({"name": "grpo"}, "learning_rate: 3e-07"),
+        ({"name": "trpo"}, "max_kl: 0.003"),
+        ({"name": "trpo", "natural_gradient": {"max_kl": 0.5}}, "max_kl: 0.15"),
+    ],
+)
+def test_smaller_steps_are_those_of_the_algorithm(settings: dict[str, Any], remedy: str) -> None:
+    assert smaller_steps(History.of([], {"algorithm": settings})).spec.split("\n")[-1].strip() == remedy
