@@ -275,7 +275,8 @@ class CausalLogprobs(ModelModule):
     @property
     def head_parameters(self) -> list[nn.Parameter]:
         """The parameters that `sampled_logits` reads."""
-        return list(self.model.get_output_embeddings().parameters()) if self.split_head else []
+        head = self.model.get_output_embeddings() if self.split_head else None
+        return [] if head is None else list(head.parameters())
 
     def logits_of(self, states: torch.Tensor) -> torch.Tensor:
         """Logits [T, vocabulary] of states, which without a separate head are the logits."""

@@ -51,7 +51,7 @@ FAMILIES: dict[str, PreTrainedConfig] = {
         **SIZES, head_dim=4, query_pre_attn_scalar=4, attn_logit_softcapping=2.0, final_logit_softcapping=3.0
     ),
     "qwen3-moe": Qwen3MoeConfig(
-        **SIZES | {"head_dim": 4},
+        **dict[str, Any](SIZES, head_dim=4),
         tie_word_embeddings=False,
         moe_intermediate_size=8,
         num_experts=4,
