@@ -167,7 +167,7 @@ class ServingEngine:
                 engine.output_handler.cancel()  # or it reports the shutdown as a crash
             alone = self.config.device == "cpu" and self.config.engine.tensor_parallel_size == 1
             # vLLM collects garbage for seconds at its end; what a process without ranks and GPU holds ends with it
-            await asyncio.to_thread(engine.shutdown, 0.0 if alone else _SHUTDOWN_S)
+            await asyncio.to_thread(_shut_down, engine, 0.0 if alone else _SHUTDOWN_S)
 
     async def health(self) -> WorkerHealth:
         """Health of the worker, through the engine's process (a hanging one is silent), after an update that is
@@ -185,3 +185,13 @@ class ServingEngine:
             gpus = await self.call(self.require_live().collective_rpc("troupe_gpu_peak"))
         children = [process.pid for process in psutil.Process().children(recursive=True)]
         return Peak(self._family.read(children), max(gpus, default=0))
+
+
+def _shut_down(engine: AsyncLLM, timeout_s: float) -> None:
+    """End vLLM's processes. vLLM stops half way if one has ended just before it is killed."""
+    import psutil
+
+    try:
+        engine.shutdown(timeout_s)
+    except psutil.NoSuchProcess:
+        vars(engine.engine_core)["resources"]()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
+import psutil
 import pytest
 
 from troupe.workers.contract.config import EngineConfig, RolloutConfig, SamplingConfig
@@ -33,3 +34,15 @@ def test_only_an_engine_whose_memory_would_stay_behind_has_time_to_end(
     engine.vllm = vllm
     asyncio.run(engine.stop())
     assert waited == [wait_s] and engine.vllm is None
+
+
+def test_an_engine_whose_process_ends_while_it_is_killed_has_ended() -> None:
+    """vLLM looks for the children of a process that may have gone, and leaves its sockets open."""
+    freed: list[str] = []
+
+    def shutdown(timeout_s: float) -> None:
+        raise psutil.NoSuchProcess(18382)
+
+    core = SimpleNamespace(resources=lambda: freed.append("sockets"))
+    serving._shut_down(cast("Any", SimpleNamespace(shutdown=shutdown, engine_core=core)), 0.0)
+    assert freed == ["sockets"]
