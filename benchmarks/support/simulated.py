@@ -38,8 +38,9 @@ from troupe.orchestrator.pools.engine import Engine
 from troupe.orchestrator.pools.engines import EnginePool
 from troupe.orchestrator.pools.pool_weights import PoolWeights
 from troupe.orchestrator.pools.workers import Workers
+from troupe.orchestrator.rollouts.reward_pool import RewardPool
 from troupe.orchestrator.rollouts.scheduler import NextPrompt, RolloutScheduler
-from troupe.orchestrator.rollouts.scoring import RewardPool, Scorer
+from troupe.orchestrator.rollouts.scoring import Scorer
 from troupe.orchestrator.rollouts.source import RolloutComponents, RolloutSource
 from troupe.orchestrator.rollouts.weight_sync import FileSync
 from troupe.orchestrator.runs.checkpoints import RunCheckpoints

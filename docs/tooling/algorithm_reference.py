@@ -153,12 +153,12 @@ roles:
 
 A teacher that needs many GPUs, or that shall score faster, is an engine (`kind: engine`): workers with one vLLM engine
 each, which return the log-probs of whole sequences (vLLM's `prompt_logprobs`). Their model is frozen; `troupe plan`,
-`scale` and `why` know them as the other workers, and a lost one is replaced (`failures.reference_restarts`). They need
-`sampling.temperature` 1, at which vLLM returns these log-probs, and `max_model_len` above that of the rollout engines:
-vLLM samples a token behind each sequence. The probability of all but the `k` likeliest tokens is what these leave of 1,
+`scale` and `why` know them as the other workers, and a lost one is replaced (`failures.reference_restarts`). vLLM returns
+these log-probs at temperature 1 and over the whole vocabulary: `sampling.temperature` must be 1, without `top_p`, `top_k`
+and `min_p`. `max_model_len` must exceed the rollout engines', because vLLM samples a token behind each sequence. The probability of all but the `k` likeliest tokens is what these leave of 1,
 at least 6e-8. A sample whose log-probs are missing, of other tokens or not finite is dropped under the teacher's name.
-In float32 on the CPU, the log-probs of 752 tokens and of the 8 likeliest in each place are those of `kind: forward` to
-3e-6 nats.
+In float32 on the CPU, `kind: engine` and `kind: forward` agree to 3e-6 nats on 752 tokens and the 8 likeliest in each
+place.
 
 ```yaml
 roles:
@@ -176,8 +176,8 @@ With `colocate_with: policy` the teacher is the policy before the updates of eac
 arXiv 2601.20802), or with `average: true` the moving average of its weights (`roles.policy.ema_decay`). The policy's
 workers then score the whole batch between two steps, also in asynchronous training.
 
-The divergence from each of two teachers falls in 20 steps of this run, of which the first teacher is an engine and the
-second one reads the answer. Their weights are random:
+In 20 steps of this run the divergence from each of two teachers falls. The first teacher is an engine, the second one
+reads the answer, and the weights of both are random:
 
 ```
 troupe run deploy/specs/algorithms/distill.yaml --set roles.reference=null \\

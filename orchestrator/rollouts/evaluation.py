@@ -22,8 +22,8 @@ from troupe.orchestrator.pools.engine import Engine
 from troupe.orchestrator.pools.engines import EnginePool, sample_group
 from troupe.orchestrator.rollouts.evaluation_log import EvaluationLog
 from troupe.orchestrator.rollouts.held_out import PromptResult, SetResult, comparisons, summarize
+from troupe.orchestrator.rollouts.reward_pool import RewardPool
 from troupe.orchestrator.rollouts.scheduler import sampling_seed
-from troupe.orchestrator.rollouts.scoring import RewardPool
 from troupe.orchestrator.spec.derived.sampling import HeldOutSettings, held_out_sets
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.workers.contract.messages import GroupRequest, GroupSummary, sampled_tokens

@@ -20,7 +20,8 @@ from pydantic import TypeAdapter, ValidationError
 from troupe.orchestrator.cluster.event_loop import gather_all
 from troupe.orchestrator.errors import WorkerError
 from troupe.orchestrator.rollouts.open_groups import GroupProgress, Samples
-from troupe.orchestrator.rollouts.scoring import RewardPool, ScoredGroup
+from troupe.orchestrator.rollouts.reward_pool import RewardPool
+from troupe.orchestrator.rollouts.scoring import ScoredGroup
 from troupe.orchestrator.spec.derived.training import needs_old_logprobs, old_logprobs_at_batch, values_at_batch
 from troupe.orchestrator.spec.field_tree import field_tree
 from troupe.orchestrator.spec.rollout import RolloutSpec

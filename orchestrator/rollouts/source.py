@@ -25,8 +25,9 @@ from troupe.orchestrator.pools.workers import Workers
 from troupe.orchestrator.rollouts.kept_samples import read_samples, write_samples
 from troupe.orchestrator.rollouts.open_groups import GroupProgress
 from troupe.orchestrator.rollouts.players import player_metrics
+from troupe.orchestrator.rollouts.reward_pool import FaultLog, RewardPool
 from troupe.orchestrator.rollouts.scheduler import RolloutScheduler
-from troupe.orchestrator.rollouts.scoring import FaultLog, RewardPool, ScoredGroup, row_lengths
+from troupe.orchestrator.rollouts.scoring import ScoredGroup, row_lengths
 from troupe.orchestrator.rollouts.step_counts import add, sample_counts
 from troupe.orchestrator.spec.derived.sampling import GroupSettings
 from troupe.orchestrator.spec.derived.training import old_logprobs_at_batch, values_at_batch

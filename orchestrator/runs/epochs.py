@@ -40,11 +40,17 @@ def _parse(document: Document, say: Callable[[str], object]) -> RunSpec:
         rows = load_data(spec).train.rows
     except DataError as error:
         raise SpecError([document.source.problem("data", str(error), "unusable")]) from None
-    field = "prompts_per_step" if spec.offline is None else "examples_per_step"
-    batch = spec.schedule.model_dump()[field]
+    field, batch = _batch(spec)
     steps = math.ceil(rows * epochs / batch)
     say(f"{spec.name}: {steps} steps (data_epochs {epochs:g} x {rows} rows / {field} {batch})")
     return parse_spec(in_steps(document, steps))
+
+
+def _batch(spec: RunSpec) -> tuple[str, int]:
+    """The field with the rows of a step, and their number."""
+    if spec.rollouts is not None:
+        return "prompts_per_step", spec.rollouts.schedule.prompts_per_step
+    return "examples_per_step", spec.offline.schedule.examples_per_step
 
 
 def _unknown(spec: RunSpec) -> str:

@@ -17,7 +17,8 @@ from troupe.orchestrator.pools.linked import Callers, LinkedPool
 from troupe.orchestrator.pools.pool_weights import PoolWeights
 from troupe.orchestrator.pools.replicas import ReplicaPool, RestartBudget
 from troupe.orchestrator.roles.table import row_of, settings_of
-from troupe.orchestrator.rollouts.scoring import RewardPool, TokenScorer
+from troupe.orchestrator.rollouts.reward_pool import RewardPool
+from troupe.orchestrator.rollouts.scoring import TokenScorer
 from troupe.orchestrator.rollouts.weight_sync import WeightSync, weight_sync
 from troupe.orchestrator.runs.session import Session
 from troupe.orchestrator.spec.derived.sizes import group_scoring_s

@@ -9,7 +9,7 @@ from troupe.orchestrator.spec.errors import Place, SpecError
 from troupe.orchestrator.spec.yaml_reader import OVERRIDE, Document
 
 FIELD = "schedule.data_epochs"
-_UNCOUNTED = "is a number of steps only where the data are read: set schedule.steps, which `troupe validate` prints"
+_UNCOUNTED = "is a number of steps only once the data are read: set schedule.steps, which `troupe validate` prints"
 
 
 def given_epochs(document: Document) -> float | None:

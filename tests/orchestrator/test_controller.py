@@ -52,8 +52,9 @@ from troupe.orchestrator.live.scaling import WorkerScaler
 from troupe.orchestrator.pools.engines import EnginePool
 from troupe.orchestrator.pools.pool_weights import PoolWeights
 from troupe.orchestrator.pools.workers import Workers
+from troupe.orchestrator.rollouts.reward_pool import RewardPool
 from troupe.orchestrator.rollouts.scheduler import RolloutScheduler
-from troupe.orchestrator.rollouts.scoring import RewardPool, Scorer, TokenScorer
+from troupe.orchestrator.rollouts.scoring import Scorer, TokenScorer
 from troupe.orchestrator.rollouts.source import RolloutComponents, RolloutSource
 from troupe.orchestrator.rollouts.weight_sync import FileSync
 from troupe.orchestrator.runs.checkpoints import RunCheckpoints

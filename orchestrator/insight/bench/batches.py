@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from troupe.orchestrator.data.pools import RowTable
 from troupe.orchestrator.data.prompts import PromptOrder, PromptPick
 from troupe.orchestrator.pools.engines import EnginePool
+from troupe.orchestrator.rollouts.reward_pool import RewardPool
 from troupe.orchestrator.rollouts.scheduler import NextPrompt, RolloutScheduler
-from troupe.orchestrator.rollouts.scoring import RewardPool, ScoredGroup, Scorer
+from troupe.orchestrator.rollouts.scoring import ScoredGroup, Scorer
 from troupe.orchestrator.spec.derived.sampling import GroupSettings
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.training.ledger import Ledger

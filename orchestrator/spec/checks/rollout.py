@@ -90,6 +90,9 @@ def _engine_as_teacher(spec: RolloutSpec, path: str, teacher: TeacherEngineRole)
     if spec.sampling.temperature != 1.0:
         why = f"returns log-probs at temperature 1, and sampling.temperature is {spec.sampling.temperature:g}"
         yield f"{path}.kind", f"an engine {why}: set that to 1, or this to forward"
+    if spec.sampling.truncates:
+        why = "returns log-probs over the whole vocabulary, and the policy's are among the tokens that were left by"
+        yield f"{path}.kind", f"an engine {why} sampling.top_p, top_k or min_p: remove these, or set this to forward"
     longest = spec.roles.rollout.max_model_len
     if teacher.max_model_len <= longest:
         why = f"for sequences of roles.rollout.max_model_len ({longest}) and a token that vLLM samples behind them"

@@ -40,7 +40,8 @@ from troupe.orchestrator.live.diff import changed, differences, worker_changes
 from troupe.orchestrator.live.scaling import RoleState, WorkerScaler
 from troupe.orchestrator.pools.pool_weights import PoolWeights
 from troupe.orchestrator.pools.replicas import ReplicaPool
-from troupe.orchestrator.rollouts.scoring import RewardPool, TokenScorer
+from troupe.orchestrator.rollouts.reward_pool import RewardPool
+from troupe.orchestrator.rollouts.scoring import TokenScorer
 from troupe.orchestrator.spec.base import RESOLVED_SPEC
 from troupe.orchestrator.spec.errors import SpecError
 from troupe.orchestrator.spec.load import load_rollout_spec

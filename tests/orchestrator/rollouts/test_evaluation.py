@@ -18,7 +18,7 @@ from troupe.orchestrator.data.prompts import PromptPick
 from troupe.orchestrator.errors import WorkerDied
 from troupe.orchestrator.rollouts import evaluation
 from troupe.orchestrator.rollouts.evaluation import Evaluator, HeldOutSet, engine_sampler, levels_of
-from troupe.orchestrator.rollouts.scoring import RewardPool
+from troupe.orchestrator.rollouts.reward_pool import RewardPool
 from troupe.orchestrator.spec.derived.sampling import held_out_sets
 from troupe.workers.contract.messages import GroupRequest
 

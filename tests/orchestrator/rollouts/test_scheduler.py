@@ -32,8 +32,9 @@ from troupe.orchestrator.errors import BatchFailed, DataLost, EnginesLost
 from troupe.orchestrator.pools.pool_weights import PoolWeights
 from troupe.orchestrator.rollouts import scheduler
 from troupe.orchestrator.rollouts.open_groups import GroupProgress
+from troupe.orchestrator.rollouts.reward_pool import RewardPool
 from troupe.orchestrator.rollouts.scheduler import RolloutScheduler, sampling_seed
-from troupe.orchestrator.rollouts.scoring import RewardPool, ScoredGroup, Scorer, TokenScorer
+from troupe.orchestrator.rollouts.scoring import ScoredGroup, Scorer, TokenScorer
 from troupe.orchestrator.rollouts.step_counts import replaced_counts, sample_counts
 from troupe.orchestrator.rollouts.weight_sync import FileSync
 from troupe.orchestrator.training.ledger import Ledger

@@ -14,7 +14,8 @@ from tests.fakes import FakePolicy, FakeReward, FakeTable, FaultyWorker
 from troupe.orchestrator.cluster.worker_group import PolicyGroup
 from troupe.orchestrator.errors import DataLost, JudgeLost, WorkerDied, WorkerError
 from troupe.orchestrator.pools.replicas import ReplicaPool, RestartBudget
-from troupe.orchestrator.rollouts.scoring import RewardPool, TokenScorer
+from troupe.orchestrator.rollouts.reward_pool import RewardPool
+from troupe.orchestrator.rollouts.scoring import TokenScorer
 from troupe.workers.contract.messages import RewardRequest, ScoredGroups
 
 TABLE = FakeTable("rollouts", ("p0",), samples=4)
@@ -283,7 +284,7 @@ def test_a_replacement_that_does_not_start_costs_another_restart() -> None:
 
 
 def test_a_group_waits_for_its_judge(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("troupe.orchestrator.rollouts.scoring._JUDGE_PAUSE_S", 0.01)
+    monkeypatch.setattr("troupe.orchestrator.rollouts.reward_pool._JUDGE_PAUSE_S", 0.01)
 
     class Waiting(FakeReward):
         calls = 0

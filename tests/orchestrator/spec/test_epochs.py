@@ -82,5 +82,5 @@ def test_passes_that_are_no_known_number_of_steps(example: str, overrides: list[
 
 def test_where_no_data_are_read_the_steps_are_asked_for() -> None:
     document = read_document("examples:tiny-sft", ["schedule.data_epochs=2"])
-    with pytest.raises(SpecError, match=r"schedule\.data_epochs: is a number of steps only where the data are read"):
+    with pytest.raises(SpecError, match=r"schedule\.data_epochs: is a number of steps only once the data are read"):
         plan_runs(document)

@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 
 from tests.workers.test_reward import rollouts
 from troupe.orchestrator.data.prompts import load_pool
-from troupe.orchestrator.rollouts.scoring import FaultLog
+from troupe.orchestrator.rollouts.reward_pool import FaultLog
 from troupe.orchestrator.spec.sources import DataSource
 from troupe.workers.contract.messages import Fault
 from troupe.workers.contract.reward_config import RewardConfig, RewardFunctionConfig
