@@ -151,14 +151,14 @@ roles:
     itself: {colocate_with: policy, average: true, prompt: "{prompt}\\n\\nThe answer is {answer}."}
 ```
 
-A teacher that needs many GPUs, or that shall score faster, is an engine (`kind: engine`): workers with one vLLM engine
-each, which return the log-probs of whole sequences (vLLM's `prompt_logprobs`). Their model is frozen; `troupe plan`,
-`scale` and `why` know them as the other workers, and a lost one is replaced (`failures.reference_restarts`). vLLM returns
-these log-probs at temperature 1 and over the whole vocabulary: `sampling.temperature` must be 1, without `top_p`, `top_k`
-and `min_p`. `max_model_len` must exceed the rollout engines', because vLLM samples a token behind each sequence. The probability of all but the `k` likeliest tokens is what these leave of 1,
-at least 6e-8. A sample whose log-probs are missing, of other tokens or not finite is dropped under the teacher's name.
-In float32 on the CPU, `kind: engine` and `kind: forward` agree to 3e-6 nats on 752 tokens and the 8 likeliest in each
-place.
+A teacher that needs many GPUs, or that shall score faster, is an engine (`kind: engine`): workers with one vLLM
+engine each, which return the log-probs of whole sequences (vLLM's `prompt_logprobs`). Their model is frozen; `troupe
+plan`, `scale` and `why` know them as the other workers, and a lost one is replaced (`failures.reference_restarts`).
+vLLM returns these log-probs at temperature 1 and over the whole vocabulary: `sampling.temperature` must be 1, without
+`top_p`, `top_k` and `min_p`. `max_model_len` must exceed the rollout engines', because vLLM samples a token behind
+each sequence. The probability of all but the `k` likeliest tokens is what these leave of 1, at least 6e-8. A sample
+whose log-probs are missing, of other tokens or not finite is dropped under the teacher's name. In float32 on the CPU,
+`kind: engine` and `kind: forward` agree to 3e-6 nats on 752 tokens and the 8 likeliest in each place.
 
 ```yaml
 roles:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from troupe.orchestrator.spec.base import RunSpec
-from troupe.orchestrator.spec.sections import EngineRole, RoleResources, ScaledRole, TrainerRole
+from troupe.orchestrator.spec.roles import EngineRole, RoleResources, ScaledRole, TrainerRole
 
 Strategy = Literal["PACK", "SPREAD"]
 ACCELERATOR = "ray.io/accelerator-type"

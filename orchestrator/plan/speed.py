@@ -19,8 +19,8 @@ from troupe.orchestrator.roles.table import settings_of
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.derived.sizes import longest_sequence
 from troupe.orchestrator.spec.derived.training import needs_old_logprobs, resolved_backend, resolved_sleep
+from troupe.orchestrator.spec.roles import TrainerRole
 from troupe.orchestrator.spec.rollout import RolloutSpec
-from troupe.orchestrator.spec.sections import TrainerRole
 from troupe.workers.contract.gpus import GpuPeaks, gpu_peaks
 from troupe.workers.contract.trainer_config import TrainerConfig
 from troupe.workers.contract.weight_backends import BACKENDS

@@ -11,8 +11,8 @@ from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.derived.sampling import held_out_sets, reward_functions
 from troupe.orchestrator.spec.derived.training import resolved_backend, resolved_sleep, source_advantages, source_losses
 from troupe.orchestrator.spec.offline import OfflineSpec
+from troupe.orchestrator.spec.roles import ReferenceRole, TeacherEngineRole, environment_role
 from troupe.orchestrator.spec.rollout import RolloutSpec
-from troupe.orchestrator.spec.sections import ReferenceRole, TeacherEngineRole, environment_role
 from troupe.workers.contract.config import (
     CPU_THREADS,
     CriticConfig,

@@ -14,7 +14,7 @@ from troupe.orchestrator.roles import settings
 from troupe.orchestrator.roles.names import section_of
 from troupe.orchestrator.roles.settings import WorkerSettings
 from troupe.orchestrator.spec.base import RunSpec
-from troupe.orchestrator.spec.sections import RoleName
+from troupe.orchestrator.spec.roles import RoleName
 from troupe.workers.contract import roles
 
 _GROUPS = "troupe.orchestrator.cluster.worker_group"

@@ -28,8 +28,8 @@ from troupe.orchestrator.spec.derived.training import (
     resolved_sleep,
     values_at_batch,
 )
+from troupe.orchestrator.spec.roles import environment_role
 from troupe.orchestrator.spec.rollout import RolloutSpec
-from troupe.orchestrator.spec.sections import environment_role
 from troupe.orchestrator.training.checkpoint import Checkpoint, load_checkpoint
 from troupe.orchestrator.training.recovery import HoldMemory
 from troupe.workers.contract import roles

@@ -11,15 +11,13 @@ import yaml
 from pydantic import Field
 
 from troupe.orchestrator.algorithms.offline import Trains
+from troupe.orchestrator.spec.roles import ReferenceRole, RoleResources, TrainerRole
 from troupe.orchestrator.spec.sections import (
     BaseEvaluation,
     BaseFailures,
     BaseOutput,
     BaseSchedule,
     CheckpointConfig,
-    ReferenceRole,
-    RoleResources,
-    TrainerRole,
 )
 from troupe.workers.contract.atomic_file import PRIVATE, write_atomic
 from troupe.workers.contract.config_base import Device, Frozen, ModelConfig

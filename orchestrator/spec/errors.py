@@ -14,7 +14,7 @@ from troupe.orchestrator.errors import TroupeError, nearest, nearest_word
 from troupe.orchestrator.spec.engine_options import engine_option
 from troupe.orchestrator.spec.former_fields import former_advice
 from troupe.orchestrator.spec.migration import counterpart
-from troupe.orchestrator.spec.sections import DEFAULT_TEACHER
+from troupe.orchestrator.spec.roles import DEFAULT_TEACHER
 from troupe.orchestrator.spec.sources import LIST, MAP, SECTION
 
 Path = tuple[str | int, ...]

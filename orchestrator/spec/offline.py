@@ -9,19 +9,21 @@ from pydantic import Discriminator, Field, Tag
 
 from troupe.orchestrator.algorithms.offline import DataFormat, OfflineAlgorithm, OfflineAlgorithmConfig, Trains
 from troupe.orchestrator.spec.base import RunSpec
-from troupe.orchestrator.spec.sections import (
-    OTHER_EVALUATIONS,
+from troupe.orchestrator.spec.roles import (
     OTHER_REFERENCE,
     RESHARDED,
+    ReferenceRole,
+    Roles,
+    TrainerRole,
+)
+from troupe.orchestrator.spec.sections import (
+    OTHER_EVALUATIONS,
     SAME_ROWS,
     BaseEvaluation,
     BaseFailures,
     BaseOutput,
     BaseSchedule,
     CheckpointConfig,
-    ReferenceRole,
-    Roles,
-    TrainerRole,
 )
 from troupe.orchestrator.spec.sources import LIST, SECTION, ExampleSource, MixedExampleSource, form_of
 from troupe.workers.contract.config_base import Device, Frozen

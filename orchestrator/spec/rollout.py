@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 from troupe.orchestrator.algorithms import section
 from troupe.orchestrator.algorithms.section import AlgorithmConfig
 from troupe.orchestrator.spec.base import RunSpec
+from troupe.orchestrator.spec.roles import RolesConfig
 from troupe.orchestrator.spec.sections import (
     OTHER_EVALUATIONS,
     AuditConfig,
@@ -19,7 +20,6 @@ from troupe.orchestrator.spec.sections import (
     EvaluationConfig,
     FailureConfig,
     OutputConfig,
-    RolesConfig,
     RolloutCheckpointConfig,
     ScheduleConfig,
     WeightSyncConfig,

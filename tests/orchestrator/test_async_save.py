@@ -17,7 +17,7 @@ from tests.orchestrator.test_controller import RolloutRun
 from tests.orchestrator.training.test_offline_source import OfflineRun
 from tests.orchestrator.training.test_recovery import RecoveringRun
 from troupe.orchestrator.errors import TroupeError
-from troupe.orchestrator.spec.sections import JudgeRole
+from troupe.orchestrator.spec.roles import JudgeRole
 from troupe.orchestrator.training.checkpoint import CheckpointStore, verify
 from troupe.orchestrator.training.parts import UpdatedStep
 from troupe.orchestrator.training.saves import RunSaves

@@ -11,7 +11,7 @@ from typing import Any
 from troupe.orchestrator.insight.bench.points import WORKERS, Point
 from troupe.orchestrator.insight.bench.results import Measures, Result
 from troupe.orchestrator.roles.settings import rollout_config
-from troupe.orchestrator.spec.sections import environment_role
+from troupe.orchestrator.spec.roles import environment_role
 
 MAX_NUM_SEQS = "roles.rollout.max_num_seqs"
 _FULL = 0.9

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.plan.placement import Node, Placement, fit, place, role_sizes
 from troupe.orchestrator.spec.base import RunSpec
-from troupe.orchestrator.spec.sections import ScaledRole
+from troupe.orchestrator.spec.roles import ScaledRole
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from troupe.orchestrator.spec.derived.sampling import held_out_sets, reward_func
 from troupe.orchestrator.spec.derived.sizes import sequence_lengths
 from troupe.orchestrator.spec.derived.training import needs_old_logprobs
 from troupe.orchestrator.spec.locations import is_pattern, is_url, matching_files, url_problem
+from troupe.orchestrator.spec.roles import environment_role
 from troupe.orchestrator.spec.rollout import RolloutSpec
-from troupe.orchestrator.spec.sections import environment_role
 from troupe.orchestrator.spec.sources import HeldOut, Located
 from troupe.workers.contract.config import EnvironmentConfig
 from troupe.workers.contract.config_base import ModelConfig

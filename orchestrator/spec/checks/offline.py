@@ -20,7 +20,7 @@ from troupe.orchestrator.spec.checks.shared import (
     unread_distill,
 )
 from troupe.orchestrator.spec.offline import OfflineSpec, columns, data_format
-from troupe.orchestrator.spec.sections import ReferenceRole
+from troupe.orchestrator.spec.roles import ReferenceRole
 from troupe.orchestrator.spec.sources import NEGATIVE, POSITIVE, ExampleSource
 from troupe.workers.contract.offline_config import KdLossConfig, RewardLossConfig
 

@@ -22,8 +22,14 @@ from troupe.orchestrator.spec.derived.training import resolved_backend
 from troupe.orchestrator.spec.engine_options import refused_options
 from troupe.orchestrator.spec.errors import show
 from troupe.orchestrator.spec.locations import url_problem
+from troupe.orchestrator.spec.roles import (
+    EngineRole,
+    ReferenceRole,
+    Teacher,
+    TeacherEngineRole,
+    TeacherRole,
+)
 from troupe.orchestrator.spec.rollout import RolloutSpec
-from troupe.orchestrator.spec.sections import EngineRole, ReferenceRole, Teacher, TeacherEngineRole, TeacherRole
 from troupe.orchestrator.spec.sources import Mixed, ReasoningGymSource
 from troupe.workers.contract.judges import TEACHER_FIELDS, template_fields
 from troupe.workers.contract.weight_backends import BACKENDS, backend_problem

@@ -18,14 +18,14 @@ from troupe.orchestrator.spec.derived.sampling import (
     scored_models,
 )
 from troupe.orchestrator.spec.locations import checkpoint_problems, is_url
-from troupe.orchestrator.spec.rollout import RolloutSpec
-from troupe.orchestrator.spec.sections import (
-    BaseEvaluation,
+from troupe.orchestrator.spec.roles import (
     EnvironmentRole,
     ReferenceRole,
     TrainerRole,
     environment_role,
 )
+from troupe.orchestrator.spec.rollout import RolloutSpec
+from troupe.orchestrator.spec.sections import BaseEvaluation
 from troupe.orchestrator.spec.sources import HeldOut, Mixed, PromptText, ReasoningGymSource, SourceName, SourceShare
 from troupe.workers.contract.algorithm_config import DistillConfig
 from troupe.workers.contract.config_base import Frozen, ModelConfig

@@ -15,7 +15,8 @@ from troupe.orchestrator.roles.table import NAMES, ROLES, TRAINERS, Role, named,
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.errors import models_in
 from troupe.orchestrator.spec.load import plan_runs, read_document
-from troupe.orchestrator.spec.sections import FailureConfig, RoleName, RolesConfig, ScaledRole
+from troupe.orchestrator.spec.roles import RoleName, RolesConfig, ScaledRole
+from troupe.orchestrator.spec.sections import FailureConfig
 from troupe.workers.contract import roles
 from troupe.workers.contract.imports import resolve
 

@@ -16,7 +16,7 @@ import yaml
 from troupe.orchestrator.algorithms.table import ALGORITHMS
 from troupe.orchestrator.spec.errors import SpecError
 from troupe.orchestrator.spec.load import load_rollout_spec
-from troupe.orchestrator.spec.sections import RoleName
+from troupe.orchestrator.spec.roles import RoleName
 from troupe.workers.contract.algorithm_config import STEP_ESTIMATORS
 from troupe.workers.contract.rewards import REWARD_FUNCTIONS
 from troupe.workers.contract.weight_backends import TransferBackend
