@@ -184,6 +184,10 @@ def _environment(spec: RolloutSpec, path: str, role: EnvironmentRole) -> Iterato
     turns = role.args.get("turns", HARBOR_TURNS) if role.name == "harbor" else 0
     if isinstance(turns, int) and turns > role.max_turns:
         yield f"{path}.max_turns", f"must be at least {turns} (args.turns), after which the tests of a task run"
+    background = role.args.get("background") if role.name == "tools" else None
+    for tool, seconds in background.items() if isinstance(background, dict) else ():
+        if isinstance(seconds, int | float) and seconds >= role.turn_timeout_s:
+            yield f"{path}.turn_timeout_s", f"must be more than the {seconds:g} s of args.background.{tool}: turns wait"
     for field in ("gpus", "accelerator", "colocate_with"):
         if dict(role)[field]:
             yield f"{path}.{field}", "environments run on separate CPU cores; remove it"

@@ -24,6 +24,7 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import asdict
+from io import BufferedReader
 from typing import Any
 
 from troupe.workers.agents.environments.base import Environment, EnvironmentLoadError, load
@@ -108,6 +109,16 @@ def _seed(seed: int) -> None:
         torch.manual_seed(seed % 2**63)
 
 
+async def _readable(connection: socket.socket) -> None:
+    """Wait until there is something to read, or the end."""
+    loop, arrived = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(connection, arrived.set)
+    try:
+        await arrived.wait()
+    finally:
+        loop.remove_reader(connection)
+
+
 class EpisodeHost:
     """Runs one episode after another."""
 
@@ -120,8 +131,14 @@ class EpisodeHost:
     def serve(self, connection: socket.socket) -> None:
         """Answer requests until the connection closes. Raises MemoryError if user code used up its memory."""
         with connection.makefile("rb") as requests:
-            for line in requests:
+            while line := self._next(connection, requests):
                 connection.sendall(self.answer(json.loads(line)).encode() + b"\n")
+
+    def _next(self, connection: socket.socket, requests: BufferedReader) -> bytes:
+        """The next request; meanwhile, what the environment has begun in its event loop continues."""
+        if self._runner is not None:
+            self._runner.run(_readable(connection))
+        return requests.readline()
 
     def answer(self, request: dict[str, Any]) -> str:
         """The reply to one request, as JSON. Whatever user code raises but MemoryError becomes a failure."""

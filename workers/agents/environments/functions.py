@@ -8,7 +8,7 @@ import inspect
 import json
 import math
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,11 +51,12 @@ class Tool:
     """Calls it with its arguments; raises ToolCallError."""
 
 
-def load_tools(names: Sequence[str]) -> list[Tool]:
-    """The tools of these names. Raises ValueError if a name is neither built in nor `package.module:function`, or not a
-    function with typed arguments, two tools have the same name, or this machine permits no sandbox and a tool needs
-    one."""
-    tools = [function_tool(_load(name), in_thread=name in RUN_MODEL_CODE) for name in names]
+def load_tools(names: Sequence[str], in_threads: Container[str] = ()) -> list[Tool]:
+    """The tools of these names; each call of a function in `in_threads` runs in a separate thread. Raises ValueError if
+    a name is neither built in nor `package.module:function`, or not a function with typed arguments, two tools have the
+    same name, or this machine permits no sandbox and a tool needs one."""
+    functions = [(_load(name), name in RUN_MODEL_CODE) for name in names]
+    tools = [function_tool(one, in_thread=waits or one.__name__ in in_threads) for one, waits in functions]
     if twice := sorted({t.name for t in tools if sum(other.name == t.name for other in tools) > 1}):
         raise ValueError(f"two tools have the name {twice[0]}")
     return tools

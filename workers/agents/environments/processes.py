@@ -67,8 +67,12 @@ class EpisodeProcess:
         return await self._observe("step", timeout_s, message=message)
 
     async def end(self, timeout_s: float) -> None:
-        """Close the episode. Raises EpisodeProcessFailed."""
-        await self._ask({"op": "close"}, timeout_s)
+        """Close the episode. A process that cannot close it may hold what it began, and ends. Raises
+        EpisodeProcessFailed."""
+        reply = await self._ask({"op": "close"}, timeout_s)
+        if "failure" in reply:
+            self.kill()
+            raise EpisodeProcessFailed(str(reply["failure"]))
 
     async def _observe(self, op: str, timeout_s: float, **fields: Any) -> EpisodeReply:
         """The reply to a request; whatever goes wrong is its status."""

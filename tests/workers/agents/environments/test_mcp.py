@@ -166,6 +166,22 @@ def test_a_server_that_is_lost_fails_its_episode_alone(tool: str, status: str) -
     asyncio.run(run())
 
 
+def test_a_server_is_called_in_the_background_and_its_end_fails_the_turn_that_waits() -> None:
+    async def test(worker: EnvironmentWorker) -> None:
+        await worker.begin("a", ROW)
+        begun = await worker.step("a", call(("shout", {"text": "hi"})))
+        assert results(begun) == ["call 1 of shout has started. Its answer comes in a later message."]
+        waits = {"role": "assistant", "content": "I wait."}
+        assert results(await worker.step("a", waits)) == ["[call 1 of shout is done]\nHI"]
+        assert results(await worker.step("a", call(("leave", {})))) == [
+            "call 2 of leave has started. Its answer comes in a later message."
+        ]
+        lost = await worker.step("a", waits)
+        assert lost.observation.done and "has ended: the disk is full" in lost.status, lost.status
+
+    play(test, background={"shout": 50, "leave": 50})
+
+
 @pytest.mark.parametrize(
     ("servers", "status"),
     [
@@ -174,15 +190,16 @@ def test_a_server_that_is_lost_fails_its_episode_alone(tool: str, status: str) -
         ([{"url": "http://127.0.0.1:9/mcp"}], "the MCP server http://127.0.0.1:9/mcp does not answer: "),
         ([{"command": SERVER, "tools": ["whisper"]}], "has no tool whisper; it has: shout, remember"),
         ([{"command": SERVER, "tools": ["shout"]}, {"command": SERVER}], "two tools have the name shout"),
+        ([{"command": SERVER, "tools": ["shout"]}], "background: no tool 'whisper'; there are: shout"),
     ],
-    ids=["broken", "no server", "nobody listens", "no tool", "twice"],
+    ids=["broken", "no server", "nobody listens", "no tool", "twice", "no tool in the background"],
 )
 def test_a_server_that_cannot_be_used_is_a_status(servers: list[dict[str, Any]], status: str) -> None:
     async def test(worker: EnvironmentWorker) -> None:
         reply = await worker.begin("a", ROW)
         assert reply.observation.done and status in reply.status, reply.status
 
-    play(test, servers=servers)
+    play(test, servers=servers, background={"whisper": 5} if "background" in status else None)
 
 
 @pytest.mark.parametrize(
