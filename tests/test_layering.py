@@ -56,7 +56,7 @@ ROLES = {row.worker.partition(":")[0].removeprefix("troupe.") for row in table.R
 BUILT_ON = {"workers.judge": {"workers.rollout"}}
 """Roles whose worker is another one, with more around it."""
 
-PURE_LIBRARIES = {"packaging", "pydantic", "pydantic_core", "yaml", "numpy", "pyarrow", "tokenizers"}
+PURE_LIBRARIES = {"packaging", "pydantic", "pydantic_core", "yaml", "numpy", "pyarrow", "fsspec", "tokenizers"}
 TENSORS_IN_PURE = ("workers.algorithms", "workers.models.token_batch", "workers.models.ragged")
 """Modules of layer 0 that may import torch, because they compute on tensors."""
 

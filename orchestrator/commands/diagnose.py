@@ -44,7 +44,7 @@ def why(
     if as_json:
         typer.echo(json.dumps({**asdict(report.diagnosis), "time": report.time, "seconds": report.seconds}, indent=2))
     else:
-        typer.echo(text_of(report))
+        typer.echo(text_of(report, run_folder))
 
 
 def audit(

@@ -198,13 +198,13 @@ def _pinned_data(source: HubFiles) -> HubFiles:
     return source.model_copy(update={"revision": commit, "files": tuple(names)})
 
 
-def with_first_file(source: HubFiles) -> HubFiles:
-    """A section with the path of the first of its files, which is downloaded. Raises NoFiles if the section selects no
-    file; HubError if a file cannot be downloaded."""
+def with_files(source: HubFiles, most: int | None = None) -> HubFiles:
+    """A section at a commit with the paths of its files, or of the first `most`, which are downloaded. Raises NoFiles
+    if the section selects no file; HubError if a file cannot be downloaded."""
     pinned = _pinned_data(source)
-    name = pinned.files[0]
-    folder = client.download(Snapshot(_repo(source), str(pinned.revision), (glob.escape(name),)))
-    return pinned.model_copy(update={"files": (str(folder / name),)})
+    names = pinned.files[:most]
+    folder = client.download(Snapshot(_repo(source), str(pinned.revision), tuple(map(glob.escape, names))))
+    return pinned.model_copy(update={"files": tuple(str(folder / name) for name in names)})
 
 
 def choose_files(source: HubFiles, names: Sequence[str]) -> list[str]:

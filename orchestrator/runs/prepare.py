@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from troupe.orchestrator.errors import TroupeError, UsageError
-from troupe.orchestrator.runs.epochs import plan_counted
+from troupe.orchestrator.runs.epochs import Say, plan_counted
 from troupe.orchestrator.spec.chain import PlannedRun
 from troupe.orchestrator.spec.derived.paths import uses_hub, with_sections
 from troupe.orchestrator.spec.errors import SpecError
@@ -15,9 +15,6 @@ from troupe.orchestrator.spec.examples import MODEL_CONFIGS, models_folder
 from troupe.orchestrator.spec.yaml_reader import Document
 from troupe.orchestrator.starter.demo import named_models
 from troupe.workers.contract.imports import missing_package
-
-Say = Callable[[str], object]
-"""Called with a line for each step that takes long."""
 
 
 def ready(document: Document, say: Say, out: Path | None = None, *, resume: bool = False) -> tuple[PlannedRun, ...]:

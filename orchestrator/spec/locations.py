@@ -15,7 +15,7 @@ _NO_OWNERS = frozenset({"models", "datasets", "spaces", "api"})
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 _STORES = ("s3", "gs", "abfs", "file")
-"""Kinds of object stores, by the scheme of the URL."""
+"""Kinds of object stores that Arrow reads and writes, by the scheme of the URL."""
 _NO_CREDENTIALS = "a spec holds no credentials; give them to the nodes' environment"
 _AZURE = ("abfss", "az", "azure", "wasb", "wasbs")
 """Other names for Azure's stores: one of them is enough."""
@@ -52,18 +52,32 @@ def is_url(path: str | Path) -> bool:
     return _URL.match(str(path)) is not None
 
 
+def is_arrow_store(url: str) -> bool:
+    """Whether Arrow opens the store of a URL; fsspec opens the others, for reading."""
+    return url.partition(":")[0] in _STORES
+
+
+def source_problem(url: str) -> str | None:
+    """Why the URL of a data file cannot be used."""
+    scheme = url.partition(":")[0]
+    if scheme in (*_STORES, *_AZURE):
+        return url_problem(url)
+    from fsspec.registry import known_implementations
+
+    if scheme not in known_implementations:
+        return f"expected a URL of {', '.join(_STORES)}, https or another protocol of fsspec, got {url!r}"
+    return _NO_CREDENTIALS if has_credentials(url) else None
+
+
 def url_problem(url: str) -> str | None:
     """Why the URL of an object store cannot be used."""
     scheme = url.partition(":")[0]
     if scheme in _AZURE:
         return "write abfs://container@account.dfs.core.windows.net/folder"
-    if scheme not in _STORES:
-        return f"expected a URL of {_kinds()}, such as s3://bucket/folder, got {url!r}"
+    if not is_arrow_store(url):
+        kinds = f"{', '.join(_STORES[:-1])} or {_STORES[-1]}"
+        return f"expected a URL of {kinds}, such as s3://bucket/folder, got {url!r}"
     return _NO_CREDENTIALS if has_credentials(url) else None
-
-
-def _kinds() -> str:
-    return f"{', '.join(_STORES[:-1])} or {_STORES[-1]}"
 
 
 def checkpoint_problems(url: str | None) -> Iterator[tuple[str, str]]:

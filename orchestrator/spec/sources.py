@@ -39,8 +39,9 @@ class Located(Frozen):
 
     path: Annotated[str, Consequences(path="path")] = Field(min_length=1)
     """Where the data is; relative paths start at the current directory. A pattern such as `data/train-*.parquet` names
-    several files of one format, and so does the URL of an object store, `s3://bucket/data/train-*.parquet` (`gs://`,
-    `abfs://`), whose files are copied to the cache folder; credentials come from the environment."""
+    several files of one format, and so does the URL of a store, `s3://bucket/data/train-*.parquet` (`gs://`, `abfs://`,
+    `https://` and other protocols of fsspec), whose files are copied to the cache folder; credentials come from the
+    environment."""
     limit: int = Field(default=0, ge=0)
     """Read only this many rows; 0: all."""
 

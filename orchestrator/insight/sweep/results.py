@@ -56,6 +56,11 @@ class SettingResult:
         values = self._values()
         return mean_estimate(values) if values else None
 
+    @property
+    def results(self) -> list[tuple[float | None, ...]]:
+        """What each trial measured, by seed."""
+        return [(trial.value, trial.kl, trial.reward) for trial in self.trials]
+
     def _values(self) -> list[float]:
         return [trial.value for trial in self.trials if trial.status == "complete" and trial.value is not None]
 
@@ -121,5 +126,11 @@ def sentence(best: Sequence[SettingResult], metric: str) -> str:
     seeds, bounds = len(best[0].trials), interval(found.low, found.high)
     said = f"best: {best[0].label}: {metric} {found.value:.4g}"
     said += f" ({bounds}, 95% interval over {seeds} seeds)" if bounds else ", without an interval"
-    others = ", ".join(one.label for one in best[1:5]) + (f" and {len(best) - 5} more" if len(best) > 5 else "")
-    return f"{said}; not separable from {others}" if others else said
+    same = [one.label for one in best[1:] if one.results == best[0].results]
+    others = [one.label for one in best[1:] if one.label not in same]
+    said += f"; not separable from {_listed(others)}" if others else ""
+    return f"{said}; the same to the last digit with {_listed(same)}: what they set changed nothing" if same else said
+
+
+def _listed(labels: Sequence[str], most: int = 4) -> str:
+    return ", ".join(labels[:most]) + (f" and {len(labels) - most} more" if len(labels) > most else "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import textwrap
 import time
 from dataclasses import replace
@@ -109,8 +110,9 @@ def _remains(run_folder: Path, snapshot: DriverSnapshot) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def text_of(report: DiagnosisReport) -> str:
+def text_of(report: DiagnosisReport, run_folder: Path) -> str:
+    """The report of a run as text, with the command that follows."""
     age, text = time.time() - report.time, report.diagnosis.text()
     if report.diagnosis.cause == "ended":
-        return f"{text}\n  what it learned, or why it did not: `troupe report RUN`"
+        return f"{text}\n  what it learned, or why it did not: `troupe report {shlex.quote(str(run_folder))}`"
     return f"{text}\n  (reported {age:.0f} s ago)" if age > 60 else text

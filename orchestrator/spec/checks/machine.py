@@ -17,7 +17,7 @@ from troupe.orchestrator.spec.checks.adapters import trained_adapters, wrong_ada
 from troupe.orchestrator.spec.derived.sampling import held_out_sets, reward_functions
 from troupe.orchestrator.spec.derived.sizes import sequence_lengths
 from troupe.orchestrator.spec.derived.training import needs_old_logprobs
-from troupe.orchestrator.spec.locations import is_pattern, is_url, matching_files, url_problem
+from troupe.orchestrator.spec.locations import is_pattern, is_url, matching_files, source_problem
 from troupe.orchestrator.spec.roles import environment_role
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.sources import HeldOut, Located
@@ -144,7 +144,7 @@ def missing_data(sources: Mapping[str, NamedData]) -> Iterator[Finding]:
             continue
         if is_url(source.path):
             problem = "a folder of the kind `datasets` is read from a disk" if source.kind == "datasets" else None
-            if problem := problem or url_problem(source.path):
+            if problem := problem or source_problem(source.path):
                 yield f"data.{name}.path", problem
             continue
         path = Path(source.path)

@@ -6,7 +6,10 @@ import io
 import json
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -136,10 +139,41 @@ def test_init_reads_a_url_and_finds_the_held_out_part_beside_it(store: tuple[str
     assert held_out is not None and held_out.section["path"] == url.format("test.jsonl")
 
 
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, Path]]:
+    """URL of a web server, and the folder that it serves."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (served := tmp_path / "site").mkdir()
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=served)) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}", served
+        server.shutdown()
+        thread.join()
+
+
+def test_files_of_a_web_server_are_read_and_copied_again_if_they_have_changed(site: tuple[str, Path]) -> None:
+    url, served = site
+    for name, prompt in (("train-0.jsonl", "a"), ("train-1.jsonl", "b"), ("test.jsonl", "other")):
+        (served / name).write_text(json.dumps({"prompt": prompt, "answer": "4"}) + "\n")
+    assert prompts(f"{url}/train-1.jsonl?version=2") == ["b"]
+    assert prompts(f"{url}/train-*.jsonl") == ["a", "b"]
+    (served / "train-1.jsonl").write_text(json.dumps({"prompt": "longer", "answer": "4"}) + "\n")
+    assert prompts(f"{url}/train-1.jsonl?version=2") == ["longer"]
+    with pytest.raises(DataError, match=r"http://.*/none\.jsonl: no such file"):
+        prompts(f"{url}/none.jsonl")
+
+
+def test_a_store_whose_package_is_missing_names_it() -> None:
+    with pytest.raises(DataError, match="paramiko"):
+        prompts("sftp://host/train.jsonl")
+
+
 @pytest.mark.parametrize(
     ("source", "problem"),
     [
-        ({"kind": "jsonl", "path": "ftp://host/train.jsonl"}, "expected a URL of s3, gs, abfs or file"),
+        ({"kind": "jsonl", "path": "https://host/train.jsonl?token=abc"}, "a spec holds no credentials"),
+        ({"kind": "jsonl", "path": "tftp://host/train.jsonl"}, "expected a URL of s3, gs, abfs, file, https or"),
         ({"kind": "jsonl", "path": "s3://key:secret@bucket/train.jsonl"}, "a spec holds no credentials"),
         ({"kind": "datasets", "path": "s3://bucket/set"}, "is read from a disk"),
     ],

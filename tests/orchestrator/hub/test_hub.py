@@ -119,6 +119,21 @@ def test_a_first_spec_is_written_for_a_dataset_with_its_held_out_split(
     assert [function.name for function in spec.roles.reward.functions] == ["last_number"]
 
 
+def test_passes_over_a_dataset_are_counted_at_the_commit_that_the_run_reads(hub: Hub) -> None:
+    rows = b'{"prompt": "Two and two?", "response": "4"}\n' * 3
+    hub.server.add("acme/sums", {"data/train-0.jsonl": rows, "data/train-1.jsonl": rows}, kind="datasets", token=TOKEN)
+    fixed = ("schedule={data_epochs: 2, examples_per_step: 4}", "data.train={kind: hub, name: acme/sums}")
+    sets = [part for one in fixed for part in ("--set", one)]
+    done = run_command("validate", "examples:tiny-sft", *sets, env=hub.env)
+    assert done.returncode == 0, done.stderr
+    assert "tiny-sft: 3 steps (data_epochs 2 x 6 rows / examples_per_step 4)" in done.stdout + done.stderr
+    commit = hub.server.repositories["datasets", "acme/sums"].branches["main"]
+    assert f"data.train: acme/sums at commit {commit[:12]} (in the cache)" in done.stdout
+    gone = run_command("validate", "examples:tiny-sft", *sets, "--set", "data.train.name=acme/none", env=hub.env)
+    assert gone.returncode == 2
+    assert "there is no dataset acme/none" in gone.stderr
+
+
 @pytest.mark.parametrize(
     ("overrides", "env", "field", "words"),
     [

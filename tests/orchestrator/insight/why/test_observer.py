@@ -132,7 +132,8 @@ def test_a_run_that_has_ended_says_so(tmp_path: Path) -> None:
 
 def test_why_of_a_run_that_has_ended_names_the_report() -> None:
     report = DiagnosisReport(0.0, 1, Diagnosis("ended", "the run has ended: 2 of 2 steps"), 0.0)
-    assert text_of(report).splitlines()[1:] == ["  what it learned, or why it did not: `troupe report RUN`"]
+    said = text_of(report, Path("runs/my run")).splitlines()[1:]
+    assert said == ["  what it learned, or why it did not: `troupe report 'runs/my run'`"]
 
 
 def test_a_stage_that_has_ended_says_so_while_its_process_runs_the_next_one(tmp_path: Path) -> None:
