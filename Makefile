@@ -49,7 +49,7 @@ cluster-demo: models ## start four local Ray nodes, scale a run on them while it
 test: models ## run the test suite
 	$(RUN) "$(BIN)/python" -m pytest $(SPREAD) $(ARGS)
 
-test-long: models ## run the long tests on the real stack: all algorithms, resuming, worker deaths, a cluster
+test-long: models ## run the long tests: trainers in every form, all algorithms, resuming, worker deaths, a cluster, the wheel
 	$(RUN) "$(BIN)/python" -m pytest -m long $(SPREAD) $(ARGS)
 
 test-faults: models ## inject faults into runs on the real stack, and write their table in the docs
@@ -60,7 +60,7 @@ mutants: models ## plant one-line faults and run the tests that must find them, 
 	$(RUN) "$(BIN)/python" -m tests.mutants $(ARGS)
 
 pairs: models ## run every pair of features of a run for two steps, on the real stack
-	$(RUN) "$(BIN)/python" -m pytest -n 0 -m "pairs or long" tests/real/test_pairs.py $(ARGS)
+	$(RUN) "$(BIN)/python" -m pytest -n 0 -m "pairs or real" tests/real/test_pairs.py $(ARGS)
 
 lint: $(STAMP) ## check style and types
 	$(RUN) "$(BIN)/ruff" check .

@@ -376,33 +376,3 @@ def test_the_table_of_extras_is_that_of_the_project() -> None:
 def test_the_command_has_a_function_behind_it() -> None:
     module, _, attribute = PROJECT["scripts"]["troupe"].partition(":")
     assert callable(vars(importlib.import_module(module))[attribute])
-
-
-def test_the_wheel_holds_one_package_with_the_examples_and_nothing_else(tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    ignore = shutil.ignore_patterns("__pycache__")
-    for folder in ("troupe", "orchestrator", "workers", "deploy", "tests", "benchmarks"):
-        shutil.copytree(ROOT / folder, source / folder, symlinks=True, ignore=ignore)
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source / name)
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", tmp_path]
-    subprocess.run([*command, source], check=True, capture_output=True, cwd=tmp_path)
-    (wheel,) = tmp_path.glob("troupe_rl-*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        names = archive.namelist()
-        tops = {name.split("/")[0] for name in names}
-        (metadata,) = (name for name in names if name.endswith(".dist-info/METADATA"))
-        assert "License-Expression: Apache-2.0" in archive.read(metadata).decode()
-    assert tops == {"troupe", f"troupe_rl-{PROJECT['version']}.dist-info"}
-    files = {path for top in ("orchestrator", "workers") for path in (ROOT / top).rglob("*.py")}
-    files |= {path for kind in ("*.j2", "*.sh") for path in (ROOT / "orchestrator" / "platforms").rglob(kind)}
-    files |= {
-        path for name in ("specs", "examples", "skills", "recipes") for path in (ROOT / "deploy" / name).rglob("*.*")
-    }
-    assets = {*(ROOT / "orchestrator" / "insight" / "report" / "assets").iterdir()}
-    assets |= {ROOT / "orchestrator" / "algorithms" / "advice.yaml", ROOT / "orchestrator" / "spec" / "migration.yaml"}
-    assets.add(ROOT / "orchestrator" / "telemetry" / "metrics.yaml")
-    assets |= {*(ROOT / "workers" / "isolation" / "locks").iterdir()}
-    own = {f"troupe/{path.name}" for path in (ROOT / "troupe").iterdir() if path.is_file()}
-    expected = {f"troupe/{path.relative_to(ROOT)}" for path in files | assets if "__pycache__" not in path.parts}
-    assert {name for name in names if name.startswith("troupe/")} == own | expected

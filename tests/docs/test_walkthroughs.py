@@ -149,6 +149,7 @@ def test_a_walkthrough_applies_without_the_others(title: str, extended: Extended
     assert extended.refused[title] == ""
 
 
+@pytest.mark.long
 def test_the_reference_has_what_every_walkthrough_adds(extended: Extended) -> None:
     """One call writes all pages; the lines that are new in a page name what each of its sections adds."""
     wanted = {title: lines for title, text in sections().items() for lines in [written(text)] if lines}
@@ -161,6 +162,7 @@ def test_the_reference_has_what_every_walkthrough_adds(extended: Extended) -> No
             assert any(ADDED[title] in line for line in set(now) - set(before)), f"{title}: {page}"
 
 
+@pytest.mark.long
 def test_the_tests_of_the_walkthroughs_pass(extended: Extended) -> None:
     """The files of all sections in one call, and what a section selects with -k in another."""
     paths: list[str] = []
@@ -173,6 +175,7 @@ def test_the_tests_of_the_walkthroughs_pass(extended: Extended) -> None:
     printed(extended.tree, PYTEST + shlex.join(paths))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("command", every_command("troupe "))
 def test_a_command_of_a_walkthrough_prints_what_the_page_shows(command: str, extended: Extended) -> None:
     wanted = [line for text in sections().values() for one, lines in commands(text) if one == command for line in lines]

@@ -14,6 +14,7 @@ from tests.conftest import MODELS, ROOT
 from tests.hub_server import HubServer, Repository, folder_files
 from tests.real.commands import Run, running
 
+pytestmark = pytest.mark.long
 TOKEN = "hf_test_token_of_the_run"
 SFT = ROOT / "deploy" / "specs" / "tiny-sft.yaml"
 OVERRIDES = (

@@ -35,7 +35,7 @@ from troupe.workers.training.checkpoint_files import read_shard
 from troupe.workers.training.rank import TrainingRank
 from troupe.workers.weights.file import read_weights
 
-pytestmark = pytest.mark.real
+pytestmark = pytest.mark.long
 
 LORA = LoraConfig(rank=3, alpha=6, rslora=True)
 TARGETS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}

@@ -1,6 +1,6 @@
 """Every pair of features of a run, in a few dozen runs of two steps (`docs/reference/combinations.md`).
 
-Some of the rows with most pairs run with the suite; `make pairs` runs all.
+Some of the rows with most pairs run with `make test`; `make pairs` runs all.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.pairs.matrices import OFFLINE, ROLLOUTS
 from tests.pairs.runs import check, run_row, shared_cluster
 
 SUITE = {"rollouts": {1}, "offline": {2, 3}}
-"""Rows that run with the suite: those with most pairs."""
+"""Rows that run with `make test`: those with most pairs."""
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def rows(matrix: Matrix) -> list[Any]:
             matrix,
             row,
             id=f"{matrix.name}-{number}",
-            marks=(pytest.mark.real, pytest.mark.long) if number in SUITE[matrix.name] else pytest.mark.pairs,
+            marks=pytest.mark.real if number in SUITE[matrix.name] else pytest.mark.pairs,
         )
         for number, row in enumerate(matrix.rows, 1)
     ]

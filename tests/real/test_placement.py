@@ -25,7 +25,7 @@ from troupe.orchestrator.cluster.process_watch import Process, ProcessWatch
 from troupe.orchestrator.cluster.ray_cluster import ActorSpec, ActorWorker, Cluster
 from troupe.orchestrator.plan.placement import RoleSize, WorkerPlacement, fit, place, place_one
 
-pytestmark = pytest.mark.real
+pytestmark = pytest.mark.long
 
 RESERVE_TIMEOUT_S = 60.0
 TEST_TIMEOUT_S = 300.0

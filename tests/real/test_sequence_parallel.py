@@ -67,7 +67,7 @@ from troupe.workers.offline import ExamplePolicyWorker
 from troupe.workers.policy import PolicyWorker
 from troupe.workers.training.group import join_group, leave_group, open_store, sequence_group
 
-pytestmark = pytest.mark.real
+pytestmark = pytest.mark.long
 
 HEADS: dict[str, Any] = {**SIZES, "num_attention_heads": 4, "head_dim": 4}
 NO_HEAD_DIM = {name: size for name, size in SIZES.items() if name != "head_dim"}
@@ -455,7 +455,6 @@ def test_a_checkpoint_of_divided_rows_resumes_with_whole_ones(stage: int, found:
     same_results([{name: divided[name] for name in ("divergence", "weights")}], resumed)
 
 
-@pytest.mark.long
 def test_pairs_of_ranks_divide_their_own_rows(model: str, tmp_path: Path) -> None:
     """Four ranks: sequence parallelism within pairs, data parallelism between them."""
     ranks = run_ranks(4, model, tmp_path)

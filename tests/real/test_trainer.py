@@ -59,7 +59,7 @@ from troupe.workers.training.optimizer import learning_rate
 from troupe.workers.training.rank import TrainingRank
 from troupe.workers.weights.file import read_weights
 
-pytestmark = pytest.mark.real
+pytestmark = pytest.mark.long
 
 STAGES = {"float32": (0, 1, 3), "bfloat16": (0, 2, 3), "float16": (0, 1, 3)}
 """ZeRO stages of each type. Stages 1 and 2 share DeepSpeed's optimizer and every branch of Troupe."""

@@ -8,6 +8,8 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tomllib
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,9 @@ import pytest
 from tests.conftest import ROOT
 from tests.real.commands import Command, running
 
+pytestmark = pytest.mark.long
 PROBE = "import troupe.orchestrator, troupe.workers; print(troupe.orchestrator.__file__, troupe.workers.__file__)"
+VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 PACKAGES = {"deploy", "orchestrator", "workers"}
 """Packages of the user. Importing one raises."""
 NOTEBOOK = ROOT / "docs" / "notebooks" / "first-run.ipynb"
@@ -59,23 +63,33 @@ print("done")
 """
 
 
+def pip(folder: Path, *arguments: str | Path) -> None:
+    """Run pip in a folder."""
+    command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments]
+    subprocess.run(command, check=True, capture_output=True, cwd=folder)
+
+
 @pytest.fixture(scope="module")
-def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A virtual environment with Troupe from its wheel; the other packages are those of the tests' environment."""
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of a copy of this checkout, because building leaves files."""
     folder = tmp_path_factory.mktemp("wheel")
-    source, venv = folder / "source", folder / "venv"
-    source.mkdir()
-    for name in ("troupe", "orchestrator", "workers", "deploy"):  # a copy, because building leaves files
-        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    source, ignore = folder / "source", shutil.ignore_patterns("__pycache__")
+    for name in ("troupe", "orchestrator", "workers", "deploy", "tests", "benchmarks"):
+        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=ignore)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source / name)
-    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    run = {"check": True, "capture_output": True, "cwd": folder}
-    subprocess.run([*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", folder, source], **run)
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], **run)
-    python, (wheel,) = venv / "bin" / "python", folder.glob("*.whl")
-    subprocess.run([*pip, "--python", python, "install", "--no-deps", "--no-index", wheel], **run)
+    pip(folder, "wheel", "--no-deps", "--no-build-isolation", "-w", folder, source)
     shutil.rmtree(source)
+    (built,) = folder.glob("troupe_rl-*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def environment(wheel: Path) -> Path:
+    """A virtual environment with Troupe from its wheel; the other packages are those of the tests' environment."""
+    venv = wheel.with_name("venv")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True, capture_output=True)
+    pip(wheel.parent, "--python", venv / "bin" / "python", "install", "--no-deps", "--no-index", wheel)
     site = next((venv / "lib").glob("python*/site-packages"))
     # A plain path in a .pth file: the .pth files behind it, such as that of an editable Troupe, are not read.
     (site / "packages.pth").write_text(f"{sysconfig.get_path('purelib')}\n{sysconfig.get_path('platlib')}\n")
@@ -116,10 +130,31 @@ def user(environment: Path, tmp_path_factory: pytest.TempPathFactory) -> User:
     return User(environment, tmp_path_factory.mktemp("user"))
 
 
+def test_the_wheel_holds_one_package_with_the_examples_and_nothing_else(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        tops = {name.split("/")[0] for name in names}
+        (metadata,) = (name for name in names if name.endswith(".dist-info/METADATA"))
+        assert "License-Expression: Apache-2.0" in archive.read(metadata).decode()
+    assert tops == {"troupe", f"troupe_rl-{VERSION}.dist-info"}
+    files = {path for top in ("orchestrator", "workers") for path in (ROOT / top).rglob("*.py")}
+    files |= {path for kind in ("*.j2", "*.sh") for path in (ROOT / "orchestrator" / "platforms").rglob(kind)}
+    files |= {
+        path for name in ("specs", "examples", "skills", "recipes") for path in (ROOT / "deploy" / name).rglob("*.*")
+    }
+    assets = {*(ROOT / "orchestrator" / "insight" / "report" / "assets").iterdir()}
+    assets |= {ROOT / "orchestrator" / "algorithms" / "advice.yaml", ROOT / "orchestrator" / "spec" / "migration.yaml"}
+    assets.add(ROOT / "orchestrator" / "telemetry" / "metrics.yaml")
+    assets |= {*(ROOT / "workers" / "isolation" / "locks").iterdir()}
+    own = {f"troupe/{path.name}" for path in (ROOT / "troupe").iterdir() if path.is_file()}
+    expected = {f"troupe/{path.relative_to(ROOT)}" for path in files | assets if "__pycache__" not in path.parts}
+    assert {name for name in names if name.startswith("troupe/")} == own | expected
+
+
 def test_the_command_and_its_packages_are_those_of_the_wheel(user: User) -> None:
     for file in user.types("python", "-c", PROBE).split():
         assert Path(file).is_relative_to(user.environment)
-    assert user.types("troupe", "--version").startswith("troupe 0.2.0\n")
+    assert user.types("troupe", "--version").startswith(f"troupe {VERSION}\n")
     assert "tiny-grpo " in user.types("troupe", "demo", "--list")
 
 
@@ -158,7 +193,6 @@ def test_a_shipped_example_is_copied_with_its_data(user: User) -> None:
     assert "data.train: 48 rows" in user.types("troupe", "validate", "dpo.yaml")
 
 
-@pytest.mark.long
 def test_the_demo_trains_a_shipped_example_on_shipped_data_and_resumes(user: User) -> None:
     command = ("demo", "--spec", "tiny-dpo", "--steps", "1")
     first = user.types("troupe", *command)
@@ -192,7 +226,6 @@ def measured(user: User, tiny_model: Path) -> Measured:
     return Measured(folder, *user.streams("troupe", "bench", "examples:tiny-grpo", *sweep, *what))
 
 
-@pytest.mark.long
 def test_two_points_are_measured_on_one_engine(measured: Measured) -> None:
     assert measured.stderr.splitlines().count("starting 1 rollout") == 1, "both points use the same engine"
     record = measured.record

@@ -39,7 +39,7 @@ from troupe.workers.training.deepspeed_engine import TrainEngine
 from troupe.workers.training.group import import_deepspeed, join_group, leave_group, open_store
 from troupe.workers.training.zero3 import ZeroPartitioner, partitioner_for, place_frozen
 
-pytestmark = pytest.mark.real
+pytestmark = pytest.mark.long
 
 WORLD = 2
 TIMEOUT_S = 300.0

@@ -155,6 +155,7 @@ def references(row: Mapping[str, Any]) -> Iterator[str]:
     yield from chain(programs, (f"{row['prompt']}{one}" for one in programs if "canonical_solution" in row))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SAMPLED)
 def test_the_reward_of_a_published_layout_pays_for_right_responses_alone(
     name: str, tiny_model: Path, tmp_path: Path

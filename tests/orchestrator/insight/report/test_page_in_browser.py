@@ -15,7 +15,10 @@ from troupe.orchestrator.insight.watch import WatchServer
 
 from .folders import RECORDED, sample, write_evaluations, write_run, write_samples
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install chromium")
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install chromium"),
+]
 
 COUNT = "document.querySelectorAll({}).length"
 HOSTILE = (
