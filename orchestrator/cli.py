@@ -324,6 +324,10 @@ def typer_error(error: typer.TyperException) -> str:
     said = " ".join(error.format_message().split()).rstrip(".")
     if command == "troupe deploy" and said.startswith("No such option"):
         said += "; kustomize sets any other field of a manifest"
+    if said == "Missing option '--address'":
+        said += (
+            ", the URL of the job server, such as http://HEAD:8265; RAY_API_SERVER_ADDRESS sets it for every command"
+        )
     if said.startswith("Got unexpected extra argument"):
         if command == "troupe demo":
             said += "; --spec chooses the example"

@@ -147,7 +147,9 @@ def _show_samples(run: RunFolder, query: SampleQuery, columns: Sequence[str] | N
 
 def trace(
     run_folder: RunArgument,
-    out: Annotated[Path, typer.Option("-o", "--out", help="File to write, as in trace.json.")],
+    out: Annotated[
+        Path | None, typer.Option("-o", "--out", help="File to write (default: trace.json in the run folder).")
+    ] = None,
     steps: Annotated[
         str | None, typer.Option("--steps", metavar="A:B", help="Only these steps, both included; A:, :B or one step.")
     ] = None,
@@ -163,11 +165,12 @@ def trace(
         known = list(run.timeline_files())
         there = f": there are steps {known[0]} to {known[-1]}" if known else ""
         raise UsageError(f"{run.path} has no timeline{' of these steps' if steps else ''}{there}")
-    write_trace(trace_events(timeline), out)
+    file = out or run_folder / "trace.json"
+    write_trace(trace_events(timeline), file)
     if as_json:
-        echo_json({"file": out, "calls": timeline.num_rows})
+        echo_json({"file": file, "calls": timeline.num_rows})
     else:
-        typer.echo(f"wrote {out}: {timeline.num_rows} calls; open it in https://ui.perfetto.dev")
+        typer.echo(f"wrote {file}: {timeline.num_rows} calls; open it in https://ui.perfetto.dev")
 
 
 def _range(steps: str | None) -> tuple[int | None, int | None]:

@@ -43,7 +43,7 @@ COMMANDS = [
     ("plan good.yaml --cpus-per-node 0", USAGE, "'--cpus-per-node'"),
     ("schema spec extra", USAGE, "(extra)"),
     ("logs", USAGE, "Missing argument 'JOB'"),
-    ("jobs", USAGE, "Missing option '--address'"),
+    ("jobs", USAGE, "Missing option '--address', the URL of the job server, such as http://HEAD:8265; RAY_API_SERVER"),
     ("submit good.yaml", USAGE, "Missing option '--address'"),
     (f"stop j {SERVER} --timeout-s x", USAGE, "'--timeout-s'"),
     (f"stop j {SERVER} --timeout-s -1", USAGE, "'--timeout-s'"),

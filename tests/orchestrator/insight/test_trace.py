@@ -158,8 +158,8 @@ def test_the_command_writes_the_file_and_says_what_it_holds(tmp_path: Path) -> N
     result = runner.invoke(app, ["trace", str(tmp_path), "-o", str(out), "--steps", "1:"])
     assert result.exit_code == 0, result.output
     check_format(json.loads(out.read_text())["traceEvents"])
-    data = json.loads(runner.invoke(app, ["trace", str(tmp_path), "-o", str(out), "--steps", "1", "--json"]).stdout)
-    assert data == {"file": str(out), "calls": 9}, "of this step alone"
+    data = json.loads(runner.invoke(app, ["trace", str(tmp_path), "--steps", "1", "--json"]).stdout)
+    assert data == {"file": str(tmp_path / "trace.json"), "calls": 9}, "of this step alone, in the run folder"
     for steps, problem in (
         ("x", "no range"),
         ("5:3", "ends before"),
