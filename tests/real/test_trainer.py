@@ -61,8 +61,11 @@ from troupe.workers.weights.file import read_weights
 
 pytestmark = pytest.mark.long
 
-STAGES = {"float32": (0, 1, 3), "bfloat16": (0, 2, 3), "float16": (0, 1, 3)}
-"""ZeRO stages of each type. Stages 1 and 2 share DeepSpeed's optimizer and every branch of Troupe."""
+STAGES = {"float32": (0, 1, 3), "bfloat16": (0, 2, 3), "float16": (0,)}
+"""ZeRO stages of each type. Stages 1 and 2 share DeepSpeed's optimizer and every branch of Troupe; with float16 only
+the loss scale differs."""
+SCALED = (0, 1, 3)
+"""Stages in which a gradient of float16 overflows."""
 CASES = [(stage, dtype) for dtype, stages in STAGES.items() for stage in stages]
 CHANGED = [(0, "float32"), (2, "bfloat16"), (3, "float32")]
 """Cases in which the settings of the optimizer change on a resume."""
@@ -586,7 +589,7 @@ class Scenario:
             if stage == 1 and dtype == "float32":
                 _, scores = worker.reference_logprobs(rank_plan(self.layout, self.rank), batch())
                 self.record("reference", by_uid(scores, "ref_logprobs"))
-        for stage in STAGES["float16"]:
+        for stage in SCALED:
             self.overflow(stage)
         for stage in (0, 1):
             self.natural_gradient(stage)
@@ -864,7 +867,7 @@ def test_16_bits_stay_close_to_float32(groups: dict[int, Path], dtype: torch.dty
 
 
 @pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("stage", STAGES["float16"])
+@pytest.mark.parametrize("stage", SCALED)
 def test_an_overflow_halves_the_loss_scale_and_changes_nothing_else(
     groups: dict[int, Path], world: int, stage: int
 ) -> None:
@@ -1080,7 +1083,7 @@ def test_an_export_loads_in_transformers(groups: dict[int, Path], world: int, na
 
 def test_published_weights_are_the_trained_ones(groups: dict[int, Path]) -> None:
     for world in (1, 2):
-        for name in ("0-float32", "3-float32", "0-bfloat16", "3-bfloat16", "3-float16"):
+        for name in ("0-float32", "3-float32", "0-bfloat16", "3-bfloat16", "0-float16"):
             assert facts(groups[world])[f"received-{name}"] == [7, True]
             assert [facts(groups[world], rank)[f"published-{name}"] for rank in range(world)] == [True, False][:world]
 

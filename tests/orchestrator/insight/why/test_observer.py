@@ -31,6 +31,7 @@ from troupe.orchestrator.insight.why.facts import ENDED, FOLDER, Diagnosis, Diag
 from troupe.orchestrator.live.mailbox import Mailbox
 from troupe.orchestrator.telemetry.console import Console
 
+pytestmark = pytest.mark.long
 WAIT_S = 60.0
 
 

@@ -90,6 +90,7 @@ def test_a_servers_tools_are_offered_and_called() -> None:
     play(test, tools=["calculator"], function="exact_match")
 
 
+@pytest.mark.long
 def test_every_episode_has_a_server_of_its_own() -> None:
     async def test(worker: EnvironmentWorker) -> None:
         for episode in ("a", "b"):
@@ -103,6 +104,7 @@ def test_every_episode_has_a_server_of_its_own() -> None:
     play(test)
 
 
+@pytest.mark.long
 def test_a_server_that_is_reused_serves_the_next_episode() -> None:
     async def test(worker: EnvironmentWorker) -> None:
         for episode, said in (("a", "a"), ("b", "a\nb")):
@@ -143,6 +145,7 @@ def test_a_secret_that_a_server_would_not_get_is_named() -> None:
         load("tools", {"servers": [server]})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("tool", "status"),
     [("leave", "has ended: the disk is full"), ("hang", "step: timeout after 2 s")],
@@ -166,6 +169,7 @@ def test_a_server_that_is_lost_fails_its_episode_alone(tool: str, status: str) -
     asyncio.run(run())
 
 
+@pytest.mark.long
 def test_a_server_is_called_in_the_background_and_its_end_fails_the_turn_that_waits() -> None:
     async def test(worker: EnvironmentWorker) -> None:
         await worker.begin("a", ROW)
@@ -182,6 +186,7 @@ def test_a_server_is_called_in_the_background_and_its_end_fails_the_turn_that_wa
     play(test, background={"shout": 50, "leave": 50})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("servers", "status"),
     [
