@@ -28,6 +28,7 @@ from transformers import AutoTokenizer
 from troupe.environments import Row
 from troupe.workers.agents.episodes.check import Rehearsal, rehearse
 from troupe.workers.agents.episodes.conversation import TurnReader
+from troupe.workers.agents.episodes.turns import Played
 from troupe.workers.contract.config import EnvironmentConfig
 from troupe.workers.environment import EnvironmentWorker
 
@@ -164,13 +165,12 @@ def measure(protocol: str, url: str, options: argparse.Namespace) -> dict[str, f
         episode_timeout_s=300.0,
     )
     rehearsal = Rehearsal(config, TurnReader(AutoTokenizer.from_pretrained(options.model)), 64, 2**20)
-    rows = [Row(({"role": "user", "content": ASKED},))] * 2
-    memory, cpu = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
-    played = asyncio.run(rehearse(rehearsal, EnvironmentWorker(config, "gateway"), rows, [SAID]))[-1]
-    if played.status != "ok":
-        raise SystemExit(played.status)
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    play(rehearsal, config)  # imports, and renders what tells the template's form
     own = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory) / turns
-    own_cpu = 1e3 * (time.process_time() - cpu) / (len(rows) * turns)
+    cpu = time.process_time()
+    played = play(rehearsal, config)
+    own_cpu = 1e3 * (time.process_time() - cpu) / turns
     info = dict(played.info)
     gained = {name: info[f"through_{name}"] - info[f"direct_{name}"] for name in ("first", "last", "all")}
     tokens = float(played.segments[-1].tokens)
@@ -178,6 +178,15 @@ def measure(protocol: str, url: str, options: argparse.Namespace) -> dict[str, f
         name: round(value, 2)
         for name, value in (info | gained | {"own_kib": own, "own_cpu": own_cpu, "tokens": tokens}).items()
     }
+
+
+def play(rehearsal: Rehearsal, config: EnvironmentConfig) -> Played:
+    """One episode with the script's turns."""
+    row = Row(({"role": "user", "content": ASKED},))
+    (played,) = asyncio.run(rehearse(rehearsal, EnvironmentWorker(config, "gateway"), [row], [SAID]))
+    if played.status != "ok":
+        raise SystemExit(played.status)
+    return played
 
 
 if __name__ == "__main__":

@@ -22,9 +22,9 @@ class _KeptConversation:
 
     @property
     def size(self) -> tuple[int, int]:
-        """Orders conversations by how much of a history they are."""
-        texts = sum(len(message["content"]) + len(message.get("token_ids", ())) for message in self.messages)
-        return len(self.messages), texts
+        """Orders conversations by how much of a history they are: messages, and texts if each is one prompt."""
+        longest = self.messages if self.raw else ()
+        return len(self.messages), sum(len(one["content"]) + len(one.get("token_ids", ())) for one in longest)
 
 
 class Conversations:

@@ -21,6 +21,8 @@ from troupe.workers.contract.environments import Message, Observation, message_t
 MODEL_NAME = "policy"
 MAX_CHOICES = 16
 _NO_ARGUMENTS = {"type": "object", "properties": {}}
+_TEXT_ALONE = {"role", "content"}
+"""Fields of nearly all messages of a long history, which every request has."""
 
 
 class StreamOptions(BaseModel):
@@ -216,6 +218,8 @@ def plain(message: Any) -> Message:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise TypeError("messages: expected objects with a role")
     content = message_text(message.get("content"), "messages: content")
+    if message.keys() == _TEXT_ALONE:
+        return {"role": message["role"], "content": content}
     if message.get("function_call"):
         raise ValueError("messages: function_call is not supported, only tool_calls, which have replaced it")
     result: Message = {"role": message["role"], "content": content}
