@@ -28,7 +28,8 @@ several times.
 
 `troupe --version` prints the versions of Troupe, Python, torch, vLLM, DeepSpeed, Ray and transformers.
 `troupe --install-completion` makes the shell (bash, zsh, fish) complete commands and options with Tab, from the next
-shell on; `troupe --show-completion` prints the script instead.
+shell on; `troupe --show-completion` prints the script instead. Run folders and `examples:NAME` are completed too. bash
+ends a word at a colon: `COMP_WORDBREAKS=${COMP_WORDBREAKS//:}` in `~/.bashrc` completes names of examples there too.
 """
 
 _KINDS: dict[Any, str] = {Path: "PATH", str: "TEXT", int: "INTEGER", float: "NUMBER", bool: ""}

@@ -18,8 +18,29 @@ from troupe.workers.contract.text import printable
 if TYPE_CHECKING:
     from rich.table import Table
 
+
+def _example_names(incomplete: str) -> list[str]:
+    """The examples that a word may become; without one, the shell completes files."""
+    from troupe.orchestrator.spec.examples import PREFIX, examples
+
+    if not incomplete or not (incomplete.startswith(PREFIX) or PREFIX.startswith(incomplete)):
+        return []
+    return [name for one in examples() if (name := PREFIX + one).startswith(incomplete)]
+
+
+def _run_folders(incomplete: str) -> list[str]:
+    """The runs below `runs/`, also of stages, that a word may become; without one, the shell completes files."""
+    found = (file.parent for pattern in ("*/spec.yaml", "*/*/spec.yaml") for file in Path("runs").glob(pattern))
+    return sorted(name for folder in found if (name := str(folder)).startswith(incomplete))
+
+
 SpecArgument = Annotated[
-    Path, typer.Argument(metavar="SPEC", help="YAML spec of the run; examples:NAME: one of `troupe demo --list`.")
+    Path,
+    typer.Argument(
+        metavar="SPEC",
+        autocompletion=_example_names,
+        help="YAML spec of the run; examples:NAME: one of `troupe demo --list`.",
+    ),
 ]
 SetOption = Annotated[list[str], typer.Option("--set", metavar="FIELD=VALUE", help="Override a field of the spec.")]
 JobServerOption = Annotated[
@@ -69,11 +90,17 @@ def run_folder(value: Path) -> Path:
     return value
 
 
-RunArgument = Annotated[Path, typer.Argument(metavar="RUN", callback=run_folder, help="Run folder, as in runs/NAME.")]
+RunArgument = Annotated[
+    Path,
+    typer.Argument(
+        metavar="RUN", callback=run_folder, autocompletion=_run_folders, help="Run folder, as in runs/NAME."
+    ),
+]
 RunsArgument = Annotated[
     list[Path],
     typer.Argument(
         metavar="RUN",
+        autocompletion=_run_folders,
         callback=lambda values: [run_folder(value) for value in values],
         help="Run folders, as in runs/NAME.",
     ),

@@ -6,6 +6,7 @@ import inspect
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -70,6 +71,26 @@ def test_the_completion_of_a_name_imports_no_command(words: str, completed: list
 def test_the_completion_of_an_option_is_that_of_the_command() -> None:
     variables = {"_TROUPE_COMPLETE": "complete_bash", "COMP_WORDS": "troupe why --t", "COMP_CWORD": "2"}
     assert imported(**variables)[0].split() == ["--timeout-s"]
+
+
+def test_a_spec_is_completed_with_examples_and_a_run_with_the_folders_of_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("runs/one", "runs/chain/sft", "runs/other"):
+        (tmp_path / folder).mkdir(parents=True)
+    for folder in ("runs/one", "runs/chain/sft"):
+        (tmp_path / folder / "spec.yaml").touch()
+
+    def completed(words: str) -> list[str]:
+        variables = {"_TROUPE_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": "2"}
+        return CliRunner().invoke(app, [], prog_name="troupe", env=variables).output.split()
+
+    assert completed("troupe run examples:laptop-p") == ["examples:laptop-ppo"]
+    assert "examples:recipes/gsm8k" in completed("troupe run ex")
+    assert completed("troupe run my.yaml") == []
+    assert completed("troupe why runs/") == ["runs/chain/sft", "runs/one"]
+    assert completed("troupe report runs/o") == ["runs/one"]
 
 
 @pytest.mark.parametrize("name", COMMANDS)
