@@ -20,18 +20,17 @@ if TYPE_CHECKING:
 
 
 def _example_names(incomplete: str) -> list[str]:
-    """The examples that a word may become; without one, the shell completes files."""
+    """The examples, once a word has begun: before that the shell completes files. Typer drops those that do not fit."""
     from troupe.orchestrator.spec.examples import PREFIX, examples
 
-    if not incomplete or not (incomplete.startswith(PREFIX) or PREFIX.startswith(incomplete)):
-        return []
-    return [name for one in examples() if (name := PREFIX + one).startswith(incomplete)]
+    return [PREFIX + name for name in examples()] if incomplete else []
 
 
-def _run_folders(incomplete: str) -> list[str]:
-    """The runs below `runs/`, also of stages, that a word may become; without one, the shell completes files."""
-    found = (file.parent for pattern in ("*/spec.yaml", "*/*/spec.yaml") for file in Path("runs").glob(pattern))
-    return sorted(name for folder in found if (name := str(folder)).startswith(incomplete))
+def _run_folders() -> list[str]:
+    """The runs below `runs/`, also of stages."""
+    return sorted(
+        str(file.parent) for pattern in ("*/spec.yaml", "*/*/spec.yaml") for file in Path("runs").glob(pattern)
+    )
 
 
 SpecArgument = Annotated[

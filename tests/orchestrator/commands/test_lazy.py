@@ -88,7 +88,7 @@ def test_a_spec_is_completed_with_examples_and_a_run_with_the_folders_of_runs(
 
     assert completed("troupe run examples:laptop-p") == ["examples:laptop-ppo"]
     assert "examples:recipes/gsm8k" in completed("troupe run ex")
-    assert completed("troupe run my.yaml") == []
+    assert completed("troupe run my.yaml") == completed("troupe run ") == []
     assert completed("troupe why runs/") == ["runs/chain/sft", "runs/one"]
     assert completed("troupe report runs/o") == ["runs/one"]
 
