@@ -66,8 +66,11 @@ def head(node: tuple[str, Command]) -> str:
     return node[0]
 
 
-def test_pods_that_are_deleted_wait_until_the_run_has_saved(node: tuple[str, Command], tmp_path: Path) -> None:
-    out, spec = tmp_path / "run", tmp_path / "spec.yaml"
+@pytest.fixture(scope="module")
+def stopped(node: tuple[str, Command], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run whose pods were deleted, and which has saved."""
+    folder = tmp_path_factory.mktemp("stopped")
+    out, spec = folder / "run", folder / "spec.yaml"
     spec.write_text(documents(SFT, *ENDLESS, root=str(Path.cwd()))[1]["data"]["spec.yaml"])
     command_line = entrypoint(str(out)).replace("/etc/troupe/spec.yaml", str(spec))
     url, cluster = node
@@ -84,24 +87,27 @@ def test_pods_that_are_deleted_wait_until_the_run_has_saved(node: tuple[str, Com
         assert not worker_hook.done() and saved_step(out) == 0
         stop_jobs(JobServer(url), SAVE_S)
         assert client.get_job_status(job).value == "STOPPED"
-        assert saved_step(out) == max(steps(out)) > 0
+        assert saved_step(out) == max(steps(out))
         assert worker_hook.result(60) is True
+    return out
 
 
-def test_a_submitted_spec_runs_as_a_job_and_follow_prints_its_log(head: str, tmp_path: Path) -> None:
-    sets = [f"name=submitted-{free_port()}", "schedule.steps=2", f"output.folder={tmp_path}/runs"]
+def test_pods_that_are_deleted_wait_until_the_run_has_saved(stopped: Path) -> None:
+    assert saved_step(stopped) == max(steps(stopped)) > 0
+
+
+def test_a_submitted_spec_runs_as_a_job_and_follow_prints_its_log(head: str, stopped: Path, tmp_path: Path) -> None:
+    """It resumes the run of the deleted pods, whose steps are all done; the job of the next test trains."""
+    done = saved_step(stopped)
+    sets = [*ENDLESS, f"schedule.steps={done}", f"name={stopped.name}", f"output.folder={stopped.parent}"]
     options = [part for override in sets for part in ("--set", override)]
     with running(
         Command(tmp_path, troupe_command("submit", str(SFT), "--address", head, "--follow", *options))
     ) as command:
         assert command.wait() == 0, command.output
     assert "submitted " in command.stdout
-    assert "step 2/2" in command.stdout
-    assert "32 dispatched, 32 trained, 0 dropped" in command.stdout
+    assert f"already complete in {stopped} (schedule.steps: {done})" in command.stdout
     assert command.stdout.rstrip().endswith("SUCCEEDED")
-    (run,) = (tmp_path / "runs").iterdir()
-    steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert steps == [0, 1, 2]  # step 0 is the evaluation before training
 
 
 def wait_for_workers(job: Command, out: Path, **workers: int) -> None:
