@@ -1,6 +1,6 @@
 """Every pair of features of a run, in a few dozen runs of two steps (`docs/reference/combinations.md`).
 
-Some rows run with `make test`, which between them start a worker of nearly every role. `make pairs` runs all.
+Some rows run with `make test`, because no other test of it has their features. `make pairs` runs all.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from tests.pairs.features import Matrix
 from tests.pairs.matrices import OFFLINE, ROLLOUTS
 from tests.pairs.runs import check, run_row, shared_cluster
 
-SUITE = {"rollouts": {2, 3}, "offline": {2, 3}}
-"""Rows that run with `make test`: a judge, adapters, two ranks; a critic, a reference, environments, divided rows."""
+SUITE = {"rollouts": {3}, "offline": {2, 3}}
+"""Rows that run with `make test`: a critic, a reference, environments and divided rows; adapters on two ranks."""
 
 
 @pytest.fixture(scope="module")
