@@ -45,6 +45,7 @@ from troupe.workers.data.texts import cut_sources, text_batches
 from troupe.workers.data.tokenizer import load_tokenizer
 from troupe.workers.models.distillation import SquareSums, top_tokens
 from troupe.workers.models.modeling import CausalLogprobs, evaluating, longest_row, score_plan
+from troupe.workers.models.route_replay import RouteReplay
 from troupe.workers.models.token_batch import TokenBatch, TokenTable
 from troupe.workers.training.deepspeed_engine import Forward, StepResult
 from troupe.workers.training.master_weights import WeightSnapshot
@@ -87,6 +88,9 @@ class PolicyWorker(TrainingRank[PolicyConfig]):
         if config.weight_store is not None and dist.get_rank() == 0:
             self._weight_store = WeightStore(config.weight_store, config.run_id)
         self._train_policy(config.reference_model, config.sampling.temperature, config.loss.entropy_coef > 0)
+        if config.sampling.router_replay:
+            module = cast(CausalLogprobs, self.engine.module)
+            module.replay = RouteReplay(module.model)
         if config.natural_gradient is not None:
             module = cast(CausalLogprobs, self.engine.module)
             self._natural = NaturalGradient(module, config.natural_gradient, self._device)
@@ -96,7 +100,8 @@ class PolicyWorker(TrainingRank[PolicyConfig]):
 
     def compute_logprobs(self, plan: RankPlan, *rollouts: pa.Table) -> tuple[ScoreSummary, pa.Table]:
         reader = SquareSums() if self._config.advantage.reads_square_sums else None
-        return score_plan(self.engine.module, plan, rollouts, "old_logprobs", self.engine.device, reader)
+        device, routed = self.engine.device, self._config.sampling.router_replay
+        return score_plan(self.engine.module, plan, rollouts, "old_logprobs", device, reader, routed)
 
     def teacher_logprobs(self, plan: RankPlan, name: str, *rollouts: pa.Table) -> tuple[ScoreSummary, pa.Table]:
         """(summary, token_scores table): the rows under the policy or its average, behind this teacher's prompts."""

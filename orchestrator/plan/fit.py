@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from troupe.orchestrator.model_facts.families import undivided
+from troupe.orchestrator.model_facts.model_size import ModelSize
 from troupe.orchestrator.plan.memory import HEADROOM, Memory, MemoryOf, PlacedWorker, Sizes
 from troupe.orchestrator.plan.placement import Node
 from troupe.orchestrator.plan.remedies import Misfit
@@ -20,6 +21,8 @@ from troupe.workers.contract.imports import resolve
 from troupe.workers.contract.units import GIB, MIB
 
 _PERIOD_NAMES: dict[Period, str] = {"sampling": "sampling", "update": "updates", "transfer": "the transfer of weights"}
+MOST_IN_A_BYTE = 256
+"""Experts of a layer whose numbers vLLM records as bytes."""
 RAY_PROCESSES = 700 * MIB
 """Host memory of Ray's processes and the controller, on the first node. Not measured."""
 
@@ -155,8 +158,18 @@ def _of_node(
         published = size.parameters if lora is None else adapter_numbers(size, lora)
         parts.append(Part("weight file", WIDTHS[spec.model.dtype] * published))
     if number == 0:
-        parts += [Part("batch", batch_bytes(spec)), Part("ray", RAY_PROCESSES)]
+        batch = batch_bytes(spec) + (0 if size is None else _route_bytes(spec, size))
+        parts += [Part("batch", batch), Part("ray", RAY_PROCESSES)]
     return NodeMemory(node.name, tuple(parts), node.memory)
+
+
+def _route_bytes(spec: RunSpec, size: ModelSize) -> int:
+    """Bytes of the recorded experts of a step's tokens, in ROLLOUTS of every step in progress and once in TRAIN."""
+    if spec.rollouts is None or not spec.rollouts.sampling.router_replay:
+        return 0
+    tokens = spec.rollouts.samples_per_step * spec.rollouts.roles.rollout.max_model_len
+    tables = spec.rollouts.schedule.max_staleness + 2
+    return tables * tokens * size.layers * size.experts * (1 if size.routed <= MOST_IN_A_BYTE else 2)
 
 
 def gib(count: int) -> str:

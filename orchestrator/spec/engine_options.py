@@ -19,6 +19,7 @@ _REVISION = "set {model}.revision"
 _CACHE = "set {role}.gpu_memory_utilization (GPU) or {role}.kv_cache_gib (CPU)"
 _SLEEP = "set roles.rollout.sleep"
 _SAMPLING = "Troupe sets the parameters of every request: set {sampling}"
+_ROUTES = "set {sampling}.router_replay"
 _TOKENIZER = "Troupe tokenizes prompts with the tokenizer of {model}"
 _STATISTICS = "Troupe sets it: the timings of samples and the run's log depend on it"
 _CALLED = "Troupe calls the engine without a server: it has no effect"
@@ -45,6 +46,8 @@ _ALWAYS = {
     "generation_config": _SAMPLING,
     "override_generation_config": _SAMPLING,
     "structured_outputs_config": "set {sampling}.structured",
+    "enable_return_routed_experts": _ROUTES,
+    "aux_output_config": _ROUTES,
     "logprobs_mode": "Troupe sets processed_logprobs: those of the distribution that is sampled",
     "max_logprobs": "Troupe sets it: a request asks for as many as are read",
     "kv_cache_memory_bytes": _CACHE,

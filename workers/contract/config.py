@@ -133,6 +133,10 @@ class SamplingConfig(Frozen):
     among the permitted tokens, and the importance weight of a token is the probability that the policy gives to all
     permitted ones. With `top_p`, `top_k` or `min_p` the form is part of the recorded tokens."""
 
+    router_replay: Annotated[bool, NOT_EVALUATED, UNCOUNTED] = False
+    """Routing replay (R3): engines on GPUs record the experts of every token of a mixture of experts, and the trainer
+    runs the token through the same ones."""
+
     @property
     def truncates(self) -> bool:
         """Whether some tokens are never sampled, besides the ones that a form forbids."""

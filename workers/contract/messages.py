@@ -41,6 +41,10 @@ KEPT_TOKENS = pa.field("kept_tokens", pa.list_(pa.large_binary()))
 (`contract/kept_tokens.py`); null: all tokens of the row were sampled from the whole vocabulary, or by another
 policy."""
 
+ROUTES = pa.field("routes", pa.large_binary())
+"""The experts that the engine chose for each token of the prompt and the response but the last ones, which it did not
+run (`contract/routes.py`); null: they are not recorded."""
+
 TEACHER_TOKENS = (
     pa.field("teacher_ids", pa.list_(pa.int32())),  # the k likeliest tokens at each response token, one after another
     pa.field("teacher_logprobs", pa.list_(pa.float32())),  # k + 1: of these, and of all other tokens together
@@ -88,6 +92,7 @@ ROLLOUTS = versioned(
     pa.field("response_ids", pa.list_(pa.int32()), nullable=False),  # everything after the prompt, observations too
     pa.field("rollout_logprobs", pa.list_(pa.float32()), nullable=False),  # 0: not sampled; NaN: candidates
     KEPT_TOKENS,
+    ROUTES,
     pa.field("loss_mask", pa.list_(pa.bool_()), nullable=False),  # False: not sampled by the policy
     pa.field("weight_versions", pa.list_(_VERSION_SPAN), nullable=False),  # over response tokens; candidates: none
     pa.field("turns", pa.list_(_SPAN), nullable=False),  # spans over response tokens, by speaker
@@ -131,6 +136,7 @@ TRAIN = versioned(
     pa.field("loss_mask", pa.list_(pa.bool_()), nullable=False),
     pa.field("rollout_logprobs", pa.list_(pa.float32()), nullable=False),
     KEPT_TOKENS,
+    ROUTES,
     pa.field("old_logprobs", pa.list_(pa.float32())),  # null: equal to the current policy's
     pa.field("ref_logprobs", pa.list_(pa.float32())),
     *TEACHER_TOKENS,

@@ -12,6 +12,7 @@ from troupe.workers.contract.messages import (
     KEPT_TOKENS,
     REWARDS,
     ROLLOUTS,
+    ROUTES,
     TEACHER_TOKENS,
     TEACHER_WEIGHTS,
     versioned,
@@ -35,7 +36,7 @@ TRAINED = (
 
 SAMPLES = versioned(
     pa.field("step", pa.int32(), nullable=False),
-    *(field for field in ROLLOUTS if field != KEPT_TOKENS),  # the largest column, of no use without the model
+    *(field for field in ROLLOUTS if field not in (KEPT_TOKENS, ROUTES)),  # large, of no use without the model
     *(field for field in REWARDS if field.name not in IDENTITY_NAMES),
     *TRAINED,
 )

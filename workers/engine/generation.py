@@ -138,7 +138,13 @@ class Generation:
             return self._summary(request, (), 0.0, refused=refused), ROLLOUTS.empty_table()
         self._engine.require_open()  # it may have been closed since
         builder = RowBuilder(
-            self._engine.name, self._require_tokenizer(), request, prompt, prompt_ids, self._records(request)
+            self._engine.name,
+            self._require_tokenizer(),
+            request,
+            prompt,
+            prompt_ids,
+            self._records(request),
+            self._routed(request),
         )
 
         def build(index: int, output: RequestOutput) -> Built:
@@ -171,7 +177,7 @@ class Generation:
     ) -> tuple[GroupSummary, pa.Table]:
         """Play one episode in the environment of this name for each sample of the group."""
         started = time.monotonic()
-        records = self._records(request)
+        parts = self._records(request), self._routed(request)
         bounds = self.config.episodes[environment]
         runner = EpisodeRunner(
             bounds,
@@ -188,7 +194,7 @@ class Generation:
 
         async def play(index: int) -> Played:
             async def sample(ids: Sequence[int], limits: TurnLimits) -> SampledTurn:
-                return sampled_turn(await self._sample(request, index, list(ids), limits), records)
+                return sampled_turn(await self._sample(request, index, list(ids), limits), *parts)
 
             row = read_row(prompt, sample_seed(request.seed, index))
             opponent = Opponent(lambda: self._judge, request.seed, index, bounds.episode_timeout_s)
@@ -196,7 +202,7 @@ class Generation:
             recorded = turns.setdefault(index, RecordedTurns())
             return await replace(runner, opponent=opponent).play(key, row, partial(recorded.sample, sample))
 
-        builder = RowBuilder(self._engine.name, self._require_tokenizer(), request, prompt, [], records)
+        builder = RowBuilder(self._engine.name, self._require_tokenizer(), request, prompt, [], *parts)
 
         def build(index: int, played: Played) -> Built:
             return episode_samples(builder, index, played, bounds.trained, self._engine.version)
@@ -271,6 +277,10 @@ class Generation:
     def _records(self, request: GroupRequest) -> bool:
         """Whether the tokens that the sampler left to each token are part of the samples."""
         return self.config.sampling.truncates and _as_in_training(request)
+
+    def _routed(self, request: GroupRequest) -> bool:
+        """Whether the experts of each token are part of the samples."""
+        return self.config.sampling.router_replay and _as_in_training(request)
 
     def _form_problem(self, form: StructuredConfig) -> str:
         """Why a turn cannot have this form, or empty if it can."""

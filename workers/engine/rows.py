@@ -27,6 +27,7 @@ from troupe.workers.contract.messages import (
     GroupRequest,
     SampleSummary,
 )
+from troupe.workers.contract.routes import write_routes
 from troupe.workers.data.plain_text import response_text
 from troupe.workers.data.turn_ends import without_end
 from troupe.workers.engine.kept_tokens import kept_tokens
@@ -46,7 +47,7 @@ Built = tuple[Sequence[SampleSummary], Rows]
 _NOT_FINITE = "a log-prob of the response is not finite"
 _PROBLEM = "engine: "
 _TURN_COLUMNS = [
-    *("prompt_uid", "sample_index", "response", "response_ids", "rollout_logprobs", "kept_tokens"),
+    *("prompt_uid", "sample_index", "response", "response_ids", "rollout_logprobs", "kept_tokens", "routes"),
     *("weight_versions", "finish_reason", "episode_status"),
 ]
 
@@ -64,13 +65,16 @@ class RowBuilder:
     prompt_ids: list[int]
     records: bool = False
     """Whether the tokens that the sampler left to each token are part of the rows."""
+    routed: bool = False
+    """Whether the experts of each token are part of the rows."""
 
     def sampled(self, index: int, output: RequestOutput) -> dict[str, Any]:
         """The row of a response that the engine sampled. Raises RuntimeError if vLLM left something out."""
-        turn = sampled_turn(output, self.records)
+        turn = sampled_turn(output, self.records, self.routed)
         return self._response(index, list(turn.ids)) | {
             "rollout_logprobs": turn.logprobs,
             "kept_tokens": turn.kept if self.records else None,
+            "routes": turn.routes,
             "episode_status": _status(OK, turn),
             "weight_versions": turn.versions,
             "finish_reason": turn.finish_reason,
@@ -100,6 +104,7 @@ class RowBuilder:
                 "prompt_ids": segment.prompt_ids,
                 "rollout_logprobs": segment.logprobs,
                 "kept_tokens": segment.kept if self.records else None,
+                "routes": segment.routes,
                 "loss_mask": segment.loss_mask,
                 "weight_versions": segment.versions,
                 "turns": segment.turns,
@@ -117,6 +122,7 @@ class RowBuilder:
                 "prompt_ids": [],
                 "rollout_logprobs": turn.logprobs,
                 "kept_tokens": turn.kept if self.records else None,
+                "routes": turn.routes,
                 "episode_status": _status(OK, turn),
                 "response": request,
                 "weight_versions": turn.versions,
@@ -166,8 +172,9 @@ def _status(status: str, *turns: SampledTurn) -> str:
     return next((_PROBLEM + turn.problem for turn in turns if turn.problem), OK) if status == OK else status
 
 
-def sampled_turn(output: RequestOutput, records: bool = False) -> SampledTurn:
-    """The engine's sampled turn; `records`: with the tokens that the sampler left. Raises RuntimeError."""
+def sampled_turn(output: RequestOutput, records: bool = False, routed: bool = False) -> SampledTurn:
+    """The engine's sampled turn; `records`: with the tokens that the sampler left; `routed`: with the experts. Raises
+    RuntimeError."""
     completion = output.outputs[0]
     timing = output.metrics
     if timing is None or completion.finish_reason is None:
@@ -180,11 +187,22 @@ def sampled_turn(output: RequestOutput, records: bool = False) -> SampledTurn:
         versions=_version_spans(completion),
         finish_reason=completion.finish_reason,
         kept=kept,
+        routes=_routes(output) if routed else None,
         problem=problem if all(map(math.isfinite, logprobs)) else _NOT_FINITE,
         cached_tokens=output.num_cached_tokens or 0,
         generate_s=max(0.0, timing.last_token_ts - timing.queued_ts),
         first_token_s=max(0.0, timing.first_token_ts - timing.queued_ts),
     )
+
+
+def _routes(output: RequestOutput) -> bytes:
+    """The experts of all tokens that the engine ran: the last one of the response is only sampled."""
+    completion, prompt = output.outputs[0], output.prompt_token_ids or []
+    tokens, routes = len(prompt) + len(completion.token_ids) - 1, completion.routed_experts
+    if routes is None or len(routes) != tokens:
+        found = "none" if routes is None else f"those of {len(routes)}"
+        raise RuntimeError(f"vLLM did not return the experts of {tokens} tokens, but {found}")
+    return write_routes(routes)
 
 
 def flat_logprobs(completion: CompletionOutput) -> FlatLogprobs:
@@ -306,6 +324,7 @@ def recorded_turns(request: GroupRequest, earlier: pa.Table | None) -> dict[int,
             versions=row["weight_versions"],
             finish_reason=row["finish_reason"],
             kept=row["kept_tokens"] or (),
+            routes=row["routes"],
             problem="" if row["episode_status"] == OK else row["episode_status"].removeprefix(_PROBLEM),
         )
         found.setdefault(row["sample_index"], []).append((row["response"], turn))

@@ -117,6 +117,7 @@ def engine_args(config: RolloutConfig) -> AsyncEngineArgs:
         worker_extension_cls=_extension(config),
         # Without white space between the parts of JSON: a response could consist of it.
         structured_outputs_config=StructuredOutputsConfig(backend="xgrammar", disable_any_whitespace=True),
+        enable_return_routed_experts=config.sampling.router_replay,
         scheduler_cls=_RECORDING_SCHEDULER if config.sampling.truncates else None,
         enable_log_requests=False,
         use_tqdm_on_load=False,

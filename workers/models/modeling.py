@@ -31,6 +31,7 @@ from troupe.workers.models.heads import Float32Head, Float32Logits
 from troupe.workers.models.partitioned import Partitioner
 from troupe.workers.models.proxy import proxy_for
 from troupe.workers.models.ragged import Ragged
+from troupe.workers.models.route_replay import RouteReplay
 from troupe.workers.models.sequence_parallel import OwnTokens, SequenceGroup, divide
 from troupe.workers.models.token_batch import TokenBatch, TokenTable, is_table, not_finite, score_table
 
@@ -172,6 +173,8 @@ class ModelModule(nn.Module):
     """Whether the model gets the mask of a padded batch; `capabilities.adapt` finds out whether it needs it."""
     sequence: SequenceGroup | None = None
     """The workers that share each micro-batch, or None if this one runs all its tokens."""
+    replay: RouteReplay | None = None
+    """Runs tokens through the experts of `TokenBatch.routes`, or None for the model's own choice."""
 
     def train(self, mode: bool = True) -> Self:
         """Put the module in training mode, and of its model the layers with gradient checkpointing."""
@@ -193,8 +196,15 @@ class ModelModule(nn.Module):
 
     def states(self, batch: TokenBatch) -> tuple[OwnTokens, torch.Tensor]:
         """The tokens of a micro-batch that this worker runs, and their last hidden states [tokens, hidden size]."""
-        own = divide(self.sequence, batch)
+        own = self.own(batch)
         return own, self.hidden(own).flatten(0, 1)
+
+    def own(self, batch: TokenBatch) -> OwnTokens:
+        """The tokens of a micro-batch that this worker runs next, with their experts set."""
+        own = divide(self.sequence, batch)
+        if self.replay is not None:
+            self.replay.set(own.routes)
+        return own
 
 
 class CausalLogprobs(ModelModule):
@@ -307,7 +317,7 @@ class CausalLogprobs(ModelModule):
         """`states`, or the model's own logits if the head cannot be run apart."""
         if self.split_head:
             return self.states(batch)
-        own = divide(self.sequence, batch)
+        own = self.own(batch)
         return own, self.model(**self.inputs(own)).logits.flatten(0, 1)
 
     def _head(
@@ -484,10 +494,12 @@ def score_plan(
     column: str,
     device: torch.device | str,
     reader: ColumnReader | None = None,
+    routed: bool = False,
 ) -> tuple[ScoreSummary, pa.Table]:
-    """`score` of the plan's rows, counted through `tables`, as a token_scores table with the fields of `reader`. An
-    empty micro-batch runs on a filler token: under ZeRO-3 all ranks must run equally often."""
-    tokens = TokenTable.concat(tables)
+    """`score` of the plan's rows, counted through `tables`, as a token_scores table with the fields of `reader`;
+    `routed`: with the experts that the engine chose. An empty micro-batch runs on a filler token: under ZeRO-3 all
+    ranks must run equally often."""
+    tokens = TokenTable.concat(tables, routed)
     # Copied at the end: on a GPU the next micro-batch is cut while one is computed.
     scores = [_scores(module, batch.to(device), reader) for batch in tokens.batches(plan)]
     rows = [row for micro_batch in plan.micro_batches for row in micro_batch]

@@ -77,6 +77,8 @@ class OwnTokens:
     first: int = 0
     """Number of the first one in the row."""
     sequence: SequenceGroup | None = None
+    routes: torch.Tensor | None = None
+    """Experts of the own tokens; see `TokenBatch.routes`."""
 
     def find(self, positions: torch.Tensor) -> Places:
         """Where the tokens at `positions`, int64 indices into the flattened tokens of the micro-batch, are here."""
@@ -93,7 +95,7 @@ def divide(sequence: SequenceGroup | None, batch: TokenBatch) -> OwnTokens:
     input_ids, attention_mask, position_ids = batch.input_ids, batch.attention_mask, batch.position_ids
     packed = is_table(attention_mask)
     if sequence is None or (input_ids.numel() == 1 and not packed):
-        return OwnTokens(input_ids, attention_mask, position_ids)
+        return OwnTokens(input_ids, attention_mask, position_ids, routes=batch.routes)
     if not packed or position_ids is None:
         raise ValueError("sequence parallelism divides packed rows only")
     tokens = input_ids.shape[1]
@@ -104,7 +106,9 @@ def divide(sequence: SequenceGroup | None, batch: TokenBatch) -> OwnTokens:
         attention_mask = torch.cat([attention_mask, padding], dim=2)
     first = sequence.rank * length
     ids, positions = (pad(x, (0, missing))[:, first : first + length] for x in (input_ids, position_ids))
-    return OwnTokens(ids, attention_mask, positions, first, sequence)
+    routes = None if batch.routes is None else pad(batch.routes, (0, 0, 0, 0, 0, missing), value=-1)
+    own_routes = None if routes is None else routes[:, first : first + length]
+    return OwnTokens(ids, attention_mask, positions, first, sequence, own_routes)
 
 
 def attention(

@@ -18,6 +18,7 @@ import torch
 from troupe.workers.contract.messages import (
     IDENTITY,
     KEPT_TOKENS,
+    ROUTES,
     SEGMENT,
     TEACHER_TOKENS,
     TEACHER_WEIGHTS,
@@ -26,6 +27,7 @@ from troupe.workers.contract.messages import (
     identities,
     versioned,
 )
+from troupe.workers.contract.routes import read_routes
 from troupe.workers.models.ragged import Ragged, list_column, ragged, ragged_view
 
 FLOAT_COLUMNS = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "values", "advantages", "returns", "penalties")
@@ -91,6 +93,8 @@ class TokenBatch:
     kept: Ragged | None = None
     """The tokens that the sampler left to each of the T response tokens, in host memory, or None for all tokens, at all
     of them."""
+    routes: torch.Tensor | None = None
+    """int16 [rows, L, layers, k]: the experts of each token, -1 for the model's own choice, or None for that at all."""
 
     def sampled(self, stride: int = 1) -> TokenBatch:
         """The batch with every `stride`-th state at which the policy sampled a token."""
@@ -145,6 +149,8 @@ class TokenTable:
         self._kept = None
         if KEPT_TOKENS.name in table.column_names:
             self._kept = read_kept(table.column(KEPT_TOKENS.name), self.responses.lengths)
+        recorded = ROUTES.name in table.column_names and table.column(ROUTES.name).null_count < table.num_rows
+        self._routes = table.column(ROUTES.name) if recorded else None
         self._floats: dict[str, Ragged] = {}
         for name in FLOAT_COLUMNS:
             if name in table.column_names and table.column(name).null_count < max(1, table.num_rows):
@@ -155,9 +161,11 @@ class TokenTable:
         self._teacher = [ragged_view(table.column(name)) for name in names] if given else []
 
     @classmethod
-    def concat(cls, tables: Sequence[pa.Table]) -> TokenTable:
-        """One table from several; rows count through them in order. Only columns of TRAIN are kept."""
+    def concat(cls, tables: Sequence[pa.Table], routed: bool = False) -> TokenTable:
+        """One table from several; rows count through them in order. Only columns of TRAIN are kept, and `routes` only
+        if `routed`."""
         names = [name for name in TRAIN.names if tables and name in tables[0].column_names]
+        names = names if routed else [name for name in names if name != ROUTES.name]
         if not tables:
             return cls(TRAIN.empty_table())
         return cls(pa.concat_tables([table.select(names) for table in tables]))
@@ -187,6 +195,7 @@ class TokenTable:
             rows=index,
             padding=len(rows) * width - int(total.sum()),
             kept=self._kept_of(index),
+            routes=self._routes_of(index, torch.arange(len(rows)) * width, prompts.lengths, input_ids),
         )
 
     def packed_batch(self, rows: Sequence[int], shared: bool = False) -> TokenBatch:
@@ -223,6 +232,7 @@ class TokenTable:
             rows=index,
             position_ids=position_ids,
             kept=self._kept_of(index),
+            routes=self._routes_of(index, starts[unit], opened - starts[unit], input_ids),
         )
 
     def batches(self, plan: RankPlan) -> Iterator[TokenBatch]:
@@ -243,6 +253,30 @@ class TokenTable:
             return None
         tokens = Ragged(torch.arange(len(self.responses.values)), self.responses.lengths)
         return self._kept.take(tokens.take(index).values)
+
+    def _routes_of(
+        self, index: torch.Tensor, prompts: torch.Tensor, responses: torch.Tensor, input_ids: torch.Tensor
+    ) -> torch.Tensor | None:
+        """The experts of the tokens of `input_ids`; `prompts`: where the prompt of each row begins in the flattened
+        ones; `responses`: how far behind that its response does. Raises ValueError if a row has more than tokens."""
+        if self._routes is None:
+            return None
+        read = {row: read_routes(self._routes[row].as_py()) for row in index.tolist() if self._routes[row].is_valid}
+        sizes = {routes.shape[1:] for routes in read.values()}
+        if len(sizes) > 1:
+            raise ValueError(f"the routes of one batch are of several models: (layers, experts of a token) {sizes}")
+        found = torch.full((input_ids.numel(), *(sizes.pop() if sizes else (0, 0))), -1, dtype=torch.int16)
+        for row, first, apart in zip(index.tolist(), prompts.tolist(), responses.tolist(), strict=True):
+            if (routes := read.get(row)) is None:
+                continue
+            prompt, response = int(self.prompts.lengths[row]), int(self.responses.lengths[row])
+            if len(routes) > prompt + response:
+                raise ValueError(f"{_name(self.table, row)} has routes of {len(routes)} tokens")
+            numbers = torch.from_numpy(routes.astype(np.int16))
+            found[first : first + prompt] = numbers[:prompt]
+            behind = numbers[prompt:]
+            found[first + apart : first + apart + len(behind)] = behind
+        return found.unflatten(0, tuple(input_ids.shape)) if read else None
 
     def _units(self, index: torch.Tensor, shared: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """The number of each row's unit, and the rows of each unit: adjacent rows with one copy of their prompt."""

@@ -94,6 +94,8 @@ def _in_engines(spec: RolloutSpec, models: Mapping[str, ModelConfig]) -> Iterato
         yield from of_models.unsupported_head_size(Path(models["model"].path))
     if "model" in models:
         yield from of_models.windows_in_some_layers(Path(models["model"].path))
+        if spec.sampling.router_replay and of_models.is_dense(models["model"]):
+            yield "sampling.router_replay", "the model has no experts to choose: remove it"
     engines = {
         "model" if name == "rollout" else f"roles.{name}.model": (
             f"roles.{name}.tensor_parallel_size",

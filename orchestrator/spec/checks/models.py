@@ -282,6 +282,12 @@ def has_experts(model: ModelConfig) -> bool:
     return shape is not None and shape.experts > 0
 
 
+def is_dense(model: ModelConfig) -> bool:
+    """Whether no layer of a model has experts, by its config.json; False if that does not define it."""
+    shape = _shape(model)
+    return shape is not None and shape.experts == 0
+
+
 def has_latent_attention(model: ModelConfig) -> bool:
     """Whether a model caches compressed keys and values, by its config.json; False if that does not define it."""
     shape = _shape(model)

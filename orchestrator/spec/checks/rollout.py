@@ -417,6 +417,12 @@ def check_devices(spec: RolloutSpec) -> Iterator[Finding]:
         yield "roles.reward.gpus", "reward functions run on the CPU; only a reward model uses a GPU"
     for name, role in spec.roles.engines().items():
         yield from _engine_devices(name, role)
+    if spec.sampling.router_replay:
+        if spec.roles.rollout.gpus == 0:
+            yield "sampling.router_replay", "vLLM does not record the experts of tokens on the CPU: remove it"
+        elif not spec.roles.rollout.enable_prefix_caching:
+            why = "vLLM records the experts of tokens (sampling.router_replay) only with it"
+            yield "roles.rollout.enable_prefix_caching", f"{why}: set it to true"
 
 
 def _engine_devices(name: str, role: EngineRole) -> Iterator[Finding]:

@@ -40,6 +40,7 @@ def rollout_table(keys: list[Key], lengths: list[int], attempt: int = 0, **colum
         "response_ids": [list(range(length)) for length in lengths],
         "rollout_logprobs": [[-1.0] * length for length in lengths],
         "kept_tokens": [None] * len(keys),
+        "routes": [None] * len(keys),
         "loss_mask": [[True] * length for length in lengths],
         "weight_versions": [[] for _ in keys],
         "turns": [[] for _ in keys],
@@ -128,11 +129,14 @@ def test_any_order_and_partition() -> None:
     assert table.equals(expected[1]) and summary == expected[0]
 
 
-def test_the_tokens_that_the_sampler_left_are_part_of_the_batch() -> None:
-    left = [[b"\1\0\0\0", b""], None, [], [b"\2\0\0\0"] * 3]
-    tables = [rollout_table(KEYS, LENGTHS, kept_tokens=left), reward_table(KEYS, [1.0, 0.0, 2.0, 2.0])]
+def test_what_the_engine_recorded_of_the_tokens_is_part_of_the_batch() -> None:
+    """Those that the sampler left, and the experts."""
+    left, routes = [[b"\1\0\0\0", b""], None, [], [b"\2\0\0\0"] * 3], [b"a", None, b"c", b"d"]
+    rollouts = rollout_table(KEYS, LENGTHS, kept_tokens=left, routes=routes)
+    tables = [rollouts, reward_table(KEYS, [1.0, 0.0, 2.0, 2.0])]
     _, table = prepare(GROUP, PrepareRequest(tuple(reversed(KEYS))), tables)
     assert table["kept_tokens"].to_pylist() == left[::-1]
+    assert table["routes"].to_pylist() == routes[::-1]
 
 
 def test_a_teachers_tokens_are_part_of_the_batch_and_a_failed_one_is_named() -> None:

@@ -6,11 +6,13 @@ import math
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from vllm.logprobs import FlatLogprobs, Logprob
 from vllm.outputs import CompletionOutput, WeightVersionSpan
 
 from troupe.workers.agents.episodes.turns import Played, SampledTurn, Segment
+from troupe.workers.contract.routes import read_routes
 from troupe.workers.engine.rows import sample_summary, sampled_turn
 
 
@@ -43,6 +45,35 @@ def test_a_turn_has_the_versions_and_logprobs_of_its_tokens() -> None:
 def test_a_response_with_a_logprob_that_is_not_finite_cannot_be_trained(wrong: float) -> None:
     turn = sampled_turn(output(-1.0, wrong, versions=[WeightVersionSpan("4", 0, 2)]))
     assert turn.problem == "a log-prob of the response is not finite"
+
+
+def test_a_turn_has_the_experts_of_all_tokens_that_the_engine_ran() -> None:
+    """Those of the prompt, and of the response without its last token; only if it is asked for them."""
+    sampled = output(-1.0, -2.0, versions=[WeightVersionSpan("4", 0, 2)])
+    sampled.prompt_token_ids = [5, 6, 7]
+    sampled.outputs[0].routed_experts = np.arange(16, dtype=np.uint8).reshape(4, 2, 2)
+    routes = sampled_turn(sampled, routed=True).routes
+    assert routes is not None and np.array_equal(read_routes(routes), sampled.outputs[0].routed_experts)
+    assert sampled_turn(sampled).routes is None
+
+
+@pytest.mark.parametrize("tokens", [None, 3, 5])
+def test_experts_of_fewer_or_more_tokens_are_no_sample(tokens: int | None) -> None:
+    sampled = output(-1.0, -2.0, versions=[WeightVersionSpan("4", 0, 2)])
+    sampled.prompt_token_ids = [5, 6, 7]
+    sampled.outputs[0].routed_experts = None if tokens is None else np.zeros((tokens, 2, 2), np.uint8)
+    with pytest.raises(RuntimeError, match="vLLM did not return the experts of 4 tokens"):
+        sampled_turn(sampled, routed=True)
+
+
+def test_an_episode_has_the_experts_that_came_with_its_last_turn() -> None:
+    """Which are those of all tokens before it."""
+    segment = Segment([1, 2])
+    segment.sampled(SampledTurn([7], [-1.0], [], "stop", routes=b"first"))
+    segment.added([8, 9])
+    segment.sampled(SampledTurn([7], [-1.0], [], "stop", routes=b"all"))
+    segment.added([8])
+    assert segment.routes == b"all"
 
 
 def test_a_sample_is_as_old_as_its_oldest_token() -> None:

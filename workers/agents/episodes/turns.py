@@ -39,6 +39,8 @@ class SampledTurn:
     """`stop` or `length`."""
     kept: Sequence[bytes] = ()
     """The tokens that the sampler left to each one (`contract/kept_tokens.py`); none: they are not recorded."""
+    routes: bytes | None = None
+    """The experts of the prompt's and the turn's tokens (`contract/routes.py`), or None if they are not recorded."""
     problem: str = ""
     """Why it cannot be trained; empty: it can."""
     cached_tokens: int = 0
@@ -85,6 +87,8 @@ class Segment:
     loss_mask: list[bool] = field(default_factory=list)
     kept: list[bytes] = field(default_factory=list)
     """See `SampledTurn.kept`; added tokens have no words."""
+    routes: bytes | None = None
+    """See `SampledTurn.routes`; of the last turn that was sampled."""
     versions: list[dict[str, int]] = field(default_factory=list)
     turns: list[dict[str, Any]] = field(default_factory=list)
     rewards: list[tuple[int, float]] = field(default_factory=list)
@@ -94,6 +98,7 @@ class Segment:
         """Append a turn of the policy."""
         start = len(self.response_ids)
         self._append(list(turn.ids), list(turn.logprobs), True, "assistant", turn.kept)
+        self.routes = turn.routes
         self.versions += [
             {"version": span["version"], "start": start + span["start"], "end": start + span["end"]}
             for span in turn.versions
