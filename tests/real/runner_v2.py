@@ -25,12 +25,17 @@ REQUESTS: dict[str, dict[str, Any]] = {
 TOKENS = 3
 
 
-def main(model: Path) -> None:
-    """Sample all requests."""
+def run_triton_on_cpu() -> None:
+    """Choose runner V2, in this process, with Triton's interpreter. Before vLLM is imported."""
     os.environ |= {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     import triton.backends
 
     vars(triton.backends)["backends"]["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True))
+
+
+def main(model: Path) -> None:
+    """Sample all requests."""
+    run_triton_on_cpu()
 
     from tests.real.rollout_helpers import rollout_config
     from troupe.workers.engine.kept_tokens import kept_tokens

@@ -610,6 +610,16 @@ def test_host_memory_is_added_up_by_node() -> None:
     assert {p.name: p.bytes for p in shm.memory.nodes[0].parts}["weight file"] == 2 * SEVEN_B.parameters
     lora = planned(SEVEN_B, described_nodes("1x8xH100", 128), "roles.policy.lora={rank: 4}", "weight_sync.backend=shm")
     numbers = adapter_numbers(SEVEN_B, LoraConfig(rank=4))
+    mixture = replace(SEVEN_B, experts=8, routed=300, sparse=2)
+    cluster, replays = described_nodes("1x8xH100", 128), "sampling.router_replay=true"
+    batches = [
+        {p.name: p.bytes for p in planned(mixture, cluster, *changes).memory.nodes[0].parts}["batch"]
+        for changes in ((), (replays,), (replays, "schedule.max_staleness=2"))
+    ]
+    spec = spec_of(ROOT / "deploy" / "specs" / "node-8gpu-grpo.yaml", "model.path=given").rollouts
+    assert spec is not None
+    routes = spec.samples_per_step * spec.roles.rollout.max_model_len * SEVEN_B.layers * 8 * 2  # two bytes each
+    assert batches[1] - batches[0] == (2 + spec.schedule.max_staleness) * routes
     assert {p.name: p.bytes for p in lora.memory.nodes[0].parts}["weight file"] == 2 * numbers
 
 

@@ -32,6 +32,7 @@ schedule: {steps: 5, prompts_per_step: 8}
 data: {train: {kind: jsonl, path: train.jsonl}}
 """
 GPU = ("roles.rollout.gpus=1", "roles.policy.gpus=1", "roles.judge.gpus=1")
+CACHELESS = "roles.rollout.enable_prefix_caching=false"
 FIRST = "roles.rollout.engine"
 JUDGE = "roles.judge.engine"
 
@@ -74,6 +75,7 @@ def test_options_reach_the_configurations_of_engine_and_judge(tmp_path: Path) ->
         (FIRST, "{logprobs_mode: raw_logprobs}", "those of the distribution that is sampled"),
         (FIRST, "{weight_transfer_config: {backend: nccl}}", "set weight_sync.backend"),
         (FIRST, "{enable_sleep_mode: true}", "set roles.rollout.sleep"),
+        (FIRST, "{enable_return_routed_experts: true}", "set sampling.router_replay"),
         (FIRST, "{enable_lora: true}", "set roles.policy.lora to train adapters"),
         (FIRST, "{enable_chunked_prefill: true}", "Troupe turns it off on the CPU"),
         (JUDGE, "{generation_config: vllm}", "set roles.judge"),
@@ -88,6 +90,18 @@ def test_an_option_that_cannot_work_is_refused_with_the_reason(
         load(tmp_path, f"{field}={value}")
     (line,) = str(caught.value).splitlines()
     assert why in line
+
+
+def test_experts_are_recorded_by_engines_on_gpus_with_a_prefix_cache(tmp_path: Path) -> None:
+    """And only the rollout engines record them."""
+    replays = "sampling.router_replay=true"
+    for overrides, field in (((), "sampling.router_replay"), ((*GPU, CACHELESS), CACHELESS.split("=")[0])):
+        with pytest.raises(SpecError, match=f"{field}: .*vLLM (does not record|records) the experts"):
+            load(tmp_path, *overrides, replays)
+    spec = load(tmp_path, *GPU, replays)
+    judge = judge_config(spec)
+    assert judge is not None and not judge.sampling.router_replay
+    assert rollout_config(spec).sampling.router_replay
 
 
 def test_a_frozen_model_may_round_and_draft_and_a_gpu_may_cut_prompts(tmp_path: Path) -> None:

@@ -122,6 +122,18 @@ def test_sliding_windows_in_some_layers_of_a_qwen2_model_are_refused(
     assert [path for path, _ in found] == ["model.path"] * refused
 
 
+@pytest.mark.parametrize(
+    ("config", "refused"), [({"num_local_experts": 4}, False), ({}, True), ({"num_hidden_layers": None}, False)]
+)
+def test_a_model_without_experts_has_no_routes(tmp_path: Path, config: dict[str, Any], refused: bool) -> None:
+    """One whose configuration is not known may have some."""
+    own = json.loads((ROOT / ".cache/models/tiny-llama/config.json").read_text()) | config
+    gpus = ("roles.rollout.gpus=1", "roles.policy.gpus=1", "sampling.router_replay=true")
+    spec = planned("tiny-grpo", *gpus, f"model.path={folder(tmp_path, own)}")
+    said = ("sampling.router_replay", "the model has no experts to choose: remove it")
+    assert (said in model_problems(spec, {"model": spec.model})) is refused
+
+
 def test_the_head_sizes_are_those_of_the_installed_vllm() -> None:
     package = importlib.util.find_spec("vllm")
     assert package is not None and package.origin is not None

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
-import pyarrow as pa
 import pytest
 import torch
 from transformers import (
@@ -21,10 +20,11 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from tests.routes import own_routes, train_table
 from troupe.workers.contract.algorithm_config import AdvantageConfig, PolicyLossConfig
 from troupe.workers.contract.config import PolicyConfig, SamplingConfig, TeacherSettings
 from troupe.workers.contract.config_base import ModelConfig
-from troupe.workers.contract.messages import ROUTES, TRAIN, RankPlan
+from troupe.workers.contract.messages import RankPlan
 from troupe.workers.contract.routes import write_routes
 from troupe.workers.contract.trainer_config import TrainerConfig
 from troupe.workers.models.capabilities import adapt
@@ -47,9 +47,18 @@ SIZES: dict[str, Any] = {
     "initializer_range": 0.5,  # with the default, one expert does what another does
 }
 LATENT: dict[str, Any] = {
-    **{"moe_intermediate_size": 24, "n_routed_experts": EXPERTS, "num_experts_per_tok": CHOSEN, "n_group": 2},
-    **{"topk_group": 1, "first_k_dense_replace": 0, "n_shared_experts": 1, "kv_lora_rank": 8, "q_lora_rank": 8},
-    **{"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16},
+    "moe_intermediate_size": 24,
+    "n_routed_experts": EXPERTS,
+    "num_experts_per_tok": CHOSEN,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 0,
+    "n_shared_experts": 1,
+    "kv_lora_rank": 8,
+    "q_lora_rank": 8,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 16,
 }
 HEADS: dict[str, Any] = {"head_dim": 16}
 MIXTURES: dict[str, PreTrainedConfig] = {
@@ -66,21 +75,6 @@ MIXTURES: dict[str, PreTrainedConfig] = {
 def build(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(config, dtype=dtype, experts_implementation="eager").eval()
-
-
-def routers(model: PreTrainedModel) -> list[torch.nn.Module]:
-    return [module for module in model.modules() if type(module).__name__.endswith("Router")]
-
-
-def own_routes(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
-    """int64 [tokens, layers, k]: what the model's routers choose by themselves."""
-    found: list[torch.Tensor] = []
-    hooks = [one.register_forward_hook(lambda _, __, out: found.append(out[-1])) for one in routers(model)]
-    with torch.no_grad():
-        model(input_ids=ids)
-    for hook in hooks:
-        hook.remove()
-    return torch.stack([one.view(ids.numel(), CHOSEN) for one in found], 1)
 
 
 def other_routes(routes: torch.Tensor) -> torch.Tensor:
@@ -149,18 +143,6 @@ def test_layers_that_recompute_choose_the_same_again() -> None:
         torch.testing.assert_close(plain, recomputed)
 
 
-def train_table(prompts: list[list[int]], responses: list[list[int]], routes: list[bytes | None]) -> pa.Table:
-    """A TRAIN table of samples of one group."""
-    columns: dict[str, Any] = {name: [None] * len(prompts) for name in TRAIN.names}
-    columns |= {"prompt_uid": ["0-0"] * len(prompts), "sample_index": range(len(prompts)), "prompt_ids": prompts}
-    columns |= {"attempt": [0] * len(prompts), "segment": [0] * len(prompts), "response_ids": responses}
-    columns |= {"loss_mask": [[True] * len(one) for one in responses], ROUTES.name: routes}
-    zeros = [[0.0] * len(one) for one in responses]
-    columns |= {"rollout_logprobs": zeros, "advantages": zeros}
-    known = [name for name in columns if columns[name][0] is not None or name == ROUTES.name]
-    return pa.table({name: pa.array(list(columns[name]), TRAIN.field(name).type) for name in known})
-
-
 def routed(tokens: int, first: int) -> np.ndarray:
     """Routes of which each token's numbers say which token it is."""
     numbers = first + np.arange(tokens)[:, None, None] + 100 * np.arange(LAYERS)[:, None]
@@ -203,7 +185,11 @@ def test_the_policy_replays_routes_if_the_spec_says_so(monkeypatch: pytest.Monke
             advantage=AdvantageConfig(estimator="none"),
             sampling=SamplingConfig(max_tokens=8, router_replay=replays),
             teachers={"teacher.own": TeacherSettings()},
-            **{"run_id": "routes", "reference_model": None, "total_updates": 1, "seed": 1, "device": "cpu"},
+            run_id="routes",
+            reference_model=None,
+            total_updates=1,
+            seed=1,
+            device="cpu",
         )
         policy, module = PolicyWorker(config, "policy-0"), CausalLogprobs(build(MIXTURES["qwen3_moe"]), 1.0)
         engine = cast(TrainEngine, SimpleNamespace(module=module, device="cpu"))
