@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextvars import ContextVar
 from typing import Any
 
@@ -89,7 +89,7 @@ class Endpoint:
 
         self._retries, self._timeout_s = config.retries, timeout_s
         self._places = asyncio.Semaphore(config.concurrency)
-        self.client: Any = AsyncOpenAI(
+        self._client: Any = AsyncOpenAI(
             base_url=config.url,
             api_key=key,
             max_retries=config.retries,
@@ -100,29 +100,31 @@ class Endpoint:
             ),
         )
 
-    async def ask(self, create: Callable[..., Any], longest: int, **request: Any) -> bytes:
-        """The body of the response to a request, as it was sent. `create`: a method of the client with a streamed
-        response. Raises EndpointFailed, also if the body has more than `longest` bytes."""
+    async def ask(self, path: str, body: Mapping[str, Any], longest: int) -> bytes:
+        """The body of the response to a request, as it was sent. `path`: below the endpoint's address, or a whole URL.
+        Raises EndpointFailed, also for more than `longest` bytes."""
         try:
             async with asyncio.timeout(self._timeout_s), self._places:
-                body = await self._read(create, longest, request, self._retries)
+                answer = await self._read(path, body, longest, self._retries)
         except TimeoutError as error:
             raise EndpointFailed(f"timeout after {self._timeout_s:g} s", late=True) from error
         except Exception as error:  # the client's, its transport's, or half a character, which cannot be sent
             raise EndpointFailed(one_line(f"{type(error).__name__}: {error}")) from error
-        if len(body) > longest:
+        if len(answer) > longest:
             raise EndpointFailed(f"an answer of more than {longest} bytes")
-        return body
+        return answer
 
-    async def _read(self, create: Callable[..., Any], longest: int, request: dict[str, Any], left: int) -> bytes:
-        # What the endpoint sent, unread: the client accepts whatever is JSON, and text that is not.
-        async with create(**request) as response:
-            try:
-                return await _bounded(response.iter_bytes(), longest)
-            except Exception:  # the transport's: the client repeats only requests that no answer has begun to
-                if not left:
-                    raise
-        return await self._read(create, longest, request, left - 1)
+    async def _read(self, path: str, body: Mapping[str, Any], longest: int, left: int) -> bytes:
+        # As a stream of bytes the client neither reads nor parses the answer: it accepts whatever is JSON.
+        response = await self._client.post(path, cast_to=httpx2.Response, body=body, stream=True)
+        try:
+            return await _bounded(response.aiter_bytes(), longest)
+        except Exception:  # the transport's: the client repeats only requests that no answer has begun to
+            if not left:
+                raise
+        finally:
+            await response.aclose()
+        return await self._read(path, body, longest, left - 1)
 
     async def close(self) -> None:
-        await self.client.close()
+        await self._client.close()

@@ -1,25 +1,47 @@
-"""Teachers that return the log-probs of whole sequences: frozen models in engines."""
+"""Teachers that return the log-probs of whole sequences: frozen models in engines, or behind endpoints."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import json
+import os
+import socket
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import pyarrow as pa
 
 from troupe.workers.contract.arrow import pickle_tables
-from troupe.workers.contract.config import RolloutConfig, SamplingConfig, ScoresConfig, TeacherEngineConfig
+from troupe.workers.contract.config import (
+    RolloutConfig,
+    SamplingConfig,
+    ScoresConfig,
+    TeacherEndpointConfig,
+    TeacherEngineConfig,
+)
 from troupe.workers.contract.config_base import ModelConfig
 from troupe.workers.contract.messages import RankPlan, ScoreSummary, WorkerGone, WorkerHealth, identities
 from troupe.workers.data.teacher_prompts import TeacherPrompts
+from troupe.workers.data.tokenizer import load_tokenizer, vocabulary_texts
+from troupe.workers.endpoint import Endpoint, EndpointFailed, read_key
 from troupe.workers.engine.errors import EngineClosed
 from troupe.workers.engine.prompt_logprobs import prompt_logprobs
 from troupe.workers.engine.serving import ServingEngine
 from troupe.workers.engine.settings import engine_args, import_vllm, unread_metrics
-from troupe.workers.models.prompt_logprobs import PromptLogprobs, ResponseScores, response_table, score_response
+from troupe.workers.models.prompt_logprobs import (
+    PromptLogprobs,
+    ResponseScores,
+    read_prompt_logprobs,
+    response_table,
+    score_response,
+)
 from troupe.workers.models.token_batch import not_finite
+
+_ENTRY_BYTES, _ENVELOPE_BYTES = 256, 2**16
+"""Bytes of an endpoint's answer for each log-prob, most of them the text of its token, and for everything else."""
+_LONGEST_TOKENS = 2**20
+"""Bytes of an answer with the tokens of a text."""
 
 
 class SequenceTeacher(ABC):
@@ -116,3 +138,87 @@ class TeacherEngine(SequenceTeacher):
 
     async def close(self) -> None:
         await self._engine.stop()
+
+
+class TeacherEndpoint(SequenceTeacher):
+    """A frozen model behind an endpoint: a vLLM server, whose completions have the log-probs of the prompt."""
+
+    def __init__(self, config: TeacherEndpointConfig, name: str) -> None:
+        super().__init__(config, config.policy, config.longest)
+        self._config = config
+        self._name = name
+        self._endpoint: Endpoint | None = None
+
+    async def start(self) -> WorkerHealth:
+        """Compare the endpoint with the policy. Raises ValueError if it cannot be reached or returns too few log-probs,
+        if it has no room for the policy's longest sequence, or if its tokenizer is another than the policy's."""
+        config = self._config
+        self._endpoint = Endpoint(config, read_key(config), config.timeout_s)
+        room = await self._compare_tokenizers(self._endpoint)
+        if room <= config.longest:
+            raise ValueError(f"{config.url}: its max_model_len is {room}, and must be at least {config.longest + 1}")
+        self._longest = room - 1
+        self._load_prompts()
+        (found,) = await self.sequences([[0, 0]])
+        if isinstance(found, str):
+            raise ValueError(found)
+        return await self.health()
+
+    async def _compare_tokenizers(self, endpoint: Endpoint) -> int:
+        """Tokens of the endpoint's longest sequence. Raises ValueError if it reads a piece of the policy's vocabulary
+        as other tokens, or does not tokenize."""
+        config, room = self._config, 0
+        tokenizer = await asyncio.to_thread(load_tokenizer, config.policy)
+        url = f"{config.url.rstrip('/').removesuffix('/v1')}/tokenize"
+        for text, ours in await asyncio.to_thread(vocabulary_texts, tokenizer):
+            request = {"model": config.model, "prompt": text, "add_special_tokens": False}
+            try:
+                theirs, room = _read_tokens(await endpoint.ask(url, request, _LONGEST_TOKENS))
+            except EndpointFailed as error:
+                raise ValueError(f"{url}, which compares its tokenizer with the policy's: {error}") from error
+            if theirs != ours:
+                first = next((at for at, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), 0)
+                piece, there = tokenizer.decode(ours[first : first + 1]), theirs[first : first + 1]
+                why = f"the text of token {ours[first]} ({piece!r}) is {there} there"
+                raise ValueError(f"{config.url}: its tokenizer is another than the policy's: {why}")
+        return room
+
+    async def sequences(self, sequences: Sequence[list[int]]) -> list[PromptLogprobs | str]:
+        endpoint = self._endpoint
+        if endpoint is None:
+            raise WorkerGone("its worker has not started")
+
+        async def one(ids: list[int]) -> PromptLogprobs | str:
+            try:
+                return await self._sequence(endpoint, ids)
+            except EndpointFailed as error:
+                return f"{self._config.url}: {error}"
+
+        return list(await asyncio.gather(*map(one, sequences)))
+
+    async def _sequence(self, endpoint: Endpoint, ids: list[int]) -> PromptLogprobs | str:
+        """Raises EndpointFailed."""
+        top_k = self._scores.top_k
+        # vLLM samples a token behind the sequence.
+        request = {"model": self._config.model, "prompt": ids, "max_tokens": 1, "temperature": 0.0}
+        longest = _ENVELOPE_BYTES + _ENTRY_BYTES * len(ids) * (1 + top_k)
+        body = await endpoint.ask("/completions", request | {"prompt_logprobs": top_k}, longest)
+        return await asyncio.to_thread(read_prompt_logprobs, body, ids, top_k)
+
+    async def health(self) -> WorkerHealth:
+        return WorkerHealth(self._name, socket.gethostname(), os.getpid(), 0, 0)
+
+    async def close(self) -> None:
+        if self._endpoint is not None:
+            await self._endpoint.close()
+
+
+def _read_tokens(body: bytes) -> tuple[list[int], int]:
+    """The tokens of a text, and the server's `max_model_len`. Raises EndpointFailed."""
+    try:
+        match json.loads(body):
+            case {"tokens": [*tokens], "max_model_len": int() as room}:
+                return tokens, room
+    except (ValueError, RecursionError):
+        pass
+    raise EndpointFailed("its answer has no tokens and max_model_len, as a vLLM server's has")

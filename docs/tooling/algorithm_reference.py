@@ -151,19 +151,27 @@ roles:
     itself: {colocate_with: policy, average: true, prompt: "{prompt}\\n\\nThe answer is {answer}."}
 ```
 
-A teacher that needs many GPUs, or that shall score faster, is an engine (`kind: engine`): workers with one vLLM
-engine each, which return the log-probs of whole sequences (vLLM's `prompt_logprobs`). Their model is frozen; `troupe
-plan`, `scale` and `why` know them as the other workers, and a lost one is replaced (`failures.reference_restarts`).
-vLLM returns these log-probs at temperature 1 and over the whole vocabulary: `sampling.temperature` must be 1, without
-`top_p`, `top_k` and `min_p`. `max_model_len` must exceed the rollout engines', because vLLM samples a token behind
-each sequence. The probability of all but the `k` likeliest tokens is what these leave of 1, at least 6e-8. A sample
-whose log-probs are missing, of other tokens or not finite is dropped under the teacher's name. In float32 on the CPU,
-`kind: engine` and `kind: forward` agree to 3e-6 nats on 752 tokens and the 8 likeliest in each place.
+A teacher that needs many GPUs, or that shall score faster, is an engine (`kind: engine`): workers with one vLLM engine
+each, which return the log-probs of whole sequences (vLLM's `prompt_logprobs`). Their model is frozen; `troupe plan`,
+`scale` and `why` know them as the other workers, and a lost one is replaced (`failures.reference_restarts`).
+`max_model_len` must exceed the rollout engines', because vLLM samples a token behind each sequence. In float32 on the
+CPU, `kind: engine` and `kind: forward` agree to 3e-6 nats on 752 tokens and the 8 likeliest in each place.
+
+A teacher that runs elsewhere is a vLLM server (`kind: endpoint`, `vllm serve MODEL --max-logprobs K`), which returns
+the same numbers. Its workers load no model: they send tokens to `/completions`, with at most `concurrency` requests at
+a time, repeat what was refused (`retries`), and read the key from the variable that `api_key_variable` names. A worker
+starts only if the server reads every piece of the policy's vocabulary as the same tokens (`/tokenize`), returns `k`
+log-probs, and has room for the longest sequence. A sample whose answer does not come within `timeout_s` is dropped.
+
+Both return log-probs at temperature 1 and over the whole vocabulary: `sampling.temperature` must be 1, without `top_p`,
+`top_k` and `min_p`. The probability of all but the `k` likeliest tokens is what these leave of 1, at least 6e-8. A
+sample whose log-probs are missing, of other tokens or not finite is dropped under the teacher's name.
 
 ```yaml
 roles:
   teacher:
     large: {kind: engine, model: {path: models/large}, gpus: 8, tensor_parallel_size: 8, max_model_len: 4097}
+    served: {kind: endpoint, url: "http://10.0.0.7:8000/v1", model: large, cpus: 0.2, api_key_variable: TEACHER_KEY}
 ```
 
 With `prompt` a teacher scores the policy's response behind another prompt, which has the answer or columns of the

@@ -11,7 +11,7 @@ from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.derived.sampling import held_out_sets, reward_functions
 from troupe.orchestrator.spec.derived.training import resolved_backend, resolved_sleep, source_advantages, source_losses
 from troupe.orchestrator.spec.offline import OfflineSpec
-from troupe.orchestrator.spec.roles import ReferenceRole, TeacherEngineRole, environment_role
+from troupe.orchestrator.spec.roles import ReferenceRole, TeacherEndpointRole, TeacherEngineRole, environment_role
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.workers.contract.config import (
     CPU_THREADS,
@@ -24,6 +24,7 @@ from troupe.workers.contract.config import (
     PolicyConfig,
     ReferenceConfig,
     RolloutConfig,
+    TeacherEndpointConfig,
     TeacherEngineConfig,
     TeacherSettings,
 )
@@ -263,6 +264,16 @@ def of_scorers(spec: RunSpec) -> Mapping[str, WorkerSettings]:
 def of_teacher_engines(spec: RolloutSpec) -> Mapping[str, WorkerSettings]:
     configs = teacher_engine_configs(spec).items()
     return {role: replace(_engine(one), micro_batch_tokens=one.engine.max_model_len) for role, one in configs}
+
+
+def of_teacher_endpoints(spec: RolloutSpec) -> Mapping[str, WorkerSettings]:
+    top_k, longest = section.policy_loss(spec.algorithm).distill.stored_k, spec.roles.rollout.max_model_len
+    configs = {
+        name: role.part(TeacherEndpointConfig, column=name, policy=spec.model, top_k=top_k, longest=longest)
+        for name, role in spec.roles.teachers().items()
+        if isinstance(role, TeacherEndpointRole)
+    }
+    return {role: WorkerSettings(config, 1, "cpu", longest) for role, config in configs.items()}
 
 
 def of_policy(spec: RolloutSpec) -> WorkerSettings:

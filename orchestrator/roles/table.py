@@ -155,6 +155,15 @@ ROLES: dict[str, Role] = {
             concurrent=True,
             engine=True,
         ),
+        replace(
+            _REFERENCE,
+            kind="teacher_endpoint",
+            name="teacher",
+            worker="troupe.workers.teacher:TeacherEndpoint",
+            settings=settings.of_teacher_endpoints,
+            memory=f"{_MEMORY}:of_process",
+            concurrent=True,
+        ),
         Role(
             kind="policy",
             worker="troupe.workers.policy:PolicyWorker",

@@ -21,6 +21,7 @@ from troupe.workers.contract.config import (
     PolicySettings,
     Sleep,
     StructuredConfig,
+    TeacherEndpointSettings,
     TeacherPrompt,
     TeacherSettings,
 )
@@ -190,7 +191,8 @@ class TeacherRole(TaughtBy, TeacherSettings, ScaledReferenceRole):
     step's updates."""
 
     kind: Literal["forward"] = "forward"
-    """`forward`: workers that load the model and run it, as the reference's do; `engine`: a vLLM engine each."""
+    """`forward`: workers that load the model and run it, as the reference's do; `engine`: a vLLM engine each;
+    `endpoint`: a vLLM server elsewhere."""
 
 
 class TeacherEngineRole(TaughtBy, EngineRole):
@@ -204,7 +206,18 @@ class TeacherEngineRole(TaughtBy, EngineRole):
     """The teacher's model."""
 
 
-Teacher = TeacherRole | TeacherEngineRole
+class TeacherEndpointRole(TaughtBy, TeacherEndpointSettings, ScaledRole):
+    """A frozen model that the policy learns from, behind an endpoint: a vLLM server that returns the log-probs of whole
+    sequences. Its workers ask and load no model."""
+
+    row = "teacher_endpoint"
+    kind: Literal["endpoint"]
+    """A vLLM server elsewhere."""
+
+
+SequenceTeacherRole = TeacherEngineRole | TeacherEndpointRole
+"""Teachers that return the log-probs of whole sequences."""
+Teacher = TeacherRole | SequenceTeacherRole
 DEFAULT_TEACHER = "forward"
 """Kind of a teacher that names none."""
 
@@ -213,7 +226,7 @@ def teacher_kind(role: Any) -> str:
     """The kind that a teacher's section names."""
     if isinstance(role, dict):
         return role.get("kind", DEFAULT_TEACHER)
-    return role.kind if isinstance(role, TeacherEngineRole) else DEFAULT_TEACHER
+    return role.kind if isinstance(role, Teacher) else DEFAULT_TEACHER
 
 
 class RewardRole(RewardConfig, ScaledRole):
@@ -289,7 +302,9 @@ class RolesConfig(Roles):
         dict[
             Name,
             Annotated[
-                Annotated[TeacherRole, Tag(DEFAULT_TEACHER)] | Annotated[TeacherEngineRole, Tag("engine")],
+                Annotated[TeacherRole, Tag(DEFAULT_TEACHER)]
+                | Annotated[TeacherEngineRole, Tag("engine")]
+                | Annotated[TeacherEndpointRole, Tag("endpoint")],
                 Discriminator(teacher_kind),
             ],
         ]

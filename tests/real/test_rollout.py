@@ -8,6 +8,7 @@ import math
 import os
 import re
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,8 @@ from tests.real.rollout_helpers import (
     until_sampling,
 )
 from troupe.workers.agents.episodes.turns import TurnLimits
-from troupe.workers.contract.config import StructuredConfig
+from troupe.workers.contract.config import StructuredConfig, TeacherEndpointConfig
+from troupe.workers.contract.config_base import ModelConfig
 from troupe.workers.contract.messages import ROLLOUTS, GroupRequest, GroupSummary, RankPlan
 from troupe.workers.contract.reward_config import RewardConfig, RewardFunctionConfig
 from troupe.workers.engine import rows as rows_module
@@ -41,6 +43,7 @@ from troupe.workers.models.modeling import CausalLogprobs, load_causal, score_pl
 from troupe.workers.models.prompt_logprobs import PromptLogprobs, ResponseScores, score_response
 from troupe.workers.reward import RewardWorker
 from troupe.workers.rollout import RolloutWorker
+from troupe.workers.teacher import TeacherEndpoint
 
 pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="module")]
 
@@ -344,6 +347,52 @@ async def test_a_whole_sequence_has_the_log_probs_of_the_model(worker: RolloutWo
         top = torch.from_numpy(scores.top_ids)
         assert scores.top_logprobs == pytest.approx(bucketed(logits, top).numpy(), abs=1e-4)
         assert torch.equal(logits.gather(-1, top), logits.topk(k).values)
+
+
+@asynccontextmanager
+async def served(engine: Any, model: Path) -> AsyncIterator[str]:
+    """The address of vLLM's server, with this engine and the name `m`."""
+    from uvicorn import Config, Server
+    from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+    from vllm.entrypoints.launchers.app import build_app
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args(["--model", str(model), "--served-model-name", "m"])
+    app = build_app(args, ("generate",), engine.model_config)
+    await init_app_state(engine, app.state, args, ("generate",))
+    server = Server(Config(app, port=0, log_level="error", lifespan="off"))
+    running = asyncio.create_task(server.serve())
+    async with asyncio.timeout(60):
+        while not server.started:
+            await asyncio.sleep(0.01)
+    try:
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/v1"
+    finally:
+        server.should_exit = True
+        await running
+
+
+async def test_an_endpoint_returns_what_the_engine_behind_it_does(worker: RolloutWorker, tiny_model: Path) -> None:
+    """A teacher behind vLLM's own server; an answer has the engine's numbers to the last digit."""
+    prompt = await worker.generation.encode(chat("Name a colour."), None)
+    sequences = [[*prompt, 7, 300, 7, 41], [*prompt, 5], [3, 4095]]
+    engine = worker.engine.require_open()
+    async with served(engine, tiny_model) as url:
+        model = ModelConfig(path=str(tiny_model))
+        config = TeacherEndpointConfig(url=url, model="m", policy=model, top_k=8, longest=1023, retries=0)
+        teacher = TeacherEndpoint(config, "teacher.a-0")
+        await teacher.start()
+        found = await teacher.sequences(sequences)
+        await teacher.close()
+        with pytest.raises(ValueError, match="max_model_len is 1024, and must be at least 1025"):
+            await TeacherEndpoint(config.model_copy(update={"longest": 1024}), "teacher.a-0").start()
+        with pytest.raises(ValueError, match=r"teacher-b.* does not exist"):
+            await TeacherEndpoint(config.model_copy(update={"model": "teacher-b"}), "teacher.a-0").start()
+    for one, sequence in zip(found, sequences, strict=True):
+        own = await prompt_logprobs(engine, sequence, 8, f"own/{len(sequence)}")
+        assert isinstance(one, PromptLogprobs) and isinstance(own, PromptLogprobs)
+        assert (one.ids.tolist(), one.logprobs.tolist()) == (own.ids.tolist(), own.logprobs.tolist())
 
 
 async def test_the_text_decodes_all_response_tokens_but_special_ones(worker: RolloutWorker) -> None:

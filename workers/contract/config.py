@@ -32,6 +32,7 @@ from troupe.workers.contract.consequences import (
     UNCOUNTED,
     Consequences,
 )
+from troupe.workers.contract.endpoint import EndpointConfig
 from troupe.workers.contract.trainer_config import LoraConfig, TrainerConfig
 from troupe.workers.contract.weight_backends import TransferBackend
 
@@ -453,6 +454,23 @@ class TeacherEngineConfig(ScoresConfig, EngineWorkerConfig):
         if self.device == "cpu":
             return self.engine.max_model_len
         return max(self.engine.max_num_seqs, min(TEACHER_BATCH_TOKENS, self.engine.gpu_batch_tokens))
+
+
+class TeacherEndpointSettings(EndpointConfig):
+    """Settings of a teacher behind an endpoint that its worker gets as they are."""
+
+    timeout_s: float = Field(default=300.0, gt=0.0)
+    """Timeout for the log-probs of a sequence, with repetitions and the wait for one of `concurrency` places. A sample
+    without them is dropped."""
+
+
+class TeacherEndpointConfig(ScoresConfig, TeacherEndpointSettings):
+    """Configuration of one worker of a teacher behind an endpoint."""
+
+    policy: ModelConfig
+    """The model whose tokens it reads."""
+    longest: int
+    """Tokens of the policy's longest sequence."""
 
 
 class Rendezvous(Frozen):

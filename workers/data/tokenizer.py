@@ -19,6 +19,8 @@ _TEMPLATES = ("chat_template.jinja", "chat_template.json")
 """Files with a tokenizer's chat template."""
 _UNCOPIED = {"config.json", "generation_config.json", "adapter_config.json"}
 """Files that a model writes with its weights."""
+_PIECES = 1024
+"""Pieces of a vocabulary in one text."""
 PLAIN_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 """Template of tokenizers that have none: the texts unchanged."""
 
@@ -104,6 +106,14 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Token ids of rendered text, with the special tokens before a text if there is no template."""
     ids = text_ids(tokenizer, text)
     return ids if tokenizer.chat_template != PLAIN_TEMPLATE else [*before_a_text(tokenizer), *ids]
+
+
+def vocabulary_texts(tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, list[int]]]:
+    """Texts that together have every piece of a tokenizer's vocabulary in a separate line, each with its tokens."""
+    pieces: list[str] = tokenizer.batch_decode([[token] for token in range(len(tokenizer))])
+    texts = ["\n".join(pieces[start : start + _PIECES]) for start in range(0, len(pieces), _PIECES)]
+    encoded: Any = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    return list(zip(texts, encoded, strict=True))
 
 
 def outside_embedding(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -43,6 +46,46 @@ class ResponseScores:
         """The scores of a response that has none: not a number."""
         nan = np.full((tokens, top_k + 1), np.nan)
         return cls(nan[:, 0], np.tile(np.arange(top_k), (tokens, 1)), nan)
+
+
+_CLAMPED = -9999.0
+"""vLLM's servers send it in place of minus infinity, which JSON lacks."""
+
+
+def read_prompt_logprobs(body: bytes, sequence: Sequence[int], top_k: int) -> PromptLogprobs | str:
+    """The log-probs in the body of a vLLM server's completion of a sequence, or why it has none. Each token's are an
+    object by token id: the token itself, and the `top_k` likeliest by their rank, of which it may be one."""
+    try:
+        match json.loads(body):
+            case {"choices": [{"prompt_logprobs": [None, *places]}]} if len(places) == len(sequence) - 1:
+                return _read_places(places, sequence, top_k)
+            case {"choices": [{"prompt_logprobs": [*places]}]}:
+                return f"the endpoint returned log-probs of {len(places)} tokens, not of {len(sequence)}"
+            case _:
+                return "the endpoint returned no log-probs of the sequence (prompt_logprobs)"
+    except (ValueError, RecursionError):
+        return "the endpoint's answer is not JSON"
+
+
+def _read_places(places: Sequence[Any], sequence: Sequence[int], top_k: int) -> PromptLogprobs | str:
+    ids, logprobs = np.empty((len(places), 1 + top_k), np.int64), np.empty((len(places), 1 + top_k))
+    for number, (place, token) in enumerate(zip(places, sequence[1:], strict=True)):
+        try:
+            found = {int(name): _logprob(entry["logprob"]) for name, entry in place.items()}
+            ranked = {entry["rank"]: int(name) for name, entry in place.items()} if top_k else {}
+            ids[number] = [token, *(ranked[rank] for rank in range(1, top_k + 1))]
+            logprobs[number] = [found[one] for one in ids[number].tolist()]
+        except (AttributeError, KeyError, TypeError, ValueError):
+            wanted = f"token {token}" + (f" and the {top_k} likeliest" if top_k else "")
+            return f"the endpoint returned no log-probs of {wanted} in place {number + 1}"
+    return PromptLogprobs(ids, logprobs)
+
+
+def _logprob(value: float | None) -> float:
+    """A log-prob as JSON has it: null if it is not a number. Raises TypeError."""
+    if value is None:
+        return math.nan
+    return -math.inf if value <= _CLAMPED else float(value)
 
 
 def score_response(found: PromptLogprobs, sequence: Sequence[int], tokens: int, top_k: int) -> ResponseScores | str:

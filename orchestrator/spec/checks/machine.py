@@ -18,7 +18,7 @@ from troupe.orchestrator.spec.derived.sampling import held_out_sets, reward_func
 from troupe.orchestrator.spec.derived.sizes import sequence_lengths
 from troupe.orchestrator.spec.derived.training import needs_old_logprobs
 from troupe.orchestrator.spec.locations import is_pattern, is_url, matching_files, source_problem
-from troupe.orchestrator.spec.roles import environment_role
+from troupe.orchestrator.spec.roles import TeacherEndpointRole, environment_role
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.sources import HeldOut, Located
 from troupe.workers.contract.config import EnvironmentConfig
@@ -78,6 +78,9 @@ def packages_of(spec: RunSpec) -> Iterator[tuple[str, str]]:
     yield from ((path, "peft") for path, _, _ in trained_adapters(spec))
     if spec.rollouts is not None:
         yield from _packages_of_votes(spec.rollouts)
+        for name, teacher in spec.rollouts.roles.teachers().items():
+            if isinstance(teacher, TeacherEndpointRole):
+                yield f"roles.{name}.kind", "openai"
 
 
 def _packages_of_votes(spec: RolloutSpec) -> Iterator[tuple[str, str]]:

@@ -25,8 +25,9 @@ from troupe.orchestrator.spec.locations import url_problem
 from troupe.orchestrator.spec.roles import (
     EngineRole,
     ReferenceRole,
+    SequenceTeacherRole,
     Teacher,
-    TeacherEngineRole,
+    TeacherEndpointRole,
     TeacherRole,
 )
 from troupe.orchestrator.spec.rollout import RolloutSpec
@@ -76,8 +77,8 @@ def _teachers(spec: RolloutSpec) -> Iterator[Finding]:
                 hint = nearest(source, sources) or f"sources: {', '.join(sources) or 'data.train has no names'}"
                 yield f"roles.{name}.sources.{number}", f"no source '{source[:60]}' in data.train ({hint})"
         yield from _teacher_prompt(spec, f"roles.{name}.prompt", teacher)
-        if isinstance(teacher, TeacherEngineRole):
-            yield from _engine_as_teacher(spec, f"roles.{name}", teacher)
+        if isinstance(teacher, SequenceTeacherRole):
+            yield from _sequence_teacher(spec, f"roles.{name}", teacher)
         elif name in spec.in_policy:
             yield from _policy_as_teacher(spec, f"roles.{name}", teacher)
         elif teacher.average:
@@ -87,18 +88,26 @@ def _teachers(spec: RolloutSpec) -> Iterator[Finding]:
             yield f"data.train.{number}.name", f"{source} has no teacher: name it in a teacher's sources"
 
 
-def _engine_as_teacher(spec: RolloutSpec, path: str, teacher: TeacherEngineRole) -> Iterator[Finding]:
-    """Settings with which an engine cannot score the policy's samples."""
+def _sequence_teacher(spec: RolloutSpec, path: str, teacher: SequenceTeacherRole) -> Iterator[Finding]:
+    """Settings with which an engine or an endpoint cannot score the policy's samples."""
+    what = f"an {teacher.kind}"
     if teacher.colocate_with is not None:
-        yield f"{path}.colocate_with", "an engine as teacher has separate workers: remove it, or set kind to forward"
-    if teacher.model.adapter is not None:
-        yield f"{path}.model.adapter", "is not supported in the engine of a teacher; merge it, or set kind to forward"
+        yield f"{path}.colocate_with", f"{what} as teacher has separate workers: remove it, or set kind to forward"
     if spec.sampling.temperature != 1.0:
         why = f"returns log-probs at temperature 1, and sampling.temperature is {spec.sampling.temperature:g}"
-        yield f"{path}.kind", f"an engine {why}: set that to 1, or this to forward"
+        yield f"{path}.kind", f"{what} {why}: set that to 1, or this to forward"
     if spec.sampling.truncates:
         why = "returns log-probs over the whole vocabulary, and the policy's are among the tokens that were left by"
-        yield f"{path}.kind", f"an engine {why} sampling.top_p, top_k or min_p: remove these, or set this to forward"
+        yield f"{path}.kind", f"{what} {why} sampling.top_p, top_k or min_p: remove these, or set this to forward"
+    if isinstance(teacher, TeacherEndpointRole):
+        if teacher.gpus:
+            yield f"{path}.gpus", "has no effect: the workers of an endpoint load no model; remove it"
+        if teacher.timeout_s >= spec.schedule.score_timeout_s:
+            limit = f"schedule.score_timeout_s ({spec.schedule.score_timeout_s:g}), after which its worker is replaced"
+            yield f"{path}.timeout_s", f"must be less than {limit}"
+        return
+    if teacher.model.adapter is not None:
+        yield f"{path}.model.adapter", "is not supported in the engine of a teacher; merge it, or set kind to forward"
     longest = spec.roles.rollout.max_model_len
     if teacher.max_model_len <= longest:
         why = f"for sequences of roles.rollout.max_model_len ({longest}) and a token that vLLM samples behind them"

@@ -128,17 +128,20 @@ def test_engines_on_the_cpu_import_vllm_before_they_are_workers() -> None:
 TAUGHT = (
     "algorithm={name: gkd, distill: {k: 8}}",
     "roles.teacher={a: {}, b: {kind: engine, model: {path: .cache/models/tiny-teacher}, threads: 2,"
-    " max_model_len: 300}}",
+    " max_model_len: 300}, c: {kind: endpoint, url: 'http://h/v1', model: m, retries: 2}}",
 )
 
 
 def test_a_teacher_has_the_row_of_its_kind() -> None:
     spec = shipped("tiny-grpo", *TAUGHT)
-    rows = {name: row_of(spec, name) for name in ("teacher.a", "teacher.b")}
-    assert [row.kind for row in rows.values()] == ["teacher", "teacher_engine"]
+    rows = {name: row_of(spec, name) for name in ("teacher.a", "teacher.b", "teacher.c")}
+    assert [row.kind for row in rows.values()] == ["teacher", "teacher_engine", "teacher_endpoint"]
     assert {row.section for row in rows.values()} == {"teacher"} and rows["teacher.b"].engine
-    forward, engine = (settings_of(spec, name) for name in rows)
+    forward, engine, endpoint = (settings_of(spec, name) for name in rows)
     assert forward.config.column == "teacher.a" and forward.engine is None
     assert (engine.config.column, engine.config.top_k, engine.threads) == ("teacher.b", 8, 2)
     assert engine.engine == engine.config.process and engine.micro_batch_tokens == 300
+    assert (endpoint.config.column, endpoint.config.top_k, endpoint.config.retries) == ("teacher.c", 8, 2)
+    assert endpoint.config.policy == spec.model and endpoint.engine is None
+    assert endpoint.config.longest == endpoint.micro_batch_tokens == spec.roles.rollout.max_model_len
     assert spec.rollouts is not None and {*spec.rollouts.roles.scaled()} >= {*rows}

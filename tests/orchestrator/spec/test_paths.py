@@ -70,6 +70,7 @@ NEITHER = {
         "models",
     ),
     *("models", "dynamic_sampling_on", "system_column", "ranks", "column", "first", "second", "ties", "tools"),
+    *("model", "api_key_variable", "headers"),
 }
 """Names of text fields that hold something else, or sections by name."""
 

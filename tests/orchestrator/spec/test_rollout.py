@@ -560,7 +560,10 @@ BEST = "checkpoint={best: {metric: eval/sums/avg}, patience: 2}"
         ("data.eval=3", "data.eval: expected a section, got 3"),
         ("roles.teacher={a: null}", "roles.teacher.a: expected a section, got nothing"),
         ("roles.teacher={a: 3}", "roles.teacher.a: expected a section, got 3"),
-        ("roles.teacher={a: {kind: x}}", "roles.teacher.a.kind: expected one of 'forward', 'engine', got 'x'"),
+        (
+            "roles.teacher={a: {kind: x}}",
+            "roles.teacher.a.kind: expected one of 'forward', 'engine', 'endpoint', got 'x'",
+        ),
         ("data.eval=[]", "data.eval: expected a section or sections by name, got a list"),
         ("data.train={a: {kind: jsonl, path: x}}", "data.train: expected a section or a list, got sections by name"),
         ("data.eval.form=3", "data.eval.form: "),

@@ -94,13 +94,13 @@ class HttpJudge:
         config = self._config
         given = {"temperature": config.temperature, "max_tokens": config.max_tokens}
         options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-        options |= self._logprobs | {"model": config.model, "extra_body": config.body}
+        options |= {"model": config.model} | self._logprobs | config.body
         endpoint = Endpoint(config, self._key, timeout_s, self._pace)
-        create = endpoint.client.chat.completions.with_streaming_response.create
 
         async def one(question: Question) -> JudgeAnswer:
             try:
-                body = await endpoint.ask(create, _LONGEST_BODY, messages=question.messages, **options)
+                request = options | {"messages": question.messages}
+                body = await endpoint.ask("/chat/completions", request, _LONGEST_BODY)
             except EndpointFailed as error:
                 waits = error.late and self._cache is not None and not _request.get()
                 why = ", waiting for requests_per_minute or tokens_per_minute" if waits else ""

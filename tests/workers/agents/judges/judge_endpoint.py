@@ -1,4 +1,4 @@
-"""A local endpoint that speaks OpenAI's chat-completions protocol, with scripted answers."""
+"""A local endpoint that speaks OpenAI's protocol and tokenizes as vLLM's server does, with scripted answers."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ def endpoint(script: Script, pause_s: float = 0.0) -> Iterator[Endpoint]:
 
     async def serve() -> None:
         app = web.Application()
-        app.router.add_post("/v1/chat/completions", complete)
+        for path in ("/v1/chat/completions", "/v1/completions", "/tokenize"):
+            app.router.add_post(path, complete)
         runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
