@@ -358,7 +358,9 @@ async def served(engine: Any, model: Path) -> AsyncIterator[str]:
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    args = make_arg_parser(FlexibleArgumentParser()).parse_args(["--model", str(model), "--served-model-name", "m"])
+    args: Any = make_arg_parser(FlexibleArgumentParser()).parse_args(
+        ["--model", str(model), "--served-model-name", "m"]
+    )
     app = build_app(args, ("generate",), engine.model_config)
     await init_app_state(engine, app.state, args, ("generate",))
     server = Server(Config(app, port=0, log_level="error", lifespan="off"))

@@ -14,9 +14,11 @@ from aiohttp import web
 from transformers import AutoTokenizer
 
 from tests.workers.agents.judges.judge_endpoint import Endpoint, Script, endpoint, error
+from tests.workers.algorithms.test_train_batch import rollout_table
 from tests.workers.models.test_prompt_logprobs import LOGITS, SEQUENCE, VOCABULARY, K, returned
 from troupe.workers.contract.config import TeacherEndpointConfig
 from troupe.workers.contract.config_base import ModelConfig
+from troupe.workers.contract.messages import RankPlan, ScoreSummary
 from troupe.workers.models.prompt_logprobs import PromptLogprobs, read_prompt_logprobs
 from troupe.workers.teacher import TeacherEndpoint
 
@@ -134,6 +136,24 @@ def test_sequences_are_asked_for_by_their_tokens(tiny_model: Path) -> None:
         {"model": "m", "prompt": one, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": K}
         for one in (SEQUENCE, SEQUENCE[:3])
     ]
+
+
+def test_the_server_bounds_a_sequence_with_another_prompt(tiny_model: Path) -> None:
+    """One that is longer than the policy's sequences, but leaves room for a token behind it."""
+    rows = [[4, 7, 1, 9], [4, 7, 1, 9, 2]]
+    table = rollout_table([("a", 0), ("a", 1)], [1, 1], prompt_ids=[one[:-1] for one in rows], response_ids=[[9], [2]])
+
+    async def score(config: TeacherEndpointConfig) -> ScoreSummary:
+        teacher = TeacherEndpoint(config, "teacher.math-0")
+        await teacher.start()
+        summary, _ = await teacher.score(RankPlan(((0, 1),), total_loss_tokens=2, total_sequences=2), table)
+        await teacher.close()
+        return summary
+
+    with endpoint(vllm_server(tiny_model, right, room=5)) as served:
+        assert asyncio.run(score(config(served, tiny_model, longest=3))).failed == {
+            ("a", 1): "it has more than 4 tokens"
+        }
 
 
 def test_a_failure_is_that_of_one_sample(tiny_model: Path) -> None:
