@@ -176,7 +176,7 @@ class RolloutSource(BatchSource):
         metrics = batch_metrics(self._groups, version - 1, seconds) | candidate_metrics(self._groups)
         metrics |= episode_metrics(self._groups, self._components.scheduler.settings) | self._source_metrics()
         metrics |= player_metrics(self._groups, self._components.scheduler.settings)
-        metrics |= self._sample_counts()
+        metrics |= self._sample_counts() | self._advantage_state.normalization()
         metrics["rollout/tokens_per_s"], metrics["utilisation/rollout"] = self._components.pool.meter.read()
         if any(one.mask_truncated for one in self._components.scheduler.settings.entries):
             metrics["masked_samples"] = float(sum(len(self._masked(group)) for group in self._groups))

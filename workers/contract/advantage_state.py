@@ -105,6 +105,16 @@ class AdvantageState(Frozen):
             update |= dict(every)
         return self.model_copy(update=update)
 
+    def normalization(self) -> dict[str, float]:
+        """Metrics: mean and standard deviation by which each component is normalized, of all samples or of a source."""
+        parts = {"reward": self.components} | {f"source/{name}": own.components for name, own in self.sources.items()}
+        return {
+            f"{part}/{label}/{name}": value
+            for part, components in parts.items()
+            for label, seen in components.items()
+            for name, value in (("running_mean", seen.mean), ("running_std", seen.std))
+        }
+
     def of_rows(self, rows: Iterable[int]) -> AdvantageState:
         """The state with only these prompts. Its size does not grow with the run."""
         return self.model_copy(update={"prompts": {row: self.prompts[row] for row in rows if row in self.prompts}})

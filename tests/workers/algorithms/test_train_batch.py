@@ -394,8 +394,12 @@ def test_normalized_components_have_the_statistics_of_all_batches_of_their_sourc
         assert [row[0] for row in table["advantages"].to_pylist()] == pytest.approx(expected, rel=1e-6)
         assert table["reward"].to_pylist() == [1.0 + 2.0 * score for score in scores_]
     assert {name: one.components["score"].count for name, one in state.sources.items()} == {"x": 4, "y": 4}
+    shown = {"mean": (4.0, 11.0), "std": ((20 / 3) ** 0.5, 2.0)}
+    assert state.normalization() == pytest.approx(
+        {f"source/{name}/score/running_{what}": own[n] for n, name in enumerate("xy") for what, own in shown.items()}
+    )
     summary, _ = prepare(config, PrepareRequest(tuple(KEYS)), rewards([1.0, 2.0, 3.0, 4.0]))
-    assert summary.state.components["score"].mean == 2.5
+    assert summary.state.normalization()["reward/score/running_mean"] == 2.5
 
 
 def test_rewards_of_steps_are_not_normalized() -> None:
