@@ -27,7 +27,7 @@ from tests.workers.test_reward import rollouts
 from troupe.workers.contract.config_base import ModelConfig
 from troupe.workers.contract.offline_config import ExampleConfig
 from troupe.workers.contract.offline_messages import EXAMPLE_TEXTS
-from troupe.workers.contract.reward_config import RewardConfig, RewardModelConfig
+from troupe.workers.contract.reward_config import RewardConfig, RewardFunctionConfig, RewardModelConfig
 from troupe.workers.data.examples import tokenize
 from troupe.workers.data.tokenizer import copy_tokenizer
 from troupe.workers.data.turn_ends import padding_besides
@@ -358,3 +358,36 @@ def test_the_scores_of_steps_are_process_rewards(tiny_model: Path, tmp_path: Pat
     ends = [place + 1 for place, is_end in enumerate(example["loss_mask"]) if is_end]
     assert [span["end"] for span in spans] == ends
     assert [span["reward"] for span in spans] == pytest.approx([2.0 * reward for _, reward in outcome.steps])
+
+
+def test_two_process_reward_models_reward_their_own_steps(tiny_model: Path, tmp_path: Path) -> None:
+    """One scores paragraphs and the other one words: at each token the weighted sum of the steps that end there."""
+    with_head(ModelConfig(path=str(tiny_model), dtype="float32")).save_pretrained(tmp_path)
+    config = ModelConfig(path=str(tiny_model))
+    copy_tokenizer(config, tmp_path)
+    lines = RewardModelConfig(path=str(tmp_path), dtype="float32", level="step")
+    models = {"lines": lines, "words": lines.model_copy(update={"separator": " "})}
+    weights = {"lines": 2.0, "words": -1.0}
+    functions = tuple(
+        RewardFunctionConfig(name="reward_model", args={"model": name}, weight=weight)
+        for name, weight in weights.items()
+    )
+    worker = RewardWorker(RewardConfig(models=models, functions=functions), "reward-0", policy=config)
+    text = "One two\n\nthree"
+    try:
+        worker.start()
+        ids = worker._models["lines"].tokenizer(text, add_special_tokens=False)["input_ids"]
+        table = rollouts([text], ids=[ids])
+        _, rewards = worker.score(table)
+        found = {name: worker._models[name].score(table, "step", models[name].separator)[0] for name in models}
+        decode = worker._models["lines"].tokenizer.decode
+        at = {end: next(n for n in range(len(ids) + 1) if len(decode(ids[:n])) >= end) for end in (4, 9, 14)}
+    finally:
+        worker.close()
+    assert [[end for end, _ in one.steps] for one in found.values()] == [[9, 14], [4, 14]]
+    wanted: dict[int, float] = {}
+    for name, one in found.items():
+        for end, reward in one.steps:
+            wanted[at[end]] = wanted.get(at[end], 0.0) + weights[name] * reward
+    (spans,) = rewards["reward_spans"].to_pylist()
+    assert {span["end"]: span["reward"] for span in spans} == pytest.approx(wanted, rel=1e-6)
