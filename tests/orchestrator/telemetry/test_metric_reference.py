@@ -43,6 +43,10 @@ players/first/draws
 players/first/reward
 players/first/wins
 kl_teacher.math
+reward/helpful/running_mean
+reward/helpful/running_std
+source/math/helpful/running_mean
+source/math/helpful/running_std
 memory/teacher.math
 workers/teacher.math
 policy/distill_loss
