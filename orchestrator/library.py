@@ -9,6 +9,7 @@ import math
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -454,6 +455,11 @@ def _wait(done: threading.Event) -> None:
         pass
 
 
+_THREADS = ThreadPoolExecutor(thread_name_prefix="troupe-run")
+"""An idle thread is used again: Ray numbers a driver's objects by thread, from 1 on in a new one. What an interrupted
+run has left, such as the frames of an exception that a notebook keeps, would free objects of the next run."""
+
+
 def _outside_of_loops(start: Callable[[], T], request: RunRequest) -> T:
     """Calls a function that runs an event loop, in another thread if this one has a loop. An interrupt stops the run
     in order, and is raised when it has ended."""
@@ -474,7 +480,7 @@ def _outside_of_loops(start: Callable[[], T], request: RunRequest) -> T:
             done.set()
 
     try:
-        threading.Thread(target=work, name="troupe-run").start()
+        _THREADS.submit(work)
         _wait(done)
     except KeyboardInterrupt:
         request.switch.stop()

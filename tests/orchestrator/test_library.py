@@ -176,8 +176,29 @@ def test_within_a_running_loop_a_run_has_a_thread_and_its_errors_arrive(tmp_path
             library._outside_of_loops(fail, request(tmp_path))
         return library._outside_of_loops(start, request(tmp_path))
 
-    assert asyncio.run(cell()) == "troupe-run"
+    assert asyncio.run(cell()).startswith("troupe-run")
     assert library._outside_of_loops(start, request(tmp_path)) == "MainThread"
+
+
+def test_runs_of_a_notebook_share_a_thread_unless_one_begins_within_another(tmp_path: Path) -> None:
+    """In a new thread Ray would give objects the numbers of an earlier run's."""
+
+    def idle() -> None:
+        semaphore = library._THREADS._idle_semaphore
+        assert semaphore.acquire(timeout=30)
+        semaphore.release()
+
+    async def nested() -> int:
+        return library._outside_of_loops(threading.get_ident, request(tmp_path))
+
+    async def cell() -> None:
+        first = library._outside_of_loops(threading.get_ident, request(tmp_path))
+        idle()
+        assert library._outside_of_loops(threading.get_ident, request(tmp_path)) == first
+        idle()
+        assert library._outside_of_loops(lambda: asyncio.run(nested()), request(tmp_path)) != first
+
+    asyncio.run(cell())
 
 
 @pytest.mark.parametrize("receiver", ["main", "other"])
