@@ -60,7 +60,7 @@ def worker(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> RolloutWorker:
         return SampledTurn([40, 41], [-1.0, -1.0], [{"version": 0, "start": 0, "end": 2}], "length")
 
     monkeypatch.setattr(worker.generation, "_sample", sample)
-    monkeypatch.setattr(generation, "sampled_turn", lambda turn, _: turn)
+    monkeypatch.setattr(generation, "sampled_turn", lambda turn, *_: turn)
     return worker
 
 
