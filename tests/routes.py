@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -26,7 +27,7 @@ def own_routes(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
     return torch.stack([one.view(ids.numel(), -1) for one in found], 1)
 
 
-def train_table(prompts: list[list[int]], responses: list[list[int]], routes: list[bytes | None]) -> pa.Table:
+def train_table(prompts: list[list[int]], responses: list[list[int]], routes: Sequence[bytes | None]) -> pa.Table:
     """A TRAIN table of samples of one group."""
     columns: dict[str, Any] = {name: [None] * len(prompts) for name in TRAIN.names}
     columns |= {"prompt_uid": ["0-0"] * len(prompts), "sample_index": range(len(prompts)), "prompt_ids": prompts}

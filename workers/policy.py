@@ -81,7 +81,8 @@ class PolicyWorker(TrainingRank[PolicyConfig]):
 
     def build(self) -> WorkerHealth:
         """Load the models; see `TrainingRank.build`. Raises ValueError if the environment has variables that prevent
-        sending weights, and StoreFailed if the object store for weights cannot be used."""
+        sending weights, or the model has no routers to replay, and StoreFailed if the object store for weights cannot
+        be used."""
         config = self._config
         if (check := BACKENDS[config.transfer_backend].check) is not None:
             resolve(check)(os.environ)
@@ -131,7 +132,7 @@ class PolicyWorker(TrainingRank[PolicyConfig]):
         self, plan: RankPlan, batch: pa.Table, kl_old_coef: float = 0.0, texts: pa.Table | None = None
     ) -> UpdateMetrics:
         """One optimizer step on rows of TRAIN and TEXTS (PPO-ptx); `kl_old_coef` weighs KL(old || new). Collective."""
-        table = TokenTable(batch)
+        table = TokenTable(batch, self._config.sampling.router_replay)
         # The texts are trained on even if no row has a signal.
         micro_batches = plan.micro_batches or ((),)
         work = [partial(self._of_rollouts, table, plan, kl_old_coef, rows) for rows in micro_batches]
@@ -161,7 +162,7 @@ class PolicyWorker(TrainingRank[PolicyConfig]):
         """Store the policy's distributions at every `stride`-th state of each micro-batch (states x vocabulary x 4
         bytes), and the `weights` for `shorten_step`. Collective."""
         self._weights_before = self.engine.snapshot_weights() if weights else None
-        parts = TokenTable(batch).batches(plan)
+        parts = TokenTable(batch, self._config.sampling.router_replay).batches(plan)
         batches = [part.sampled(stride).to(self.engine.device) for part in parts]
         self._stored_distributions = [(part, self._distributions(part)) for part in batches]
 

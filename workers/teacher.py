@@ -177,9 +177,10 @@ class TeacherEndpoint(SequenceTeacher):
             except EndpointFailed as error:
                 raise ValueError(f"{url}, which compares its tokenizer with the policy's: {error}") from error
             if theirs != ours:
-                first = next((at for at, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), 0)
+                pairs = enumerate(itertools.zip_longest(ours, theirs))
+                first = next(at for at, (here, there) in pairs if here != there)
                 piece, there = tokenizer.decode(ours[first : first + 1]), theirs[first : first + 1]
-                why = f"the text of token {ours[first]} ({piece!r}) is {there} there"
+                why = f"the text of the tokens {ours[first : first + 1]} ({piece!r}) is {there} there"
                 raise ValueError(f"{config.url}: its tokenizer is another than the policy's: {why}")
         return room
 

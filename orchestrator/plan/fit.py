@@ -21,7 +21,7 @@ from troupe.workers.contract.imports import resolve
 from troupe.workers.contract.units import GIB, MIB
 
 _PERIOD_NAMES: dict[Period, str] = {"sampling": "sampling", "update": "updates", "transfer": "the transfer of weights"}
-MOST_IN_A_BYTE = 256
+_MOST_IN_A_BYTE = 256
 """Experts of a layer whose numbers vLLM records as bytes."""
 RAY_PROCESSES = 700 * MIB
 """Host memory of Ray's processes and the controller, on the first node. Not measured."""
@@ -169,7 +169,7 @@ def _route_bytes(spec: RunSpec, size: ModelSize) -> int:
         return 0
     tokens = spec.rollouts.samples_per_step * spec.rollouts.roles.rollout.max_model_len
     tables = spec.rollouts.schedule.max_staleness + 2
-    return tables * tokens * size.layers * size.experts * (1 if size.routed <= MOST_IN_A_BYTE else 2)
+    return tables * tokens * size.layers * size.experts * (1 if size.routed <= _MOST_IN_A_BYTE else 2)
 
 
 def gib(count: int) -> str:

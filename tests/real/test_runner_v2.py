@@ -50,7 +50,7 @@ def test_the_recorded_experts_are_those_that_the_trainer_replays(tiny_model: Pat
         for routes, same in ((recorded, True), ((recorded + 1) % 4, False)):
             table = train_table([row["prompt_ids"]], [row["response_ids"]], [write_routes(routes)])
             with torch.no_grad():
-                logprobs = module(batch=TokenTable(table).batch([0]))[0]
+                logprobs = module(batch=TokenTable(table, routed=True).batch([0]))[0]
             assert torch.allclose(logprobs, torch.tensor(row["rollout_logprobs"]), atol=1e-4) is same
     assert len(rows) == 2
 

@@ -191,7 +191,8 @@ def test_an_endpoint_that_cannot_teach_the_policy_does_not_start(tiny_model: Pat
     for name in ("config.json", "tokenizer_config.json"):
         (changed / name).write_bytes((tiny_model / name).read_bytes())
     for script, others, why in [
-        (vllm_server(changed, right), {}, "its tokenizer is another than the policy's: the text of token"),
+        (vllm_server(changed, right), {}, "its tokenizer is another than the policy's: the text of the tokens"),
+        (lambda *_: web.json_response({"tokens": [], "max_model_len": 64}), {}, r"is \[\] there"),
         (vllm_server(tiny_model, right, room=6), {}, "its max_model_len is 6, and must be at least 7"),
         (lambda *_: error(404), {}, "/tokenize, which compares its tokenizer with the policy's: NotFoundError"),
         (lambda *_: "text", {}, "its answer has no tokens and max_model_len, as a vLLM server's has"),

@@ -200,8 +200,8 @@ def _routes(output: RequestOutput) -> bytes:
     completion, prompt = output.outputs[0], output.prompt_token_ids or []
     tokens, routes = len(prompt) + len(completion.token_ids) - 1, completion.routed_experts
     if routes is None or len(routes) != tokens:
-        found = "none" if routes is None else f"those of {len(routes)}"
-        raise RuntimeError(f"vLLM did not return the experts of {tokens} tokens, but {found}")
+        found = "no experts" if routes is None else f"the experts of {len(routes)} tokens"
+        raise RuntimeError(f"vLLM returned {found}; the sequence has {tokens} that it ran")
     return write_routes(routes)
 
 

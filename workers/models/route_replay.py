@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
-_ROUTER = re.compile(r"(Router|Gate)$")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _TOPK = (torch.topk, torch.Tensor.topk)
 
@@ -41,7 +40,7 @@ class RouteReplay:
         routers = [
             (int(layer[1]), module)
             for name, module in model.named_modules()
-            if (layer := _LAYER.search(name)) is not None and _ROUTER.search(type(module).__name__)
+            if (layer := _LAYER.search(name)) is not None and type(module).__name__.endswith("Router")
         ]
         if not routers or not self._experts:
             raise ValueError(f"sampling.router_replay: {type(model).__name__} has no routers of experts that are known")

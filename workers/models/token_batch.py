@@ -137,8 +137,9 @@ def filler_batch() -> TokenBatch:
 class TokenTable:
     """Prompt and response tokens of a ROLLOUTS or TRAIN table, ready to be cut into micro-batches."""
 
-    def __init__(self, table: pa.Table) -> None:
-        """Read the columns. Raises ValueError for an empty prompt, or rows that are not as long as the responses."""
+    def __init__(self, table: pa.Table, routed: bool = False) -> None:
+        """Read the columns, `routes` only if `routed`: only the policy computes with the engine's experts. Raises
+        ValueError for an empty prompt, or rows that are not as long as the responses."""
         self.table = table
         self.prompts = ragged_view(table.column("prompt_ids"))
         self.responses = ragged_view(table.column("response_ids"))
@@ -149,8 +150,7 @@ class TokenTable:
         self._kept = None
         if KEPT_TOKENS.name in table.column_names:
             self._kept = read_kept(table.column(KEPT_TOKENS.name), self.responses.lengths)
-        recorded = ROUTES.name in table.column_names and table.column(ROUTES.name).null_count < table.num_rows
-        self._routes = table.column(ROUTES.name) if recorded else None
+        self._routes = table.column(ROUTES.name) if routed and ROUTES.name in table.column_names else None
         self._floats: dict[str, Ragged] = {}
         for name in FLOAT_COLUMNS:
             if name in table.column_names and table.column(name).null_count < max(1, table.num_rows):
@@ -162,13 +162,11 @@ class TokenTable:
 
     @classmethod
     def concat(cls, tables: Sequence[pa.Table], routed: bool = False) -> TokenTable:
-        """One table from several; rows count through them in order. Only columns of TRAIN are kept, and `routes` only
-        if `routed`."""
+        """One table from several; rows count through them in order. Only columns of TRAIN are kept."""
         names = [name for name in TRAIN.names if tables and name in tables[0].column_names]
-        names = names if routed else [name for name in names if name != ROUTES.name]
         if not tables:
             return cls(TRAIN.empty_table())
-        return cls(pa.concat_tables([table.select(names) for table in tables]))
+        return cls(pa.concat_tables([table.select(names) for table in tables]), routed)
 
     def batch(self, rows: Sequence[int]) -> TokenBatch:
         """The padded micro-batch of the given rows; the filler batch without rows."""

@@ -104,11 +104,11 @@ def launches(points: Sequence[Point]) -> list[list[Point]]:
 
 
 def engine_key(spec: RolloutSpec) -> str:
-    """Equal for specs whose engines are started alike; of sampling it holds only whether it is truncated."""
+    """Equal for specs whose engines are started alike; of sampling it holds only what engines record."""
     role = spec.roles.rollout.model_dump(mode="json", exclude=set(live_names(spec.roles.rollout)))
     config = rollout_config(spec).model_dump(mode="json", exclude={"sampling"})
     environments = {name: one.model_dump(mode="json") for name, one in spec.roles.environments().items()}
-    return value_text([role, config, environments, spec.sampling.truncates])
+    return value_text([role, config, environments, spec.sampling.truncates, spec.sampling.router_replay])
 
 
 def launch_spec(points: Sequence[Point]) -> RolloutSpec:

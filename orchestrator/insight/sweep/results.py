@@ -129,7 +129,7 @@ def sentence(best: Sequence[SettingResult], metric: str) -> str:
     same = [one.label for one in best[1:] if one.results == best[0].results]
     others = [one.label for one in best[1:] if one.label not in same]
     said += f"; not separable from {_listed(others)}" if others else ""
-    return f"{said}; the same to the last digit with {_listed(same)}: what they set changed nothing" if same else said
+    return f"{said}; the same to the last digit with {_listed(same)}: check that they differ" if same else said
 
 
 def _listed(labels: Sequence[str], most: int = 4) -> str:

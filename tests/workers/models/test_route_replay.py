@@ -30,6 +30,7 @@ from troupe.workers.contract.trainer_config import TrainerConfig
 from troupe.workers.models.capabilities import adapt
 from troupe.workers.models.modeling import CausalLogprobs, score_plan
 from troupe.workers.models.route_replay import RouteReplay
+from troupe.workers.models.sequence_parallel import SequenceGroup, divide
 from troupe.workers.models.token_batch import TokenTable
 from troupe.workers.policy import PolicyWorker
 from troupe.workers.training.deepspeed_engine import TrainEngine
@@ -144,7 +145,7 @@ def test_layers_that_recompute_choose_the_same_again() -> None:
 
 
 def routed(tokens: int, first: int) -> np.ndarray:
-    """Routes of which each token's numbers say which token it is."""
+    """Routes whose numbers say which token they belong to."""
     numbers = first + np.arange(tokens)[:, None, None] + 100 * np.arange(LAYERS)[:, None]
     return np.broadcast_to(numbers, (tokens, LAYERS, CHOSEN)).astype(np.uint16)
 
@@ -154,7 +155,7 @@ def test_every_token_of_a_micro_batch_has_its_own_routes(form: str) -> None:
     """Rows of one prompt share its routes; the last token of a response, and rows without routes, have none."""
     prompts, responses = [[1, 2, 3]] * 3 + [[4, 5]], [[10, 11], [12, 13, 14], [15], [20, 21]]
     written = [write_routes(routed(len(p) + len(r) - 1, 0)) for p, r in zip(prompts, responses, strict=True)]
-    table = TokenTable(train_table(prompts, responses, [*written[:2], None, written[3]]))
+    table = TokenTable(train_table(prompts, responses, [*written[:2], None, written[3]]), routed=True)
     batch = table.batch(range(4)) if form == "padded" else table.packed_batch(range(4), form == "shared")
     routes, ids = batch.routes, batch.input_ids
     assert routes is not None and routes.shape == (*ids.shape, LAYERS, CHOSEN) and routes.dtype == torch.int16
@@ -167,11 +168,11 @@ def test_every_token_of_a_micro_batch_has_its_own_routes(form: str) -> None:
     expected |= {15: {-1}, 4: {0}, 5: {1}, 20: {2}, 21: {-1}}
     assert {token: own for token, own in found.items() if token} == expected
     assert found.get(0, {-1}) == {-1}
-    assert table.batch([2]).routes is None and TokenTable.concat([table.table]).batch([0]).routes is None
+    assert table.batch([2]).routes is None and TokenTable(table.table).batch([0]).routes is None
 
 
 def test_the_policy_replays_routes_if_the_spec_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its own log-probs are those of the given experts; what it says as a teacher is its own choice's."""
+    """In its own log-probs and its updates; as a teacher it chooses for itself."""
     prompts, responses = [[1, 2, 3]], [[10, 11, 12]]
     model = build(MIXTURES["qwen3_moe"])
     routes = other_routes(own_routes(model, torch.tensor([prompts[0] + responses[0]])))[:-1]
@@ -200,16 +201,26 @@ def test_the_policy_replays_routes_if_the_spec_says_so(monkeypatch: pytest.Monke
         own, teaches = policy.compute_logprobs(plan, table)[1], policy.teacher_logprobs(plan, "teacher.own", table)[1]
         found[replays] = own["old_logprobs"].to_pylist()[0]
         assert teaches["teacher.own"].to_pylist()[0] == pytest.approx(found[False], abs=1e-6)
-        batch = TokenTable(table).batch([0])
+        batch = TokenTable(table, routed=True).batch([0])
         assert module(batch=batch)[0].tolist() == pytest.approx(found[replays], abs=1e-6)
     assert found[True] != pytest.approx(found[False], abs=1e-2)
 
 
+def test_workers_that_share_a_row_have_the_routes_of_their_tokens() -> None:
+    """A row that they cannot divide evenly is padded, and padding has no routes."""
+    sequences = [write_routes(routed(3, 0)), write_routes(routed(3, 10))]
+    table = TokenTable(train_table([[1, 2], [3, 4]], [[5], [6, 7]], sequences), routed=True)
+    batch = table.packed_batch([0, 1])
+    parts = [divide(SequenceGroup(cast(Any, None), 2, rank), batch) for rank in range(2)]
+    assert [part.input_ids.tolist() for part in parts] == [[[1, 2, 5, 3]], [[4, 6, 7, 0]]]
+    found = [None if part.routes is None else part.routes[0, :, 0, 0].tolist() for part in parts]
+    assert found == [[0, 1, 2, 10], [11, 12, -1, -1]]
+
+
 def test_routes_that_do_not_fit_are_refused() -> None:
     def batch(*routes: np.ndarray) -> None:
-        TokenTable(train_table([[1]] * len(routes), [[2]] * len(routes), list(map(write_routes, routes)))).batch(
-            range(len(routes))
-        )
+        table = train_table([[1]] * len(routes), [[2]] * len(routes), list(map(write_routes, routes)))
+        TokenTable(table, routed=True).batch(range(len(routes)))
 
     with pytest.raises(ValueError, match=r"0-0\[0\].* has routes of 3 tokens"):
         batch(routed(3, 0))

@@ -88,6 +88,8 @@ def test_points_share_engines_unless_an_engine_would_be_started_differently() ->
     assert {point.spec.roles.rollout.max_num_seqs for point in groups[0]} == {16}
     assert launch_spec(groups[0]).roles.rollout.workers == 3
     assert len(launches(points("algorithm.group_size=2,4", "schedule.prompts_per_step=1,2", "seed=1"))) == 1
+    recording = points("sampling.router_replay=true,false", "roles.rollout.gpus=1", "roles.policy.gpus=1")
+    assert [len(group) for group in launches(recording)] == [1, 1]
 
 
 def test_no_reward_replaces_a_group_while_it_is_measured() -> None:

@@ -75,7 +75,7 @@ def test_settings_with_equal_results_say_that_their_values_changed_nothing() -> 
     """Equal values of the metric alone say nothing: accuracies of 64 prompts are often equal."""
     one, same, near = (setting(name, 0.7, 0.8, reward=reward) for name, reward in (("a", 0.5), ("b", 0.5), ("c", 0.4)))
     said = sentence(best_of([one, same, near], 1.0), "m")
-    assert said.endswith("not separable from c; the same to the last digit with b: what they set changed nothing")
+    assert said.endswith("not separable from c; the same to the last digit with b: check that they differ")
 
 
 def test_a_setting_that_lost_seeds_is_not_the_best() -> None:
