@@ -33,6 +33,7 @@ from troupe.workers.contract.units import GIB
 
 Json = dict[str, Any]
 _MOST_EVENTS = 500
+"""Events that the page keeps, over all runs."""
 _OWN_SECTION = frozenset({"weights", "checkpoint"})
 """Events of every step, which are no news."""
 _LONGEST_EVENT = 1000
@@ -50,6 +51,7 @@ _USED = {"tokens": "tokens", "seconds": "seconds/step"}
 def overview(run: RunFolder, runs: int = 1) -> Json:
     """The page's data of one of several runs."""
     most = MOST_POINTS if runs == 1 else max(LEAST_POINTS, MOST_SHARED // runs)
+    latest = max(1, _MOST_EVENTS // runs)
     lines, events = run.metrics(), run.events()
     history = History.of(lines, run.spec, events)
     compared = comparable_history(run, history)
@@ -69,8 +71,8 @@ def overview(run: RunFolder, runs: int = 1) -> Json:
         "metrics": {name: _points(series, most) for name, series in history.metrics.items()},
         "resumes": resumes(events),
         "ledger": _ledger(history),
-        "weights": [_weights(event) for event in events if event.get("event") == "weights"][-_MOST_EVENTS:],
-        "events": [_event(event) for event in events if event.get("event") not in _OWN_SECTION][-_MOST_EVENTS:],
+        "weights": [_weights(event) for event in events if event.get("event") == "weights"][-latest:],
+        "events": [_event(event) for event in events if event.get("event") not in _OWN_SECTION][-latest:],
         "memory": _memory(history, spec),
         "spec": yaml.safe_dump(without_secrets(run.spec), sort_keys=False, allow_unicode=True) if run.spec else "",
     }

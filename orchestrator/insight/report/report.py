@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from troupe.orchestrator.errors import TroupeError, UsageError
-from troupe.orchestrator.insight.report.overview import fitting, labels, overview, sections, spec_differences
+from troupe.orchestrator.insight.report.overview import fitting, labels, overview, sections, spec_differences, spread
 from troupe.orchestrator.insight.report.page import render
 from troupe.orchestrator.insight.report.samples import TokenTexts, step_block
 from troupe.orchestrator.spec.locations import is_url
@@ -27,6 +27,8 @@ REPORT = "report.html"
 
 SAMPLE_BYTES = 24 * MIB
 """Samples that the page holds, over all runs."""
+MOST_STEPS = 120
+"""Steps whose samples the page holds, over all runs: reading them is most of the work of a page of long runs."""
 
 
 def write_report(folders: Sequence[Path], output: Path, budget: int = SAMPLE_BYTES) -> Path:
@@ -61,7 +63,9 @@ def page_data(runs: Sequence[RunFolder], budget: int = SAMPLE_BYTES) -> Json:
     """Everything that a page shows, as JSON-ready data."""
     each, texts = budget // max(len(runs), 1), [TokenTexts(run.spec.get("model") or {}) for run in runs]
     same = [texts[next(i for i, other in enumerate(texts) if other.model == own.model)] for own in texts]
-    return summary(runs) | {"samples": [samples_data(run, each, own) for run, own in zip(runs, same, strict=True)]}
+    most = max(1, MOST_STEPS // max(len(runs), 1))
+    samples = [samples_data(run, each, own, most) for run, own in zip(runs, same, strict=True)]
+    return summary(runs) | {"samples": samples}
 
 
 def summary(runs: Sequence[RunFolder]) -> Json:
@@ -76,12 +80,20 @@ def summary(runs: Sequence[RunFolder]) -> Json:
     }
 
 
-def samples_data(run: RunFolder, budget: int, texts: TokenTexts | None = None) -> Json:
-    """The samples of as many steps as fit into the budget, evenly spread; `texts` are those of several runs."""
+def samples_data(run: RunFolder, budget: int, texts: TokenTexts | None = None, most: int = MOST_STEPS) -> Json:
+    """The samples of as many steps as fit into the budget, evenly spread.
+
+    Args:
+        budget: In bytes.
+        most: Number of steps.
+        texts: Those of several runs.
+    """
     texts = texts or TokenTexts(run.spec.get("model") or {})
     files = run.sample_files()
     steps = list(files)
-    found = _fitting_blocks(steps, {step: _bytes(file) for step, file in files.items()}, budget, run, texts)
+    found = _fitting_blocks(
+        spread(steps, most), {step: _bytes(file) for step, file in files.items()}, budget, run, texts
+    )
     if len(found) == 1:
         found = [first_groups(found[-1], budget)]
     return {"blocks": found, "steps": steps, "rule": _rule(len(found), len(steps)), "problem": texts.problem}

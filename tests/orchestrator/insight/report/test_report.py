@@ -178,6 +178,21 @@ def test_samples_beyond_the_budget_are_left_out_by_whole_steps_and_the_page_says
     assert f"{len(kept)} of 8 steps" in part["rule"]
 
 
+def test_runs_share_the_steps_with_samples_and_the_events_of_a_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("troupe.orchestrator.insight.report.report.MOST_STEPS", 6)
+    monkeypatch.setattr("troupe.orchestrator.insight.report.overview._MOST_EVENTS", 4)
+    runs = [RunFolder(write_run(tmp_path / name, steps=9, tokens=0)) for name in ("one", "other")]
+    for count, kept, events in ((1, 6, 4), (2, 3, 2)):
+        page = page_data(runs[:count])
+        for samples, run in zip(page["samples"], page["runs"], strict=True):
+            steps = [block["step"] for block in samples["blocks"]]
+            assert len(steps) == kept and steps[0] == 1 and steps[-1] == 9
+            assert f"{kept} of 9 steps" in samples["rule"] and samples["steps"] == list(range(1, 10))
+            assert [event["step"] for event in run["weights"]] == list(range(10 - events, 10))
+
+
 def test_the_tokenizer_is_asked_a_few_times_for_any_number_of_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
