@@ -27,6 +27,7 @@ from benchmarks.controller_limits import MEMORY, P99
 from benchmarks.data_plane import BATCH, TORCH_BATCH
 from benchmarks.data_plane import TORCH as _TORCH
 from benchmarks.recording_cost import SHARE as RECORDING
+from benchmarks.roofline import DECODE, UPDATE
 from benchmarks.save_cost import BESIDE
 from benchmarks.save_cost import SHARE as WAITED
 from benchmarks.support.code_state import CodeState, code_state, of_benchmark
@@ -260,6 +261,25 @@ SUITE = (
             Goal("time that training waits for such a save, % of the step", BESIDE, WAITED, 10.0, most=True, digits=1),
         ),
         estimate_s=120,
+    ),
+    Benchmark(
+        "roofline",
+        (*_FLOAT, "--turns", "5"),
+        (
+            Goal("update in float32, of the peak of matrix products", UPDATE, "ratio", 0.6, digits=2),
+            Goal("decode of 64 sequences, of the peak that bounds it", DECODE, "ratio", 0.7, digits=2),
+        ),
+        estimate_s=300,
+    ),
+    Benchmark(
+        "roofline",
+        ("--dtype", "bfloat16", "--turns", "5"),
+        (
+            Goal("update in bfloat16, of the peak of matrix products", UPDATE, "ratio", 0.4, digits=2),
+            Goal("decode of 64 sequences in bfloat16, of the peak that bounds it", DECODE, "ratio", 0.7, digits=2),
+        ),
+        "bfloat16",
+        estimate_s=200,
     ),
     Benchmark(
         "time_to_reward",
