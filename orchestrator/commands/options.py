@@ -42,11 +42,26 @@ SpecArgument = Annotated[
     ),
 ]
 SetOption = Annotated[list[str], typer.Option("--set", metavar="FIELD=VALUE", help="Override a field of the spec.")]
+_JOB_SERVER_VARIABLES = ["RAY_API_SERVER_ADDRESS", "RAY_ADDRESS"]
+
+
+def _job_server(value: str) -> str:
+    """Refuse what is no URL, under its name: on a cluster's nodes RAY_ADDRESS is often the address of the head."""
+    if value.startswith(("http://", "https://")):
+        return value
+    name = next((name for name in _JOB_SERVER_VARIABLES if os.environ.get(name) == value), "--address")
+    raise UsageError(
+        f"{name} {value}: expected the job server's URL, as in http://HOST:8265; RAY_API_SERVER_ADDRESS or --address "
+        "names it where RAY_ADDRESS is the head of a cluster"
+    )
+
+
 JobServerOption = Annotated[
     str,
     typer.Option(
         "--address",
-        envvar=["RAY_API_SERVER_ADDRESS", "RAY_ADDRESS"],
+        envvar=_JOB_SERVER_VARIABLES,
+        callback=_job_server,
         show_envvar=False,
         help="URL of the job server, http://HOST:8265, if neither RAY_API_SERVER_ADDRESS nor RAY_ADDRESS has it.",
     ),

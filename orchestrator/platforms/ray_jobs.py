@@ -6,6 +6,7 @@ Where a run is, is read from the log of its job: the job server has only what wa
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import re
 import shlex
@@ -20,7 +21,7 @@ from typing import Any
 
 import yaml
 
-from troupe.orchestrator.errors import TroupeError, UsageError, first_line
+from troupe.orchestrator.errors import StopRequested, TroupeError, UsageError, first_line
 from troupe.orchestrator.platforms.job_files import copy_folder
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.chain import ChainDocument
@@ -37,13 +38,19 @@ _NAME = "troupe"
 """Metadata key that holds the name of the run."""
 
 _STEP = re.compile(r"step \d+/\d+  ")
+_ID = re.compile(r"[\w.-]+")
+_STATUS_CODE = re.compile(r"Request failed with status code \d+: ")
+_CLASS_NAME = re.compile(r"\w+(Error|Exception): ")
+_CHATTY = ("ray.dashboard.modules.dashboard_sdk", "ray._private.runtime_env.packaging")
+"""Loggers of Ray that report every upload."""
 
 Echo = Callable[[str], Any]
 
 
 @dataclass(frozen=True)
 class Submission:
-    """What to submit with a spec. Raises UsageError if a path does not exist, or the requirements hold a password."""
+    """What to submit with a spec. Raises UsageError if a path does not exist, the requirements hold a password, or the
+    id has characters that Ray's log files cannot have in their names."""
 
     job: str | None = None
     """Submission id, or None if Ray generates one."""
@@ -53,6 +60,8 @@ class Submission:
     """Requirements file for every worker's environment, or None for the cluster's installed packages."""
 
     def __post_init__(self) -> None:
+        if self.job is not None and not _ID.fullmatch(self.job):
+            raise UsageError(f"--submission-id: expected letters, digits, '.', '_' and '-', got {self.job!r}")
         if self.working_dir is not None and not self.working_dir.is_dir():
             raise UsageError(f"--working-dir: no such folder: {self.working_dir}")
         if self.requirements is not None:
@@ -88,15 +97,20 @@ class JobServer:
     def __init__(self, address: str) -> None:
         from ray.job_submission import JobSubmissionClient
 
-        if not address.startswith(("http://", "https://")):
-            raise TroupeError(f"--address {address}: expected the job server's URL, as in http://HOST:8265")
+        for name in _CHATTY:
+            logging.getLogger(name).setLevel(logging.WARNING)
         self._address = address
         with self._reported():
             self._client = JobSubmissionClient(address, headers=token_header())
 
     def submit(self, spec: RunSpec | ChainDocument, submission: Submission, note: Echo) -> str:
         """Submit the spec with absolute paths; returns the submission id. What is sent is a copy; `note` is called
-        with what of the working directory is left out."""
+        with what of the working directory is left out. Raises UsageError if there is a job with this id."""
+        if same := [state for state in self.jobs() if state.job == submission.job]:
+            raise UsageError(
+                f"--submission-id: there is a job with this id ({same[0].line()}); use another id, or none: a run "
+                "resumes in its folder, whatever the id of its job"
+            )
         with tempfile.TemporaryDirectory(prefix="troupe-job-") as scratch, self._reported():
             if submission.working_dir is not None:
                 for line in copy_folder(submission.working_dir, Path(scratch)).notes():
@@ -128,12 +142,16 @@ class JobServer:
             return self._client.get_job_logs(job)
 
     def follow(self, job: str, echo: Echo) -> bool:
-        """Pass the job's output to `echo` until the job ends; returns whether it succeeded."""
+        """Pass the job's output to `echo` until the job ends; returns whether it succeeded. Raises StopRequested if
+        the user interrupts, which the job does not notice."""
         from ray.job_submission import JobStatus
 
-        with self._reported():
-            asyncio.run(_tail(self._client, job, echo))
-            status = _final_status(self._client, job)
+        try:
+            with self._reported():
+                asyncio.run(_tail(self._client, job, echo))
+                status = _final_status(self._client, job)
+        except KeyboardInterrupt:
+            raise StopRequested(f"{job} is no longer followed, and continues; `troupe stop` stops it") from None
         echo(f"{job}: {status.value}")
         return status == JobStatus.SUCCEEDED
 
@@ -158,7 +176,15 @@ class JobServer:
         except (OSError, RuntimeError, ValueError, RayError) as error:
             if isinstance(error, TroupeError):
                 raise
-            raise TroupeError(f"--address {self._address}: {first_line(error)}") from error
+            raise TroupeError(f"--address {self._address}: {said(error)}") from error
+
+
+def said(error: BaseException) -> str:
+    """The line of an error of the client that says something: of a traceback of the server, the last one."""
+    lines = [line for line in str(error).splitlines() if line.strip(" .")]
+    traceback = any("Traceback (most recent call last)" in line for line in lines)
+    text = _CLASS_NAME.sub("", lines[-1], count=1) if traceback else first_line(error)
+    return _STATUS_CODE.sub("", text)
 
 
 def _check_requirements(file: Path) -> None:
@@ -180,7 +206,9 @@ def _check_requirements(file: Path) -> None:
 def _state(job: Any) -> JobState:
     started, ended = (job.start_time or 0) / 1000, (job.end_time or 0) / 1000
     seconds = (ended or time.time()) - started if started else 0.0
-    message = "" if job.status.value == "RUNNING" else (job.message or "").partition("\n")[0].strip()
+    message, _, log = ("" if job.status.value == "RUNNING" else job.message or "").strip().partition("\n")
+    if log and (event := message.partition(", last available logs")[0]) != message:
+        message = f"{event}: {log.splitlines()[-1].strip()}"
     return JobState(job.submission_id, (job.metadata or {}).get(_NAME, ""), job.status.value, seconds, message)
 
 

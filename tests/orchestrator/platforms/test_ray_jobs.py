@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,15 @@ import yaml
 from ray.job_submission import JobStatus
 
 from tests.conftest import ROOT
-from troupe.orchestrator.errors import TroupeError, UsageError
+from troupe.orchestrator.cli import main
+from troupe.orchestrator.errors import StopRequested, TroupeError, UsageError
 from troupe.orchestrator.platforms.ray_jobs import (
     JobServer,
     JobState,
     Submission,
     entrypoint,
     job_environment,
+    said,
     token_header,
 )
 from troupe.orchestrator.spec.derived.paths import absolute_paths
@@ -81,18 +84,28 @@ def test_the_entry_point_falls_back_to_the_clusters_python(monkeypatch: pytest.M
     assert done.stdout == "-m troupe run x.yaml --resume --supervise\n"
 
 
-@pytest.mark.parametrize(
-    ("address", "said"),
-    [
-        ("http://127.0.0.1:1", "Failed to connect to Ray at address: http://127.0.0.1:1."),
-        ("127.0.0.1:8265", "expected the job server's URL, as in http://HOST:8265"),
-        ("ray://127.0.0.1:10001", "expected the job server's URL, as in http://HOST:8265"),
-    ],
-)
-def test_a_job_server_that_does_not_answer_gives_a_one_line_error(address: str, said: str) -> None:
+def test_a_job_server_that_does_not_answer_gives_a_one_line_error() -> None:
     with pytest.raises(TroupeError) as caught:
-        JobServer(address)
-    assert str(caught.value) == f"--address {address}: {said}"
+        JobServer("http://127.0.0.1:1")
+    said = "Failed to connect to Ray at address: http://127.0.0.1:1."
+    assert str(caught.value) == f"--address http://127.0.0.1:1: {said}"
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:8265", "ray://127.0.0.1:10001", "auto"])
+@pytest.mark.parametrize("name", ["--address", "RAY_API_SERVER_ADDRESS", "RAY_ADDRESS"])
+def test_what_is_no_url_of_a_job_server_is_refused_under_its_name(
+    name: str, address: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for variable in ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS"):
+        monkeypatch.delenv(variable, raising=False)
+    typed = ["troupe", "jobs", *(["--address", address] if name == "--address" else [])]
+    monkeypatch.setattr(sys, "argv", typed)
+    if name != "--address":
+        monkeypatch.setenv(name, address)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert f"error: {name} {address}: expected the job server's URL, as in http://HOST:8265; " in capfd.readouterr().err
 
 
 @dataclass
@@ -209,8 +222,45 @@ def test_jobs_are_listed_one_line_each_newest_first(server: JobServer) -> None:
 def test_an_unknown_job_gives_a_one_line_error(server: JobServer) -> None:
     with pytest.raises(TroupeError) as caught:
         server.state("other")
-    said = "Request failed with status code 404: Job other does not exist"
-    assert str(caught.value) == f"--address http://head:8265: {said}"
+    assert str(caught.value) == "--address http://head:8265: Job other does not exist"
+
+
+def test_of_a_servers_traceback_the_error_is_shown() -> None:
+    """Both servers, the head's and its agent's, send tracebacks."""
+    lead = "Request failed with status code 500: Traceback (most recent call last):\n  File ...\nRuntimeError: "
+    agent = "Request failed with status code 400: Traceback (most recent call last):\n  File ...\nValueError: "
+    assert said(RuntimeError(f"{lead}{agent}the job is unknown\n.\n.")) == "the job is unknown"
+    assert said(RuntimeError("Request failed with status code 403: Forbidden")) == "Forbidden"
+
+
+def test_an_id_that_is_taken_or_no_file_name_is_refused(server: JobServer) -> None:
+    with pytest.raises(UsageError, match=r"^--submission-id: there is a job with this id \(old: FAILED, 60 s"):
+        server.submit(load_rollout_spec(GRPO), Submission("old"), print)
+    assert not client(server).sent
+    for name in ("a/b", "a b", ""):
+        with pytest.raises(UsageError, match=r"^--submission-id: expected letters, digits"):
+            Submission(name)
+
+
+def test_a_job_that_failed_shows_the_last_line_of_its_log(server: JobServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = "tiny: 40 steps\nerror: no room\n"
+    message = f"Job entrypoint command failed with exit code 1, last available logs (truncated to 20,000 chars):\n{log}"
+    monkeypatch.setattr(client(server), "get_job_info", lambda job: Details(job, JobStatus.FAILED, message=message))
+    assert server.state("x").message == "Job entrypoint command failed with exit code 1: error: no room"
+
+
+def test_an_interrupted_follower_says_that_the_job_continues(
+    server: JobServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def tail(job: str) -> AsyncIterator[str]:
+        yield "step 1\n"
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(client(server), "tail_job_logs", tail, raising=False)
+    lines: list[str] = []
+    with pytest.raises(StopRequested, match=r"^mine is no longer followed, and continues; `troupe stop` stops it$"):
+        server.follow("mine", lines.append)
+    assert lines == ["step 1"]
 
 
 def test_stopping_waits_for_the_end_until_its_timeout(server: JobServer) -> None:
