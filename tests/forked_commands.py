@@ -73,6 +73,10 @@ def serve(listening: str, owner_pipe: str) -> None:
     """Import the command line, and fork a process for every command."""
     import reasoning_gym  # noqa: F401 (many commands read its tasks)
 
+    import troupe.orchestrator.cluster.worker_server
+    import troupe.orchestrator.commands.runs
+    import troupe.orchestrator.insight.bench.points
+    import troupe.orchestrator.starter.demo  # noqa: F401 (with these, all that commands import when they begin)
     from troupe.orchestrator.cli import COMMANDS, load
 
     for name, entry in COMMANDS.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 from benchmarks.algorithm_curves import curves
@@ -16,6 +17,11 @@ from docs.tooling.metric_reference import metric_reference
 from docs.tooling.migration_page import migration_page
 from docs.tooling.spec_reference import spec_reference
 from docs.tooling.task_page import task_page
+from troupe.orchestrator.algorithms.offline import OFFLINE_ALGORITHMS
+from troupe.orchestrator.algorithms.table import ALGORITHMS
+from troupe.orchestrator.spec.errors import known_paths
+from troupe.orchestrator.spec.offline import OfflineSpec
+from troupe.orchestrator.spec.rollout import RolloutSpec
 
 
 def _algorithms() -> str:
@@ -30,6 +36,13 @@ def _readme() -> str:
     return listed_in(README.read_text(encoding="utf-8"))
 
 
+def _completions() -> str:
+    """What Tab completes after `--set`, one to a line: the fields that are no sections, and the names of algorithms."""
+    paths = sorted({*known_paths(RolloutSpec), *known_paths(OfflineSpec)})
+    fields = [f"{path}=" for path, after in pairwise([*paths, ""]) if not after.startswith(f"{path}.")]
+    return "\n".join([*fields, *(f"algorithm.name={name}" for name in (*ALGORITHMS, *OFFLINE_ALGORITHMS)), ""])
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "reference/spec.md": spec_reference,
     "reference/algorithms.md": _algorithms,
@@ -41,6 +54,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "reference/tasks.md": task_page,
     "guides/migration.md": migration_page,
     "../README.md": _readme,
+    "../orchestrator/commands/completions.txt": _completions,
 }
 """Every generated page by its path in `docs/`, and the function that returns its text."""
 

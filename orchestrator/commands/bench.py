@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from troupe.orchestrator.cluster.ray_environment import cluster_to_join
-from troupe.orchestrator.cluster.worker_server import started_ahead
 from troupe.orchestrator.commands.options import (
     FAILURE,
     AddressOption,
@@ -21,18 +19,14 @@ from troupe.orchestrator.commands.options import (
     echo_json,
     json_text,
 )
-from troupe.orchestrator.commands.runs import announce, create_models
 from troupe.orchestrator.errors import UsageError
-from troupe.orchestrator.insight.bench.points import Point, Sweep, grid, parse_sweep
-from troupe.orchestrator.runs.prepare import checked, single
 from troupe.orchestrator.signals import exit_on_signals, taken
-from troupe.orchestrator.spec.base import RunSpec
-from troupe.orchestrator.spec.load import read_document
-from troupe.orchestrator.spec.locations import is_url
 
 if TYPE_CHECKING:
     from troupe.orchestrator.insight.bench.engines import BenchRequest
+    from troupe.orchestrator.insight.bench.points import Point, Sweep
     from troupe.orchestrator.insight.bench.results import Result
+    from troupe.orchestrator.spec.base import RunSpec
 
 
 def bench(
@@ -59,6 +53,10 @@ def bench(
     """
     if taken():
         exit_on_signals()  # until Ray starts, there is nothing to end in order
+    from troupe.orchestrator.cluster.worker_server import started_ahead
+    from troupe.orchestrator.insight.bench.points import parse_sweep
+    from troupe.orchestrator.spec.locations import is_url
+
     if output is not None and output.is_dir():
         raise UsageError(f"--output {output} is a folder; name a file in it")
     if output is not None and is_url(output):
@@ -75,6 +73,7 @@ def bench(
 
 def _measure(rollouts: BenchRequest, file: Path, as_json: bool) -> bool:
     """Measure, write the results after every point, and print everything; whether all could be measured."""
+    from troupe.orchestrator.cluster.ray_environment import cluster_to_join
     from troupe.orchestrator.insight.bench.engines import bench as measure
     from troupe.orchestrator.telemetry.console import Console
 
@@ -124,6 +123,10 @@ class _Measured:
 
 def _points(path: Path, sweeps: list[Sweep], overrides: list[str], prompts: int | None) -> list[Point]:
     """The points of the sweep, with their models in place. Raises SpecError or UsageError."""
+    from troupe.orchestrator.commands.runs import announce, create_models
+    from troupe.orchestrator.insight.bench.points import grid
+    from troupe.orchestrator.runs.prepare import checked, single
+    from troupe.orchestrator.spec.load import read_document
 
     def load(own: list[str]) -> RunSpec:
         runs = (single(read_document(path, [*overrides, *own]), str(path), announce),)

@@ -19,27 +19,19 @@ from troupe.orchestrator.commands.options import (
     JsonOption,
     SetOption,
     SpecArgument,
+    algorithm_names,
     echo_json,
     exit_with,
     read_mapping,
 )
-from troupe.orchestrator.commands.runs import announce, read_data
 from troupe.orchestrator.errors import UsageError
-from troupe.orchestrator.plan.placement import CPUS_PER_NODE
-from troupe.orchestrator.runs.epochs import plan_counted
-from troupe.orchestrator.runs.prepare import check_models_to_create, checked, models_to_create, with_configs
-from troupe.orchestrator.spec.chain import PlannedRun
-from troupe.orchestrator.spec.derived.paths import uses_hub
-from troupe.orchestrator.spec.derived.sizes import batch_description
-from troupe.orchestrator.spec.derived.warnings import warnings_of
-from troupe.orchestrator.spec.load import read_document, spec_schema
-from troupe.workers.contract.environments import OK
 from troupe.workers.contract.text import printable
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
     from troupe.orchestrator.plan.placement import Node
+    from troupe.orchestrator.spec.chain import PlannedRun
     from troupe.orchestrator.spec.rollout import RolloutSpec
     from troupe.workers.contract.config import EnvironmentConfig
     from troupe.workers.contract.config_base import ModelConfig
@@ -55,6 +47,13 @@ def validate(spec: SpecArgument, set_: SetOption = [], as_json: JsonOption = Fal
 
     Models of the examples that this machine does not have yet are created by the run: their prompts are not checked.
     """
+    from troupe.orchestrator.commands.runs import announce, read_data
+    from troupe.orchestrator.runs.epochs import plan_counted
+    from troupe.orchestrator.runs.prepare import check_models_to_create, checked, models_to_create
+    from troupe.orchestrator.spec.derived.sizes import batch_description
+    from troupe.orchestrator.spec.derived.warnings import warnings_of
+    from troupe.orchestrator.spec.load import read_document
+
     runs = plan_counted(read_document(spec, set_), announce)
     check_models_to_create(runs)
     later = {planned.out: models_to_create(planned) for planned in runs}
@@ -75,6 +74,9 @@ def validate(spec: SpecArgument, set_: SetOption = [], as_json: JsonOption = Fal
 
 def _valid(planned: PlannedRun, data: Sequence[str]) -> dict[str, object]:
     """What is known of a valid run."""
+    from troupe.orchestrator.spec.derived.sizes import batch_description
+    from troupe.orchestrator.spec.derived.warnings import warnings_of
+
     loaded = planned.spec
     return {
         "name": loaded.name,
@@ -95,7 +97,7 @@ def plan(
         str | None,
         typer.Option(help="Cluster as NODESxGPUS[xTYPE], as in 2x8 or 2x8xH200; auto: the local Ray cluster."),
     ] = None,
-    cpus_per_node: Annotated[int, typer.Option(min=1, help="CPUs per node of --cluster.")] = CPUS_PER_NODE,
+    cpus_per_node: Annotated[int | None, typer.Option(min=1, help="CPUs per node of --cluster (default: 128).")] = None,
     gib_per_node: Annotated[
         float, typer.Option(help="Host memory per node of --cluster, in GiB (0: not checked).")
     ] = 0.0,
@@ -110,12 +112,16 @@ def plan(
 
     The exit code is 1 if something does not fit, or the size of a model is not known.
     """
-    runs = plan_counted(read_document(spec, set_), announce)
-    runs = _with_model_configs(tuple(map(with_configs, runs)))
     from troupe.orchestrator.commands.plan_table import show, unknown_sizes
+    from troupe.orchestrator.commands.runs import announce
     from troupe.orchestrator.plan.plan import as_json as plan_json
     from troupe.orchestrator.plan.plan import plan_stages
+    from troupe.orchestrator.runs.epochs import plan_counted
+    from troupe.orchestrator.runs.prepare import with_configs
+    from troupe.orchestrator.spec.load import read_document
 
+    runs = plan_counted(read_document(spec, set_), announce)
+    runs = _with_model_configs(tuple(map(with_configs, runs)))
     nodes = _nodes(cluster, address, cpus_per_node, gib_per_node)
     plans = list(plan_stages(runs, nodes, advise=True))
     if as_json:
@@ -160,6 +166,7 @@ def schema(
 
     from troupe.orchestrator.insight.verdicts.verdict import Verdict
     from troupe.orchestrator.spec.errors import Failure
+    from troupe.orchestrator.spec.load import spec_schema
 
     printed = {"error": Failure, "report": dict[str, list[Verdict]]}
     typer.echo(json.dumps(TypeAdapter(printed[of]).json_schema() if of in printed else spec_schema(), indent=2))
@@ -167,6 +174,8 @@ def schema(
 
 def _with_model_configs(runs: tuple[PlannedRun, ...]) -> tuple[PlannedRun, ...]:
     """The runs with folders that hold `config.json` instead of models on the hub, to plan with."""
+    from troupe.orchestrator.spec.derived.paths import uses_hub
+
     if not any(uses_hub(planned.spec) for planned in runs):
         return runs
     from troupe.orchestrator.hub.resolve import pin_configs
@@ -180,12 +189,13 @@ def _with_model_configs(runs: tuple[PlannedRun, ...]) -> tuple[PlannedRun, ...]:
     return tuple(planned_runs)
 
 
-def _nodes(cluster: str | None, address: str | None, cpus: int, gib: float) -> list[Node] | None:
+def _nodes(cluster: str | None, address: str | None, cpus: int | None, gib: float) -> list[Node] | None:
     """Nodes of the cluster that --cluster or --address names, or None for this machine."""
     if cluster is not None and cluster != "auto":
+        from troupe.orchestrator.plan.placement import CPUS_PER_NODE
         from troupe.orchestrator.plan.plan import described_nodes
 
-        return described_nodes(cluster, cpus, gib)
+        return described_nodes(cluster, CPUS_PER_NODE if cpus is None else cpus, gib)
     if cluster is None and address is None:
         return None
     from troupe.orchestrator.cluster.ray_nodes import nodes_at
@@ -196,7 +206,11 @@ def _nodes(cluster: str | None, address: str | None, cpus: int, gib: float) -> l
 def algorithms(
     name: Annotated[
         str | None,
-        typer.Argument(metavar="NAME", help="Algorithm to describe; package.module:attribute for a custom one."),
+        typer.Argument(
+            metavar="NAME",
+            autocompletion=algorithm_names,
+            help="Algorithm to describe; package.module:attribute for a custom one.",
+        ),
     ] = None,
     check: Annotated[
         bool,
@@ -259,7 +273,7 @@ def check(
     spec: Annotated[Path, typer.Argument(metavar="SPEC", help="YAML spec with a section roles.environment.")],
     say: Annotated[list[str], typer.Option("--say", help="Text of a turn; repeat for further turns.")] = [],  # noqa: B006
     episodes: Annotated[int, typer.Option(min=1, help="Episodes to play, each with a row of data.train.")] = 1,
-    set_: Annotated[list[str], typer.Option("--set", metavar="FIELD=VALUE", help="Override a field of the spec.")] = [],  # noqa: B006
+    set_: SetOption = [],  # noqa: B006
     as_json: JsonOption = False,
 ) -> None:
     """Play episodes in each environment without a model and print the conversations with their tokens and loss masks.
@@ -267,6 +281,11 @@ def check(
     With --say the policy's turns are these texts, and the last one is repeated; then it is played with random tokens.
     The exit code is 1 if an episode failed.
     """
+    from troupe.orchestrator.commands.runs import announce
+    from troupe.orchestrator.runs.epochs import plan_counted
+    from troupe.orchestrator.spec.load import read_document
+    from troupe.workers.contract.environments import OK
+
     planned = [run.spec for run in plan_counted(read_document(spec, set_), announce)]
     played: list[dict[str, Any]] = []
     for one in planned:

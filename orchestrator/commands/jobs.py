@@ -25,8 +25,6 @@ from troupe.orchestrator.commands.options import (
     exit_with,
 )
 from troupe.orchestrator.platforms.flags import KubernetesFlags, NodeFlags, SlurmFlags, with_flags
-from troupe.orchestrator.spec.chain import to_send
-from troupe.orchestrator.spec.load import plan_runs, read_document
 
 if TYPE_CHECKING:
     from troupe.orchestrator.spec.rollout import RolloutSpec
@@ -49,11 +47,13 @@ def submit(
     """Submit a spec to a cluster as a Ray job."""
     if as_json and follow:
         exit_with("error: --json prints one object: follow the job with `troupe logs`", USER_ERROR)
+    from troupe.orchestrator.platforms.ray_jobs import JobServer, Submission
+    from troupe.orchestrator.spec.chain import to_send
+    from troupe.orchestrator.spec.load import plan_runs, read_document
+
     document = read_document(spec, set_)
     runs = plan_runs(document)
     loaded = to_send(document, runs)
-    from troupe.orchestrator.platforms.ray_jobs import JobServer, Submission
-
     submission = Submission(job, working_dir, requirements)
     server = JobServer(address)
     job = server.submit(loaded, submission, lambda line: typer.echo(f"note: {line}", err=True))
@@ -182,6 +182,7 @@ def apply(
     from troupe.orchestrator.live.control import ask
     from troupe.orchestrator.live.diff import compare
     from troupe.orchestrator.runs.epochs import plan_counted
+    from troupe.orchestrator.spec.load import read_document
 
     runs = plan_counted(read_document(spec, set_), announce, out)
 

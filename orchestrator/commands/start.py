@@ -10,11 +10,17 @@ from typing import Annotated
 
 import typer
 
-from troupe.orchestrator.commands.options import USER_ERROR, SetOption, disk_folder, echo_json, exit_with, read_mapping
-from troupe.orchestrator.commands.runs import create_models, ready, shown_copies
+from troupe.orchestrator.commands.options import (
+    USER_ERROR,
+    SetOption,
+    algorithm_names,
+    disk_folder,
+    echo_json,
+    exit_with,
+    read_mapping,
+)
 from troupe.orchestrator.commands.train import train
-from troupe.orchestrator.spec.examples import MODELS_VARIABLE, RECIPES, examples, models_folder
-from troupe.orchestrator.starter.demo import DEFAULT, demo_folder, demo_spec, list_examples
+from troupe.orchestrator.spec.examples import DEFAULT, MODELS_VARIABLE, RECIPES, examples, models_folder
 
 
 def demo(
@@ -44,6 +50,9 @@ def demo(
     if as_json:
         echo_json([{"name": name, "summary": summary} for name, summary in examples().items()])
         return
+    from troupe.orchestrator.commands.runs import create_models, ready
+    from troupe.orchestrator.starter.demo import demo_folder, demo_spec, list_examples
+
     if list_:
         typer.echo(list_examples())
         return
@@ -75,7 +84,9 @@ def init(
         str | None,
         typer.Option(help="File or pattern of files, `datasets` folder, dataset on the hub, or reasoning_gym:TASK."),
     ] = None,
-    algorithm: Annotated[str | None, typer.Option(help="Algorithm (default: grpo).")] = None,
+    algorithm: Annotated[
+        str | None, typer.Option(autocompletion=algorithm_names, help="Algorithm (default: grpo).")
+    ] = None,
     environment: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="Episodes of several turns: a built-in environment or package.module:Class."),
@@ -103,6 +114,7 @@ def init(
     force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
 ) -> None:
     """Write a first spec that fits this machine, with a comment for each field; in a terminal, ask what is missing."""
+    from troupe.orchestrator.commands.runs import shown_copies
     from troupe.orchestrator.starter.choices import own_tasks
     from troupe.orchestrator.starter.command import InitFlags, complete, copy_of, text_of, write
     from troupe.orchestrator.starter.environments import write_rows

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from troupe.orchestrator.cluster.ray_environment import cluster_to_join
 from troupe.orchestrator.commands.options import (
     FAILURE,
     AddressOption,
@@ -21,17 +20,13 @@ from troupe.orchestrator.commands.options import (
     fitting_table,
     output_width,
 )
-from troupe.orchestrator.commands.runs import announce, create_models, read_data
 from troupe.orchestrator.errors import UsageError, nearest
-from troupe.orchestrator.runs.lock import locked
-from troupe.orchestrator.runs.prepare import checked, single
 from troupe.orchestrator.signals import STOPPED
-from troupe.orchestrator.spec.chain import PlannedRun
-from troupe.orchestrator.spec.load import read_document
 
 if TYPE_CHECKING:
     from troupe.orchestrator.insight.sweep.sweep import SweepRequest, SweepRun
     from troupe.orchestrator.insight.sweep.trials import Trial
+    from troupe.orchestrator.spec.chain import PlannedRun
 
 
 def sweep(
@@ -77,7 +72,9 @@ def sweep(
     Ctrl-C stops all trials, which save; --resume continues. Writes sweep.json and a page. The exit code is 1 if a
     trial failed.
     """
+    from troupe.orchestrator.cluster.ray_environment import cluster_to_join
     from troupe.orchestrator.insight.sweep.sweep import RECORD, SweepRequest, SweepRun
+    from troupe.orchestrator.runs.lock import locked
 
     if metric is not None:
         _check_metric(metric)
@@ -123,7 +120,10 @@ def _run(running: SweepRun, request: SweepRequest, *, as_json: bool) -> None:
 
 def _trials(spec: Path, assignments: list[str], seeds: int, random: int | None, out: Path | None) -> list[Trial]:
     """The trials, with their models in place. Raises SpecError or UsageError."""
+    from troupe.orchestrator.commands.runs import announce, create_models, read_data
     from troupe.orchestrator.insight.sweep.trials import drawn, grid, parse_axes, plan_trials
+    from troupe.orchestrator.runs.prepare import checked, single
+    from troupe.orchestrator.spec.load import read_document
 
     fixed, varied = parse_axes(assignments, ranges=random is not None)
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from troupe.orchestrator.cluster.worker_server import started_ahead
 from troupe.orchestrator.commands.options import (
     USER_ERROR,
     AddressOption,
@@ -24,17 +23,14 @@ from troupe.orchestrator.commands.options import (
     echo_json,
     exit_with,
 )
-from troupe.orchestrator.commands.runs import read_data, ready
 from troupe.orchestrator.errors import StopRequested
 from troupe.orchestrator.signals import STOPPED, exit_on_signals, taken
-from troupe.orchestrator.spec.base import RESOLVED_SPEC
-from troupe.orchestrator.spec.chain import PlannedRun
-from troupe.orchestrator.spec.examples import PREFIX
 
 if TYPE_CHECKING:
     from troupe.orchestrator.library import Outcome
     from troupe.orchestrator.runs.checkpoints import SavedRun
     from troupe.orchestrator.runs.session import RunRequest
+    from troupe.orchestrator.spec.chain import PlannedRun
     from troupe.orchestrator.telemetry.console import Console
 
 
@@ -51,6 +47,8 @@ def run(
     """Train: start or join Ray, place the workers and run every step."""
     if taken():
         exit_on_signals()  # until Ray starts, there is nothing to end in order
+    from troupe.orchestrator.commands.runs import ready
+
     runs = ready(spec, set_, out, resume=resume)
     if supervise:
         sys.exit(_supervise(runs))
@@ -101,12 +99,15 @@ def train(spec: Path, runs: Sequence[PlannedRun], resume: bool, address: str | N
     Also if a run fails after its first step: these runs need the report most. One that was asked to stop leaves it to
     `troupe report`: whoever asked may kill the process in some seconds.
     """
+    from troupe.orchestrator.cluster.worker_server import started_ahead
+
     with started_ahead(runs[0].spec, address):
         _train(spec, runs, resume, address)
 
 
 def _train(spec: Path, runs: Sequence[PlannedRun], resume: bool, address: str | None) -> None:
     from troupe.orchestrator.cluster.event_loop import share_heap
+    from troupe.orchestrator.commands.runs import read_data
     from troupe.orchestrator.runs.session import RunRequest
     from troupe.orchestrator.telemetry.console import Console
 
@@ -210,6 +211,9 @@ def next_steps(spec: Path, runs: Sequence[PlannedRun], report: Path | None = Non
         runs: All of its runs.
         report: The report that was written, or None if no report was.
     """
+    from troupe.orchestrator.spec.base import RESOLVED_SPEC
+    from troupe.orchestrator.spec.examples import PREFIX
+
     last, name = runs[-1], str(spec)
     merge = " --merge" if last.spec.trains_adapters else ""  # an engine that evaluates loads no adapters
     commands = [(f"troupe export {last.out} trained/{merge}", "the trained model, for transformers and vLLM")]

@@ -17,6 +17,8 @@ from troupe.orchestrator.errors import UsageError, nearest
 from troupe.workers.isolation.interpreters import cache_folder
 
 PREFIX = "examples:"
+DEFAULT = "laptop-grpo"
+"""The example that `troupe demo` trains."""
 MODELS_VARIABLE = "TROUPE_MODELS"
 """Environment variable with the folder of the example models."""
 FOLDER = Path(__file__).resolve().parents[2] / "deploy" / "specs"

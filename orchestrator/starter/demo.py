@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from troupe.orchestrator.spec.chain import PlannedRun, is_chain
 from troupe.orchestrator.spec.derived.paths import path_fields
-from troupe.orchestrator.spec.examples import PREFIX, examples
+from troupe.orchestrator.spec.examples import DEFAULT, PREFIX, examples
 from troupe.orchestrator.spec.load import read_document
 from troupe.workers.isolation.probe import ProbeFailed, ask
 
@@ -50,7 +50,6 @@ _CREATE_S = 1800.0
 PAD_TOKEN = "<|endoftext|>"
 EOS_TOKEN = "<|im_end|>"
 
-DEFAULT = "laptop-grpo"
 _DEFAULT_OUT = Path("runs/demo")
 
 
@@ -108,7 +107,7 @@ def make_models(names: Iterable[str], folder: Path, say: Callable[[str], object]
     with tempfile.TemporaryDirectory(prefix="troupe-") as scratch:
         source = weights_file() or download_weights(Path(scratch), say)
         for name in missing:
-            size = "270 MB, about half a minute" if name == DEMO else "1 MB, some seconds"
+            size = "270 MB, about half a minute" if name == DEFAULT else "1 MB, some seconds"
             say(f"creating {folder / name} ({size}, once)")
             try:
                 # Not multiprocessing, which runs the user's script again in the process that it spawns.

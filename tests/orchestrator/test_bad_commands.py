@@ -345,7 +345,7 @@ def test_a_machine_without_memory_gives_one_line(
     def exhausted(*_: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("troupe.orchestrator.commands.check.read_document", exhausted)
+    monkeypatch.setattr("troupe.orchestrator.spec.load.read_document", exhausted)
     assert ended_with(["plan", "good.yaml"], capsys, monkeypatch) == (
         FAILED,
         ["error: this machine has no memory left for the command"],

@@ -144,7 +144,7 @@ def test_the_wheel_holds_one_package_with_the_examples_and_nothing_else(wheel: P
     }
     assets = {*(ROOT / "orchestrator" / "insight" / "report" / "assets").iterdir()}
     assets |= {ROOT / "orchestrator" / "algorithms" / "advice.yaml", ROOT / "orchestrator" / "spec" / "migration.yaml"}
-    assets.add(ROOT / "orchestrator" / "telemetry" / "metrics.yaml")
+    assets |= {ROOT / "orchestrator" / name for name in ("telemetry/metrics.yaml", "commands/completions.txt")}
     assets |= {*(ROOT / "workers" / "isolation" / "locks").iterdir()}
     own = {f"troupe/{path.name}" for path in (ROOT / "troupe").iterdir() if path.is_file()}
     expected = {f"troupe/{path.relative_to(ROOT)}" for path in files | assets if "__pycache__" not in path.parts}

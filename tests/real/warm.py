@@ -37,7 +37,8 @@ _UNMARKED = "0" * 32
 _ENGINE = EngineProcess(device="cpu", threads=1, enforce_eager=True)
 _MODULES = (
     *("troupe.orchestrator.runs.training", "troupe.orchestrator.runs.rollouts", "troupe.orchestrator.runs.parts"),
-    *("troupe.orchestrator.cluster.ray_cluster", "troupe.orchestrator.insight.report.report", "reasoning_gym"),
+    *("troupe.orchestrator.cluster.ray_cluster", "troupe.orchestrator.cluster.worker_server", "reasoning_gym"),
+    *("troupe.orchestrator.insight.report.report", "troupe.orchestrator.commands.runs"),
     *("pandas", "ray.dag", "ray.experimental.channel", "torch", "transformers"),
 )
 """What commands import beside the command line."""

@@ -18,6 +18,7 @@ from troupe.orchestrator.cli import COMMANDS, app, load
 
 WAITS = ("pydantic", "pyarrow", "numpy", "yaml", "psutil", "torch", "ray")
 """What a command may import and the list of commands must not."""
+OF_EACH_MODULE = {entry.home.partition(":")[0]: name for name, entry in COMMANDS.items()}.values()
 RUN = """
 import atexit, sys
 from troupe.__main__ import main
@@ -68,9 +69,33 @@ def test_the_completion_of_a_name_imports_no_command(words: str, completed: list
     assert commands_of(modules) == set()
 
 
-def test_the_completion_of_an_option_is_that_of_the_command() -> None:
-    variables = {"_TROUPE_COMPLETE": "complete_bash", "COMP_WORDS": "troupe why --t", "COMP_CWORD": "2"}
-    assert imported(**variables)[0].split() == ["--timeout-s"]
+def completed(words: str) -> tuple[list[str], set[str]]:
+    """What Tab completes, and the modules that its process has imported."""
+    variables = {"_TROUPE_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    printed, modules = imported(**variables)
+    return printed.split(), modules
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        *((f"troupe {name} --hel", ["--help"]) for name in OF_EACH_MODULE),
+        ("troupe why --t", ["--timeout-s"]),
+        ("troupe run a.yaml --set roles.policy.lea", ["roles.policy.learning_rate="]),
+        ("troupe env check a.yaml --set algorithm.kl.c", ["algorithm.kl.coef="]),
+        ("troupe submit a.yaml --set algorithm.name=raf", ["algorithm.name=raft"]),
+        ("troupe algorithms raf", ["raft"]),
+        ("troupe init --algorithm raf", ["raft"]),
+        ("troupe run examples:laptop-p", ["examples:laptop-ppo"]),
+    ],
+)
+def test_the_completion_behind_a_command_imports_no_spec_and_no_library(words: str, found: list[str]) -> None:
+    printed, modules = completed(words)
+    assert printed == found
+    assert sorted(modules & set(WAITS) - {"pydantic"}) == []
+    assert {name for name in modules if name.startswith("troupe.orchestrator.spec.")} <= {
+        "troupe.orchestrator.spec.examples"
+    }
 
 
 def test_a_spec_is_completed_with_examples_and_a_run_with_the_folders_of_runs(
@@ -82,15 +107,14 @@ def test_a_spec_is_completed_with_examples_and_a_run_with_the_folders_of_runs(
     for folder in ("runs/one", "runs/chain/sft"):
         (tmp_path / folder / "spec.yaml").touch()
 
-    def completed(words: str) -> list[str]:
+    def found(words: str) -> list[str]:
         variables = {"_TROUPE_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": "2"}
         return CliRunner().invoke(app, [], prog_name="troupe", env=variables).output.split()
 
-    assert completed("troupe run examples:laptop-p") == ["examples:laptop-ppo"]
-    assert "examples:recipes/gsm8k" in completed("troupe run ex")
-    assert completed("troupe run my.yaml") == completed("troupe run ") == []
-    assert completed("troupe why runs/") == ["runs/chain/sft", "runs/one"]
-    assert completed("troupe report runs/o") == ["runs/one"]
+    assert "examples:recipes/gsm8k" in found("troupe run ex")
+    assert found("troupe run my.yaml") == found("troupe run ") == []
+    assert found("troupe why runs/") == ["runs/chain/sft", "runs/one"]
+    assert found("troupe report runs/o") == ["runs/one"]
 
 
 @pytest.mark.parametrize("name", COMMANDS)

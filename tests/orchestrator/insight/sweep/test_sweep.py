@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 
 from tests.conftest import ROOT
 from troupe.orchestrator.cli import app
-from troupe.orchestrator.commands import sweep as command
+from troupe.orchestrator.commands import runs
 from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.insight.sweep import sweep as module
 from troupe.orchestrator.runs.checkpoints import SavedRun
@@ -92,7 +92,7 @@ def children(monkeypatch: pytest.MonkeyPatch, tiny_model: Path) -> type[Child]:
         return SavedRun(steps_of(out), steps_of(out) >= spec.schedule.steps)
 
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(command, "read_data", lambda runs: [])  # the real stack's trials read it
+    monkeypatch.setattr(runs, "read_data", lambda runs: [])  # the real stack's trials read it
     monkeypatch.setattr(module, "ChildCommand", Child)
     monkeypatch.setattr(module, "saved_run", saved)
     monkeypatch.setattr(module, "SIGNALS_S", 0.0)
