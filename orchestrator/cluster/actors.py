@@ -18,6 +18,7 @@ from troupe.workers.contract import roles
 from troupe.workers.contract.config import RolloutConfig
 from troupe.workers.contract.imports import without_collections
 from troupe.workers.contract.messages import WorkerHealth
+from troupe.workers.isolation.compiled_code import keep_compiled_code
 from troupe.workers.isolation.lifetime import exit_with_node
 from troupe.workers.preload.forked_worker import serves
 
@@ -176,6 +177,7 @@ def actor_class(path: str, protocol: type[Any], *, concurrent: bool) -> type[Any
     def create(self: Any, *args: Any) -> None:
         serves()
         exit_with_node()
+        keep_compiled_code()
         with without_collections():
             worker_class = getattr(importlib.import_module(module), name)
         self.worker = worker_class(*args)

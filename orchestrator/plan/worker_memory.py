@@ -35,7 +35,7 @@ SUBGROUP = 1_000_000_000
 CUDA_CONTEXT = 800 * MIB
 """Memory that CUDA, cuBLAS and NCCL take of a GPU for one process, by reports of nvidia-smi. Not measured here."""
 BUCKET = 256 * MIB
-"""Limit of a bucket of weights (`workers/weights/buckets.py`); nccl has two of them on each side, ipc one."""
+"""Limit of a bucket of weights (`workers/weights/buckets.py`); a transfer has two on each side."""
 FRAGMENTS = 0.4
 """Share of its activations that a rank on the CPU holds besides, as freed blocks between blocks in use: the C library
 keeps those below 8 MiB (`troupe.workers.models.cpu.return_large`). Measured: 0.1 to 0.5, and 0.8 under ZeRO-3."""

@@ -23,13 +23,13 @@ CPU = torch.device("cpu")
 
 
 class Receiver:
-    """The engine's process: receives over gloo, or copies from the buffer that rank 0 shows it."""
+    """The engine's process: receives over gloo, or copies from the buffers that rank 0 shows it."""
 
     processes = 1
 
     def __init__(self) -> None:
         self.fails_at = -1
-        self.shown: torch.Tensor | None = None
+        self.shown: list[torch.Tensor] = []
         self.buckets: tuple[Bucket, ...] = ()
         self.sums: list[torch.Tensor] = []
         self.group: TransferGroup | None = None
@@ -49,8 +49,7 @@ class Receiver:
     def receive(self, info: dict[str, Any]) -> None:
         """Receive all buckets, or one."""
         if self.group is None:
-            assert self.shown is not None
-            self._take(info["bucket"], self.shown)
+            self._take(info["bucket"], self.shown[info["handles"]["GPU-0"][0]])
             return
         try:
             for number, bucket in enumerate(self.buckets):
@@ -67,8 +66,8 @@ class Receiver:
 
     def show(self, packed: torch.Tensor) -> list[Any]:
         """In place of a handle of a buffer on a GPU."""
-        self.shown = packed
-        return []
+        self.shown.append(packed)
+        return [len(self.shown) - 1]
 
     def _take(self, number: int, packed: torch.Tensor) -> None:
         if number == self.fails_at:

@@ -85,8 +85,8 @@ BACKENDS: dict[TransferBackend, WeightBackend] = {
             devices=frozenset({"cuda"}),
             shared_gpu=True,
             automatic="cuda",
-            engine_buckets=1,
-            sender_buckets=1,
+            engine_buckets=2,
+            sender_buckets=2,
             every_rank_sends=True,
         ),
         WeightBackend(

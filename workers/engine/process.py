@@ -28,6 +28,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from troupe.workers.contract.config_base import Device
+from troupe.workers.isolation.compiled_code import keep_compiled_code
 from troupe.workers.isolation.lifetime import exit_with, remove_at_death
 from troupe.workers.telemetry.process_end import ended_by, log_of
 
@@ -238,9 +239,7 @@ def _run(target: Callable[[], None]) -> None:
     use_threads()
     progress_without_semaphore()
     _name_ranks()
-    from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # imports torch, which the worker does not
-
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())  # later runs use what this one compiles
+    keep_compiled_code()
     with _temporary_files_in(os.environ[FOLDER_VARIABLE]):
         target()
 

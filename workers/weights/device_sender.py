@@ -78,6 +78,11 @@ class DeviceSender:
     def _join(self, described: dict[str, Any]) -> None:
         """Make the engines join; called on rank 0."""
 
+    def _two_buffers(self) -> list[torch.Tensor]:
+        """Memory for two of the buckets at a time, uint8."""
+        size = max((bucket.nbytes for bucket in self._buckets), default=0)
+        return [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in self._buckets[:2]]
+
     def _finish(self, version: int, sums: Sequence[torch.Tensor]) -> WeightsSent:
         digest = weights_digest(self._buckets, sums)
         acks = self._link.finish(version, digest)
@@ -127,8 +132,7 @@ class GroupSender(DeviceSender):
         """Send all buckets, the next one packed while one is under way; returns the checksums of the packed bytes."""
         group.check = lambda: _raise_failure(received)
         sums: list[torch.Tensor] = []
-        size = max((bucket.nbytes for bucket in self._buckets), default=0)
-        buffers = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(min(2, len(self._buckets)))]
+        buffers = self._two_buffers()
         wait: Callable[[], None] | None = None
         for number, bucket in enumerate(self._buckets):
             packed = pack(bucket, tensors, buffers[number % 2])
@@ -143,14 +147,19 @@ class GroupSender(DeviceSender):
 
 
 class SharedGpuSender(DeviceSender):
-    """Makes the engine processes copy every bucket from a buffer on the GPU that they share with a trainer rank."""
+    """Makes the engine processes copy every bucket from a buffer on the GPU that they share with a trainer rank.
+
+    Two buckets are in flight: the engines copy and load one while every rank packs the next into the other buffer.
+    """
 
     def __init__(
         self, link: EngineLink, buckets: Sequence[Bucket], described: dict[str, Any], rank: int, device: torch.device
     ) -> None:
         super().__init__(link, buckets, described, rank, device)
-        self._buffer: torch.Tensor | None = None
+        self._buffers: list[torch.Tensor] = []
         self._handles: list[PlainHandle] = []
+        self._loading: Future[None] | None = None
+        """On rank 0, the engines' copy of the bucket before the one that is packed."""
 
     def _join(self, described: dict[str, Any]) -> None:
         self._link.join(described)
@@ -158,37 +167,39 @@ class SharedGpuSender(DeviceSender):
     def send(self, version: int, tensors: NamedTensors) -> WeightsSent | None:
         sums: list[torch.Tensor] = []
         try:
-            self._on_every_rank(self._begin)
-            for number, bucket in enumerate(self._buckets):
-                packed = self._on_every_rank(lambda: self._pack(bucket, tensors, sums))  # noqa: B023
-                handles = {gpu: handle for part in packed for gpu, handle in part.items()}
-                update = {"version": version, "bucket": number, "handles": handles}
-                self._on_every_rank(lambda: self._receive(update))  # noqa: B023
+            with ThreadPoolExecutor(1, thread_name_prefix="engines") as calls:
+                self._on_every_rank(self._begin)
+                for number in range(len(self._buckets)):
+                    packed = self._on_every_rank(lambda: self._pack(number, tensors, sums))  # noqa: B023
+                    handles = {gpu: handle for part in packed for gpu, handle in part.items()}
+                    if self._rank == 0:
+                        update = {"version": version, "bucket": number, "handles": handles}
+                        self._loading = calls.submit(self._link.receive, update)
+                self._on_every_rank(self._await_engines)
             _expect_end(tensors)
             # The engines take back the memory of their KV caches when they serve.
             self._on_every_rank(self._free)
         except BaseException:
             # The driver is not asked to free it: another engine may be copying. torch uses the memory again.
-            self._drop_buffer()
+            self._drop_buffers()
             for _ in tensors:
                 pass
             raise
         return self._finish(version, sums) if self._rank == 0 else None
 
     def _begin(self) -> None:
-        """Allocate the buffer. Rank 0 makes the engines begin."""
-        size = max((bucket.nbytes for bucket in self._buckets), default=0)
-        self._buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
+        """Allocate the buffers. Rank 0 makes the engines begin."""
+        self._buffers = self._two_buffers()
         if self._rank == 0:
             self._link.start()
 
-    def _pack(self, bucket: Bucket, tensors: NamedTensors, sums: list[torch.Tensor]) -> dict[str, Any]:
-        """Fill this rank's buffer; returns its handle, by the GPU's id."""
-        if self._buffer is None:
-            raise RuntimeError("the buffer of a transfer is allocated when it begins")
+    def _pack(self, number: int, tensors: NamedTensors, sums: list[torch.Tensor]) -> dict[str, Any]:
+        """Fill this rank's buffer of the bucket, which the engines have left, and wait until they have left the
+        other; returns its handle, by the GPU's id."""
+        bucket = self._buckets[number]
         own = itertools.islice(tensors, len(bucket.tensors))
         try:
-            packed = pack(bucket, own, self._buffer)
+            packed = pack(bucket, own, self._buffers[number % 2])
             sums.append(checksums(bucket, packed))
             if self._device.type == "cuda":
                 torch.cuda.current_stream().synchronize()
@@ -198,22 +209,28 @@ class SharedGpuSender(DeviceSender):
             for _ in own:  # as far as the other ranks, which gather the same tensors
                 pass
             raise
+        finally:
+            self._await_engines()
 
-    def _receive(self, update: dict[str, Any]) -> None:
-        """Rank 0 makes the engines copy a bucket."""
-        if self._rank == 0:
-            self._link.receive(update)
+    def _await_engines(self) -> None:
+        """Wait until the engines have loaded the last bucket. Raises what they raise."""
+        loading, self._loading = self._loading, None
+        try:
+            if loading is not None:
+                loading.result()
+        finally:
+            del loading  # its error refers to this call, and both would keep the buffers
 
-    def _drop_buffer(self) -> None:
-        """Leave the buffer's memory to torch."""
+    def _drop_buffers(self) -> None:
+        """Leave the buffers' memory to torch."""
         for handle in self._handles:
             release_handle(handle)
         self._handles.clear()
-        self._buffer = None
+        self._buffers.clear()
 
     def _free(self) -> None:
-        """Give back the buffer's memory, and other unused allocations of this process."""
-        self._drop_buffer()
+        """Give back the buffers' memory, and other unused allocations of this process."""
+        self._drop_buffers()
         if self._device.type == "cuda":
             torch.cuda.ipc_collect()
             torch.cuda.empty_cache()

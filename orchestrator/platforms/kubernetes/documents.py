@@ -18,11 +18,18 @@ from jinja2 import Environment, StrictUndefined, Template
 from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.plan.placement import ACCELERATOR
 from troupe.orchestrator.platforms.kubernetes.memory import HEAD, HEAD_CPUS, memory, unplanned
-from troupe.orchestrator.platforms.kubernetes.options import API_TOKEN_FOLDER, LONGEST_S, SPEC_FOLDER, KubernetesOptions
+from troupe.orchestrator.platforms.kubernetes.options import (
+    API_TOKEN_FOLDER,
+    COMPILED_CODE_FOLDER,
+    LONGEST_S,
+    SPEC_FOLDER,
+    KubernetesOptions,
+)
 from troupe.orchestrator.platforms.kubernetes.pods import PodGroup, pod_groups
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.chain import PlannedRun
 from troupe.orchestrator.spec.derived.paths import path_fields
+from troupe.workers.isolation.compiled_code import FOLDER_VARIABLE
 
 USER = 1000
 """The images' user; also the group that owns mounted volumes."""
@@ -84,6 +91,7 @@ def manifests(sent: Document, runs: Sequence[PlannedRun], options: KubernetesOpt
     spec = yaml.safe_dump(sent, sort_keys=False)
     if not options.cluster_only and (size := len(spec.encode())) > _LARGEST_CONFIG_MAP:
         raise UsageError(f"the spec has {size} bytes; a ConfigMap holds at most {_LARGEST_CONFIG_MAP}")
+    given = {one.variable for one in (*options.variables, *options.secret_variables)}
     text = _template().render(
         options=options,
         config=f"{options.name}-spec",
@@ -91,6 +99,7 @@ def manifests(sent: Document, runs: Sequence[PlannedRun], options: KubernetesOpt
         spec_file=_SPEC_FILE,
         spec_folder=SPEC_FOLDER,
         api_token_folder=API_TOKEN_FOLDER,
+        compiled=None if FOLDER_VARIABLE in given else (FOLDER_VARIABLE, COMPILED_CODE_FOLDER),
         entrypoint=entrypoint(run_folder(sent, options)),
         deadline_s=longest_s(specs),
         user=USER,

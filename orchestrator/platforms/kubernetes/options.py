@@ -15,6 +15,8 @@ SPEC_FOLDER = "/etc/troupe"
 """Mount path of the ConfigMap with the spec."""
 WORKSPACE = "/workspace"
 """Base of relative paths when no claim is mounted: the working directory of the images (deploy/images/Dockerfile.*)."""
+COMPILED_CODE_FOLDER = "/var/cache/troupe"
+"""Mount path of the volume that keeps compiled code while a container of the pod starts again."""
 API_TOKEN_FOLDER = "/var/run/secrets/kubernetes.io/serviceaccount"
 """Where the autoscaler reads the token of its service account."""
 LONGEST_S = 2**31 - 1
@@ -22,7 +24,7 @@ LONGEST_S = 2**31 - 1
 
 _LONGEST_JOB, _LONGEST_CLUSTER = 47, 53
 """Characters KubeRay allows in the name of a RayJob and of a RayCluster, because it appends to them."""
-_RESERVED_PATHS = ("/dev/shm", SPEC_FOLDER, "/tmp/ray", API_TOKEN_FOLDER)
+_RESERVED_PATHS = ("/dev/shm", SPEC_FOLDER, "/tmp/ray", API_TOKEN_FOLDER, COMPILED_CODE_FOLDER)
 _RESERVED_VARIABLES = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_ADDRESS", "RAY_JOB_STOP_WAIT_TIME_S")
 
 _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")

@@ -667,7 +667,7 @@ def test_workers_on_a_shared_gpu_need_the_fullest_period_and_not_the_sum(sleep: 
     )
     rests = 800 * MIB + GIB + (2 * numbers + forward if sleep == "kv_cache" else 0)  # CUDA, graphs
     assert use.periods["update"] == pytest.approx(kept + states + max(passes, parts["step"]) + rests, rel=1e-6)
-    sent = 2 * bucket + 2 * numbers + 800 * MIB + GIB + (forward if sleep == "kv_cache" else 0)
+    sent = 2 * 2 * bucket + 2 * numbers + 800 * MIB + GIB + (forward if sleep == "kv_cache" else 0)
     assert use.periods["transfer"] == pytest.approx(kept + sent, rel=1e-6)
     assert use.most == max(use.periods.values()) < use.alone
     host = next(m for m in result.memory.workers if (m.worker, m.where) == ("policy-0", "host"))

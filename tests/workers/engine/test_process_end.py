@@ -35,8 +35,7 @@ def end(how):
     ENDS[how]()
 
 if __name__ == "__main__":
-    torch = SimpleNamespace(get_num_threads=lambda: 1, default_cache_dir=lambda: "")  # takes seconds to import
-    sys.modules |= {"torch": torch, "torch._inductor.runtime.cache_dir_utils": torch}
+    sys.modules["torch"] = SimpleNamespace(get_num_threads=lambda: 1)  # takes seconds to import
     os.environ[process.FOLDER_VARIABLE] = process.temporary_folder()
     process.fork_server()  # as in a fork of the server of workers, before Ray redirects its streams
     found = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import itertools
 import pickle
 import threading
 from collections.abc import Iterator
@@ -65,6 +66,8 @@ class OneGpu:
 
     def __init__(self, buckets: tuple[Bucket, ...], fails_at: int = -1, engines: int = 1) -> None:
         """`engines`: processes on the GPU that open each handle."""
+        self.packed = [threading.Event() for _ in buckets]
+        """Set when a bucket is in its buffer."""
         self.buckets = buckets
         self.fails_at = fails_at
         self.engines = engines
@@ -87,10 +90,12 @@ class OneGpu:
         self.calls.append("start")
 
     def receive(self, info: dict[str, Any]) -> None:
-        """Copy a bucket."""
+        """Copy a bucket, as slowly as the sender permits: when the next one is in its buffer."""
+        assert all(event.wait(10) for event in self.packed[: info["bucket"] + 2]), "the next one waits for this one"
+        assert not any(event.is_set() for event in self.packed[info["bucket"] + 2 :]), "a third bucket"
         if info["bucket"] == self.fails_at:
             raise ConnectionError("rollout-0 is gone")
-        assert not self.exported[-1].expired()
+        assert not self.exported[info["bucket"]].expired()
         self.calls.append(f"bucket {info['bucket']}")
         bucket = self.buckets[info["bucket"]]
         address, number = info["handles"]["GPU-x"]
@@ -109,9 +114,10 @@ class OneGpu:
         return [WeightAck("rollout-0", version, digest, 0.0)]
 
     def export(self, packed: torch.Tensor) -> list[Any]:
-        """The handle of a buffer that is used for every bucket."""
-        self.memory = {packed.data_ptr(): packed}
+        """The handle of a buffer that is used for every second bucket."""
+        self.memory[packed.data_ptr()] = packed
         self.exported.append(StorageWeakRef(packed.untyped_storage()))
+        self.packed[len(self.exported) - 1].set()
         self.counts[len(self.counts)] = 1
         return [packed.data_ptr(), len(self.counts) - 1]
 
@@ -142,22 +148,50 @@ def connected(
 
 
 @pytest.mark.parametrize("engines", [0, 1, 2])
-def test_an_engine_copies_every_bucket_from_the_shared_buffer(monkeypatch: pytest.MonkeyPatch, engines: int) -> None:
+def test_an_engine_copies_a_bucket_while_the_next_one_is_packed(monkeypatch: pytest.MonkeyPatch, engines: int) -> None:
     """None on this rank's GPU, one, or two that open the same handle: the memory is freed before they serve."""
     engine, sender = connected(monkeypatch, engines=engines)
     sent = sender.send(4, weights())
     assert sent is not None and sent.acks[0].digest == sent.digest
     assert engine.calls == ["join", "start", "bucket 0", "bucket 1", "bucket 2", "finish"]
+    assert len({buffer.cdata for buffer in engine.exported}) == 2
     for (name, got), (expected_name, expected) in zip(engine.received, weights(), strict=True):
         assert name == expected_name and torch.equal(got, expected)
 
 
-def test_an_engine_that_fails_ends_the_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, sender = connected(monkeypatch, fails_at=1)
-    with pytest.raises(TransferFailed, match="rollout-0 is gone"):
-        sender.send(4, weights())
-    assert engine.calls[-1] == "bucket 0"
+@pytest.mark.parametrize("bucket", [0, 1, 2])
+def test_an_engine_that_fails_ends_the_transfer(bucket: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the next bucket packed behind it, or as the last one."""
+    engine, sender = connected(monkeypatch, fails_at=bucket)
+    gc.disable()  # it would free the buffers some time later
+    try:
+        with pytest.raises(TransferFailed, match="rollout-0 is gone"):
+            sender.send(4, weights())
+        engine.memory.clear()
+        assert all(buffer.expired() for buffer in engine.exported)
+    finally:
+        gc.enable()
+    assert engine.calls[2:] == [f"bucket {number}" for number in range(bucket)]
     assert max(engine.counts.values()) <= 0, "the handle that nobody has opened would keep the buffer for good"
+
+
+def test_weights_that_fail_behind_a_bucket_wait_until_the_engine_has_left_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, sender = connected(monkeypatch)
+    copied = threading.Event()
+
+    def receive(info: dict[str, Any]) -> None:
+        assert not copied.wait(0.2), "the sender gave its buffers up"
+        engine.calls.append("copied")
+
+    def cut() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from itertools.islice(weights(), 2)
+        raise OSError("a layer is gone")
+
+    monkeypatch.setattr(engine, "receive", receive)
+    monkeypatch.setattr(sending, "release_handle", lambda handle: copied.set())
+    with pytest.raises(TransferFailed, match="a layer is gone"):
+        sender.send(4, cut())
+    assert engine.calls[-1] == "copied" and copied.is_set()
 
 
 class Rank(threading.local):
@@ -246,14 +280,15 @@ def test_each_process_of_an_engine_over_two_gpus_copies_from_the_rank_on_its_own
     receiving = pytest.importorskip("troupe.workers.weights.vllm_transfer")
     given = list(weights())  # drawn here: the threads share a generator
     shapes = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in given]
-    ranks, store, memory = Rank(), HashStore(), dict[str, torch.Tensor]()
+    ranks, store, memory = Rank(), HashStore(), dict[str, list[torch.Tensor]]()
     store.set_timeout(timedelta(seconds=20))
     engine = OneGpu(buckets_of(shapes, 1024))
     gpus = ["GPU-1", "GPU-0"] if swapped else ["GPU-0", "GPU-1"]
 
     def export(packed: torch.Tensor) -> list[Any]:
-        memory[f"GPU-{ranks.rank}"] = packed
-        return [ranks.rank]
+        shown = memory.setdefault(f"GPU-{ranks.rank}", [])
+        shown.append(packed)
+        return [ranks.rank, len(shown) - 1]
 
     def receiver(gpu: str) -> Any:
         class Process(receiving.SharedGpuWeightTransferEngine):
@@ -267,13 +302,13 @@ def test_each_process_of_an_engine_over_two_gpus_copies_from_the_rank_on_its_own
     processes = [receiver(gpu) for gpu in gpus]
 
     def receive(info: dict[str, Any]) -> None:
-        assert info["handles"] == {"GPU-0": [0], "GPU-1": [1]}
+        assert info["handles"] == {f"GPU-{rank}": [rank, info["bucket"]] for rank in range(2)}
         for process in processes:
             process._receive(receiving.SharedGpuUpdateInfo(**info))
 
     def opened(handle: list[int], device: str) -> torch.Tensor:
         assert device == f"GPU-{handle[0]}", "the memory of another GPU"
-        return memory[device]
+        return memory[device][handle[1]]
 
     def acknowledge(version: int, digest: str) -> list[WeightAck]:
         assert all(weights_digest(process._buckets, process._sums) == digest for process in processes)

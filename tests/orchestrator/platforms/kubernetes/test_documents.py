@@ -325,3 +325,17 @@ def test_bad_input_gives_one_line_and_exit_code_2(arguments: list[str], said: st
     errors = [line for line in answer.errors if not line.startswith("note: ")]
     assert (answer.code, len(errors), answer.heavy) == (2, 1, [])
     assert said in errors[0] and CANARY not in errors[0]
+
+
+def test_worker_pods_keep_compiled_code_unless_the_environment_names_a_folder() -> None:
+    """The head has no worker."""
+    for env, kept in (([], True), (["TROUPE_COMPILED_CODE=/disk"], False)):
+        job, _ = documents(GRPO, env=env)
+        for name, pod in pods_of(job):
+            (container,) = pod["containers"]
+            values = {one["name"]: one.get("value") for one in container["env"]}
+            mounts = {one["name"]: one["mountPath"] for one in container["volumeMounts"]}
+            expected = "/var/cache/troupe" if name != "head" and kept else None
+            assert mounts.get("compiled") == expected
+            assert values.get("TROUPE_COMPILED_CODE") == (expected if kept else "/disk")
+            assert ({"name": "compiled", "emptyDir": {}} in pod["volumes"]) == (expected is not None)
