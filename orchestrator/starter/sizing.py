@@ -16,7 +16,7 @@ from troupe.orchestrator.errors import DoesNotFit, UsageError
 from troupe.orchestrator.model_facts.families import undivided
 from troupe.orchestrator.model_facts.model_size import ModelSize, SizeUnknown, config_or_empty, read_size
 from troupe.orchestrator.plan.placement import GPU_GIB, Node
-from troupe.orchestrator.plan.plan import Plan, described_nodes, plan_stages
+from troupe.orchestrator.plan.plan import Plan, described_nodes, has_amx, plan_stages
 from troupe.orchestrator.spec.chain import PlannedRun
 from troupe.orchestrator.spec.checks.models import ATTENTION, has_experts, has_latent_attention
 from troupe.orchestrator.spec.errors import Place, Source, SpecError
@@ -201,7 +201,8 @@ def _layout_groups(choices: Choices, tokens: int) -> Iterator[list[Sizing]]:
     critic = not choices.offline and "critic" in ALGORITHMS[choices.algorithm].required
     if not choices.gpus:
         small = [n for n in micro if n <= max(2048, micro[-1])]
-        options = product(("float32", "bfloat16"), (False, True), small, (1.0, 0.5, 0.25))
+        dtypes = ("bfloat16", "float32") if has_amx() else ("float32", "bfloat16")
+        options = product(dtypes, (False, True), small, (1.0, 0.5, 0.25))
         yield [
             Sizing(dtype, size, checkpointing, critics=int(critic), kv_cache_gib=cache)
             for dtype, checkpointing, size, cache in options

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from docs.tooling.layouts import size as size_of
+from tests.conftest import ROOT
 from tests.orchestrator.plan.test_remedies import NODE
 from troupe.orchestrator.commands.plan_table import predictions
 from troupe.orchestrator.plan.memory import Sizes
 from troupe.orchestrator.plan.placement import GPU_GIB
-from troupe.orchestrator.plan.plan import Plan, as_json, described_nodes, plan
+from troupe.orchestrator.plan.plan import AMX, Plan, as_json, described_nodes, has_amx, local_node, plan
 from troupe.orchestrator.plan.speed import DRAIN, Prediction, decode_seconds, token_seconds
 from troupe.orchestrator.spec.load import plan_runs, read_document
 from troupe.workers.contract.gpus import GpuPeaks, gpu_peaks
@@ -187,3 +190,31 @@ def test_in_turn_sampling_waits_for_the_longest_response() -> None:
     in_turn = predicted("1.5B", "1x8xH100", *SMALL, "schedule.max_staleness=0", "roles.rollout.max_num_seqs=64")
     assert in_turn.sampling_s == pytest.approx(1.7 * together.sampling_s)
     assert in_turn.step_s == pytest.approx(in_turn.sampling_s + in_turn.training_s + in_turn.transfer_s)
+
+
+def test_a_processor_with_amx_is_known_by_its_flags(tmp_path: Path) -> None:
+    assert not has_amx(tmp_path / "none")
+    info = tmp_path / "cpuinfo"
+    info.write_text("model name\t: amx_bf16\nflags\t\t: fpu amx_bf16 amx_tile\n")
+    assert has_amx(info)
+    (other := tmp_path / "other").write_text("model name\t: amx_bf16\nflags\t\t: fpu avx512_bf16 amx_bf16x\n")
+    assert not has_amx(other)
+
+
+@pytest.mark.parametrize(
+    ("amx", "changes", "faster"),
+    [
+        (True, (), "bfloat16"),
+        (False, (), ""),
+        (True, ("grpo", "model.dtype=bfloat16"), ""),
+        # Conjugate gradients are refused in 16 bits.
+        (True, ("trpo",), ""),
+    ],
+)
+def test_a_processor_with_amx_is_told_its_faster_dtype(amx: bool, changes: tuple[str, ...], faster: str) -> None:
+    name, *settings = changes or ("grpo",)
+    spec = plan_runs(read_document(ROOT / f"deploy/specs/algorithms/{name}.yaml", settings))[0].spec
+    found = plan(spec, [replace(local_node(2, spec), amx=amx)])
+    assert as_json("run", found)["faster_dtype"] == (faster or None)
+    lines = list(predictions(found))
+    assert lines == ([f"model.dtype: {AMX} (--set model.dtype=bfloat16)"] if faster else [])

@@ -212,6 +212,19 @@ def test_where_all_weights_do_not_fit_the_spec_trains_adapters(algorithm: str, r
     assert "lora" not in check(text_of(small, tmp_path / "x.yaml"), tmp_path / "x.yaml", small)["roles"]["policy"]
 
 
+@pytest.mark.parametrize("amx", [False, True])
+def test_a_spec_for_cpus_has_the_dtype_that_they_multiply_faster(
+    amx: bool, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("sizing", "command"):
+        monkeypatch.setattr(f"troupe.orchestrator.starter.{module}.has_amx", lambda: amx)
+    choices = chosen(tiny_model)
+    text = text_of(choices, tmp_path / "run.yaml")
+    document = check(text, tmp_path / "run.yaml", choices)
+    assert document["model"]["dtype"] == ("bfloat16" if amx else "float32")
+    assert ("# bfloat16: this processor multiplies" in text) is amx
+
+
 def test_on_one_gpu_adapters_train_beside_the_engine(tmp_path: Path) -> None:
     choices = chosen(llama(tmp_path / "model", 5120, 26, 13824), gpus=1, gpu_type="A100-40G", cpus=16)
     document = check(text_of(choices, tmp_path / "run.yaml"), tmp_path / "run.yaml", choices)
