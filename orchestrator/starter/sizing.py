@@ -201,7 +201,7 @@ def _layout_groups(choices: Choices, tokens: int) -> Iterator[list[Sizing]]:
     critic = not choices.offline and "critic" in ALGORITHMS[choices.algorithm].required
     if not choices.gpus:
         small = [n for n in micro if n <= max(2048, micro[-1])]
-        dtypes = ("bfloat16", "float32") if has_amx() else ("float32", "bfloat16")
+        dtypes = ("bfloat16",) if has_amx() else ("float32", "bfloat16")
         options = product(dtypes, (False, True), small, (1.0, 0.5, 0.25))
         yield [
             Sizing(dtype, size, checkpointing, critics=int(critic), kv_cache_gib=cache)
