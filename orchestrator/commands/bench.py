@@ -84,7 +84,7 @@ def _measure(rollouts: BenchRequest, file: Path, as_json: bool) -> bool:
         measure(rollouts, console, measured.keep)
     finally:
         if measured.rollouts:
-            measured.show(as_json=as_json)
+            measured.show(rollouts.points, as_json=as_json)
     return not any(result.problem for result in measured.rollouts)
 
 
@@ -105,14 +105,14 @@ class _Measured:
         self._file.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(self._file, json_text(self._record()))
 
-    def show(self, *, as_json: bool) -> None:
-        """Print everything to standard output."""
+    def show(self, points: Sequence[Point], *, as_json: bool) -> None:
+        """Print everything to standard output; `points`: all that were to be measured."""
         from troupe.orchestrator.commands.bench_table import show
 
         if as_json:
             echo_json(self._record())
             return
-        show(self.rollouts, self._cores)
+        show(self.rollouts, self._cores, points)
         typer.echo(f"wrote {self._file}")
 
     def _record(self) -> dict[str, Any]:

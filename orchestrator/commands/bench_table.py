@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from troupe.orchestrator.commands.options import UNBOUNDED, fitting_table, output_width
 from troupe.orchestrator.insight.bench.bounds import best_of, bound_of
+from troupe.orchestrator.insight.bench.points import Point, settings_label
 from troupe.orchestrator.insight.bench.results import Measures, Result
+
+_SAMPLES = ("sampling.", "data.", "model.")
 
 
 @dataclass(frozen=True)
@@ -40,12 +44,14 @@ COLUMNS = (
 )
 
 
-def show(results: Sequence[Result], cores: int | None) -> None:
-    """Print everything to standard output."""
+def show(results: Sequence[Result], cores: int | None, points: Sequence[Point]) -> None:
+    """Print everything to standard output; `points`: all that were to be measured."""
     console = Console(highlight=False, markup=False, width=output_width())
     console.print(render(results, console.width))
     for line in advice(results, cores):
         console.print(line, soft_wrap=True)
+    if left := [point.label for point in points if all(point is not result.point for result in results)]:
+        console.print(f"interrupted before: {'; '.join(left)}", soft_wrap=True)
 
 
 def render(results: Sequence[Result], width: int = UNBOUNDED) -> Table:
@@ -72,13 +78,26 @@ def advice(results: Sequence[Result], cores: int | None) -> Iterator[str]:
             yield f"    {line}"
         if bound.note:
             yield f"    {bound.note}"
+    groups: dict[str, list[Result]] = {}
+    for result in results:
+        groups.setdefault(settings_label(_of_samples(result.point)), []).append(result)
+    for samples, group in groups.items():
+        yield from _fastest(samples, group)
+
+
+def _of_samples(point: Point) -> Mapping[str, Any]:
+    """The swept fields that change which samples are made, and not how: among their values none is the fastest."""
+    return {field: value for field, value in point.settings.items() if field.startswith(_SAMPLES)}
+
+
+def _fastest(samples: str, results: Sequence[Result]) -> Iterator[str]:
+    """The fastest point of those that make the same samples, and those that may be as fast."""
     best = best_of(results)
-    if best is None or best.measures is None:
+    lines = [line for line in best.point.lines if not line.startswith(_SAMPLES)] if best is not None else []
+    if best is None or best.measures is None or not lines:
         return
-    if all(field.startswith(("sampling.", "data.", "model.")) for field in best.point.settings):
-        return  # swept fields that change which samples are made, and not how
-    yield f"fastest: {best.measures.tokens_per_s:.0f} tokens/s with"
-    for line in best.point.lines:
+    yield f"fastest{f' of {samples}' if samples else ''}: {best.measures.tokens_per_s:.0f} tokens/s with"
+    for line in lines:
         yield f"    {line}"
     slowest = best.measures.slowest_batch
     alike = [

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from rich.console import Console
 
 from tests.orchestrator.insight.bench.measured import point, result
-from troupe.orchestrator.commands.bench_table import advice, render
+from troupe.orchestrator.commands.bench_table import advice, render, show
 from troupe.orchestrator.insight.bench.results import Result
 
 WORKERS, SEQS = "roles.rollout.workers", "roles.rollout.max_num_seqs"
@@ -65,3 +66,21 @@ def test_points_whose_batches_overlap_are_equals_and_a_length_is_no_setting() ->
     assert "no slower" not in list(advice([first, replace(second, measures=slower)], 2))[-1]
     lengths = [result({"sampling.max_tokens": tokens}) for tokens in (16, 32)]
     assert not any(line.startswith("fastest") for line in advice(lengths, 2))
+
+
+def test_the_fastest_setting_is_named_for_each_length() -> None:
+    swept = [
+        result({"sampling.max_tokens": tokens, SEQS: slots}, seconds=seconds)
+        for tokens, slots, seconds in ((16, 32, 1.0), (16, 64, 2.0), (32, 32, 4.0), (32, 64, 3.0))
+    ]
+    lines = list(advice(swept, 2))
+    said = {line.partition(": ")[0]: after.strip() for line, after in pairwise(lines) if line.startswith("fastest")}
+    assert said == {"fastest of max_tokens 16": f"{SEQS}: 32", "fastest of max_tokens 32": f"{SEQS}: 64"}
+
+
+def test_an_interrupted_sweep_names_the_points_it_did_not_reach(capsys: pytest.CaptureFixture[str]) -> None:
+    measured, left = results()[:1], [point({WORKERS: workers}) for workers in (8, 16)]
+    show(measured, 2, [measured[0].point, *left])
+    assert "interrupted before: workers 8; workers 16" in capsys.readouterr().out
+    show(measured, 2, [measured[0].point])
+    assert "interrupted" not in capsys.readouterr().out
