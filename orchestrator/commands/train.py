@@ -236,10 +236,15 @@ def resume_steps(arguments: Sequence[str], runs: Sequence[PlannedRun], report: P
         runs: All runs of its file.
         report: The report that was written, or None if none was.
     """
+    from troupe.orchestrator.platforms.ray_jobs import SENT
+
     begun = [planned for planned in runs if planned.out.is_dir()] or runs
     again = ["troupe", *(argument for argument in arguments if argument != "--resume")]
     resume = ["--resume"] if arguments[:1] == ["run"] else []  # `troupe demo` resumes without being asked
-    commands = [(shlex.join([*again, *resume]), "resumes from the newest checkpoint"), *_samples(begun[-1])]
+    command = shlex.join([*again, *resume])
+    if any(argument.startswith(SENT) for argument in arguments):  # a job's copy of the spec
+        command = "troupe submit SPEC"
+    commands = [(command, "resumes from the newest checkpoint"), *_samples(begun[-1])]
     if report is None:
         commands.append((shlex.join(["troupe", "report", *(str(run.out) for run in begun)]), "writes the report"))
     return _lines(f"results so far are in {_results(runs)}", commands, report)

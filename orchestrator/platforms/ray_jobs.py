@@ -34,6 +34,8 @@ _AGENT_TIMEOUT_S = 60.0
 _POLL_S = 0.5
 _SAVE_TIMEOUT_S = 600.0
 """Longest a stopped job may take to save before Ray kills it."""
+SENT = ".troupe-"
+"""Beginning of the name of a job's copy of the spec."""
 _NAME = "troupe"
 """Metadata key that holds the name of the run."""
 
@@ -118,7 +120,7 @@ class JobServer:
             runtime_env: dict[str, Any] = {"working_dir": scratch, "env_vars": job_environment()}
             if submission.requirements is not None:
                 runtime_env["pip"] = str(submission.requirements)
-            file = Path(scratch) / f".troupe-{spec.name}.yaml"
+            file = Path(scratch) / f"{SENT}{spec.name}.yaml"
             file.write_text(yaml.safe_dump(absolute_paths(spec.model_dump(mode="json")), sort_keys=False))
             return submit_when_ready(
                 self._client,

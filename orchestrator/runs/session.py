@@ -7,9 +7,10 @@ import asyncio
 import logging
 import os
 import signal
+import sys
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext, suppress
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -36,7 +37,7 @@ from troupe.orchestrator.spec.base import RESOLVED_SPEC, RunSpec
 from troupe.orchestrator.spec.derived.digests import evaluation_digest, reward_digest
 from troupe.orchestrator.spec.derived.warnings import warnings_of
 from troupe.orchestrator.telemetry.console import Console
-from troupe.orchestrator.telemetry.event_log import EVALUATION, REWARDS, recorded_failure
+from troupe.orchestrator.telemetry.event_log import EVALUATION, REWARDS, EventLog, recorded_failure
 from troupe.orchestrator.telemetry.versions import versions as describe_versions
 from troupe.orchestrator.training.batch import unless_failed, unless_stopped
 from troupe.orchestrator.training.checkpoint import CheckpointStore
@@ -149,6 +150,9 @@ async def open_session(
     renders the prompts while the workers start, records events, and answers `troupe why`."""
     async with AsyncExitStack() as stack:
         checkpoints = await stack.enter_async_context(_run_folder(request, console)) if trains else _saved(request)
+        start = stack.enter_context(ExitStack())
+        if trains:
+            start.enter_context(_recorded_start(request.out, checkpoints.done))
         local = local or fetch(request.spec, console)
         if trains and checkpoints.remote is not None:
             fetch_opponent(local.spec, checkpoints.store, checkpoints.remote, checkpoints.done)
@@ -167,6 +171,7 @@ async def open_session(
             say(console, describe(data.pools))
         console.phase("start Ray")
         cluster, stop = stack.enter_context(_connected(request, roles)), asyncio.Event()
+        start.close()  # the cluster's events follow
         observer = stack.enter_context(_observed(request, checkpoints.done, console, cluster)) if trains else None
         stack.enter_context(_interrupts(cluster, stop, request.switch))
         stack.enter_context(recorded_failure(cluster.events))
@@ -181,6 +186,20 @@ async def open_session(
         yield Session(
             request, local.spec, cluster, launcher, workers, console, stop, checkpoints, read=data, observer=observer
         )
+
+
+@contextmanager
+def _recorded_start(out: Path, done: int) -> Iterator[None]:
+    """Records how the block ended if it raises, before the events of a run are open."""
+    events = EventLog()
+    events.step = done
+    try:
+        with recorded_failure(events):
+            yield
+    except BaseException:
+        events.open(out, sys.maxsize)  # leaves the events of earlier starts
+        events.close()
+        raise
 
 
 @asynccontextmanager

@@ -25,13 +25,13 @@ from troupe.orchestrator.cluster.worker_group import RecoverableCalls
 from troupe.orchestrator.controller import RunOutcome
 from troupe.orchestrator.data.prompt_check import PromptCheck
 from troupe.orchestrator.data.summary import RunData
-from troupe.orchestrator.errors import UsageError
+from troupe.orchestrator.errors import TroupeError, UsageError
 from troupe.orchestrator.hub.resolve import LocalFiles
 from troupe.orchestrator.pools.engine import Engine
 from troupe.orchestrator.pools.workers import Workers
 from troupe.orchestrator.runs import evaluation
 from troupe.orchestrator.runs import session as session_module
-from troupe.orchestrator.runs.checkpoints import folder_checkpoints
+from troupe.orchestrator.runs.checkpoints import RunCheckpoints, folder_checkpoints
 from troupe.orchestrator.runs.evaluation import EvaluationOptions
 from troupe.orchestrator.runs.lock import locked
 from troupe.orchestrator.runs.rollouts import train_on_rollouts
@@ -44,6 +44,7 @@ from troupe.orchestrator.telemetry.console import Console
 from troupe.orchestrator.telemetry.event_log import EventLog
 from troupe.orchestrator.telemetry.metrics import PeakMemory
 from troupe.orchestrator.telemetry.timeline import CallLog
+from troupe.orchestrator.training.checkpoint import CheckpointStore
 
 
 @pytest.fixture
@@ -111,6 +112,31 @@ async def test_workers_that_start_first_wait_for_the_check(cluster: Any, tmp_pat
     async with asyncio.timeout(60):
         assert await refused(tmp_path) == {"train": 3}
     assert cluster.log == ["start workers", "close", "abandon"]
+
+
+@pytest.mark.parametrize("done", [0, 4])
+async def test_a_start_that_fails_before_there_is_a_cluster_is_a_failed_run(
+    cluster: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, done: int
+) -> None:
+    """Events of an earlier start stay, also those of steps after its last checkpoint."""
+
+    async def check() -> PromptCheck:
+        return PromptCheck()
+
+    def nowhere(*_: Any) -> None:
+        raise TroupeError("no Ray cluster to join")
+
+    cluster.check = check
+    found = RunCheckpoints(CheckpointStore(tmp_path / "checkpoints", 1), None)
+    monkeypatch.setattr(RunCheckpoints, "done", done)
+    monkeypatch.setattr(session_module, "open_checkpoints", lambda *_: found)
+    monkeypatch.setattr(session_module, "Cluster", SimpleNamespace(connect=nowhere))
+    (tmp_path / "events.jsonl").write_text('{"step": 6, "event": "run_started"}\n')
+    with pytest.raises(TroupeError, match="no Ray cluster"):
+        await refused(tmp_path)
+    before, ended = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert before["step"] == 6 and (ended["step"], ended["how"]) == (done, "failed")
+    assert (ended["error"], ended["detail"]) == ("TroupeError", "no Ray cluster to join")
 
 
 def test_a_run_begins_with_the_warnings_of_its_spec(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

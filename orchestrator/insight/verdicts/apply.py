@@ -39,11 +39,13 @@ def failed(run: History) -> Iterator[Verdict]:
         FAILED,
         Level.PROBLEM,
         "The run has failed",
-        f"It ended after step {run.last_step}: {why}",
+        f"It ended {f'after step {run.last_step}' if run.last_step else 'before its first step'}: {why}",
         run.last_step,
         remedies=(
             Remedy("`troupe why RUN` shows what was known; `troupe run --resume` continues from its checkpoint."),
-        ),
+        )
+        if run.last_step
+        else (),
     )
 
 

@@ -43,7 +43,10 @@ def why(run_folder: Path, timeout_s: float) -> DiagnosisReport:
     snapshot = SNAPSHOT.read(folder)
     if snapshot is None:
         require_folder(run_folder)
-        raise UsageError(f"{run_folder}: no run has started here, or its folder {FOLDER} cannot be read")
+        raise UsageError(
+            f"{run_folder}: no run has started here, or its folder {FOLDER} cannot be read; if a start failed, "
+            "`troupe report` has its error"
+        )
     if (
         ended := _last_report(folder, snapshot)
     ) is not None:  # its process may continue with another run: a later stage

@@ -8,8 +8,9 @@ import pytest
 from typer.testing import CliRunner
 
 from troupe.orchestrator.cli import app
-from troupe.orchestrator.commands.train import next_steps, write_run_report
+from troupe.orchestrator.commands.train import next_steps, resume_steps, write_run_report
 from troupe.orchestrator.errors import UsageError
+from troupe.orchestrator.platforms.ray_jobs import SENT
 from troupe.orchestrator.spec.checks.machine import missing
 from troupe.orchestrator.spec.examples import MODELS_VARIABLE, examples
 from troupe.orchestrator.spec.load import plan_runs, read_document
@@ -105,6 +106,13 @@ def test_the_end_names_the_results_and_commands_that_work(models: Path) -> None:
     assert "troupe export runs/tiny-lora trained/ --merge" in adapters, "engines evaluate whole models"
     own = next_steps(Path("run.yaml"), plan_runs(read_document("examples:tiny-grpo")))
     assert "troupe samples runs/tiny-grpo " in own and "troupe init" not in own
+
+
+def test_a_job_is_resumed_by_another_submission_and_not_by_its_copy_of_the_spec(models: Path) -> None:
+    runs = plan_runs(read_document("examples:tiny-grpo"))
+    job = resume_steps(["run", f"{SENT}tiny-grpo.yaml", "--resume"], runs, None)
+    assert "troupe submit SPEC " in job and SENT not in job
+    assert "troupe run my.yaml --resume " in resume_steps(["run", "my.yaml"], runs, None)
 
 
 def test_the_last_line_names_the_report(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
