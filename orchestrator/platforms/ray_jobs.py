@@ -43,8 +43,8 @@ _STEP = re.compile(r"step \d+/\d+  ")
 _ID = re.compile(r"[\w.-]+")
 _STATUS_CODE = re.compile(r"Request failed with status code \d+: ")
 _CLASS_NAME = re.compile(r"\w+(Error|Exception): ")
-_CHATTY = ("ray.dashboard.modules.dashboard_sdk", "ray._private.runtime_env.packaging")
-"""Loggers of Ray that report every upload."""
+_CHATTY = ("dashboard.modules.dashboard_sdk", "dashboard.modules.job.sdk", "_private.runtime_env.packaging")
+"""Loggers of Ray that report every upload and the end of a log."""
 
 Echo = Callable[[str], Any]
 
@@ -100,7 +100,7 @@ class JobServer:
         from ray.job_submission import JobSubmissionClient
 
         for name in _CHATTY:
-            logging.getLogger(name).setLevel(logging.WARNING)
+            logging.getLogger(f"ray.{name}").setLevel(logging.WARNING)
         self._address = address
         with self._reported():
             self._client = JobSubmissionClient(address, headers=token_header())
@@ -148,6 +148,7 @@ class JobServer:
         the user interrupts, which the job does not notice."""
         from ray.job_submission import JobStatus
 
+        self.state(job)  # the log of an unknown job is a failed handshake
         try:
             with self._reported():
                 asyncio.run(_tail(self._client, job, echo))
@@ -171,11 +172,12 @@ class JobServer:
     @contextmanager
     def _reported(self) -> Iterator[None]:
         """Turn the client's errors into one-line TroupeErrors that name the address."""
+        from aiohttp import ClientError  # Ray's client follows a log with it
         from ray.exceptions import RayError
 
         try:
             yield
-        except (OSError, RuntimeError, ValueError, RayError) as error:
+        except (OSError, RuntimeError, ValueError, RayError, ClientError) as error:
             if isinstance(error, TroupeError):
                 raise
             raise TroupeError(f"--address {self._address}: {said(error)}") from error

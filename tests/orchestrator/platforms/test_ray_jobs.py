@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from aiohttp import ServerDisconnectedError
 from ray.job_submission import JobStatus
 
 from tests.conftest import ROOT
@@ -261,6 +262,18 @@ def test_an_interrupted_follower_says_that_the_job_continues(
     with pytest.raises(StopRequested, match=r"^mine is no longer followed, and continues; `troupe stop` stops it$"):
         server.follow("mine", lines.append)
     assert lines == ["step 1"]
+
+
+def test_what_ends_a_follower_gives_a_one_line_error(server: JobServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def tail(job: str) -> AsyncIterator[str]:
+        raise ServerDisconnectedError
+        yield job
+
+    monkeypatch.setattr(client(server), "tail_job_logs", tail, raising=False)
+    with pytest.raises(TroupeError, match=r"^--address http://head:8265: Server disconnected$"):
+        server.follow("mine", print)
+    with pytest.raises(TroupeError, match=r"^--address http://head:8265: Job other does not exist$"):
+        server.follow("other", print)
 
 
 def test_stopping_waits_for_the_end_until_its_timeout(server: JobServer) -> None:
