@@ -62,9 +62,12 @@ def differentiate_rows(
     tl.store(gradient + row * columns + at, found.to(gradient.dtype.element_ty), mask=inside)
 
 
-def sums(input: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, factor: float) -> tuple[torch.Tensor, ...]:
-    """float32 [T] each, over the vocabulary, for logits z of `factor` * input [T, in] @ weight [V, in]^T: the highest
-    z, the sums of exp(z - highest) and of (z - highest) exp(z - highest), and the targets' logits."""
+def sums(
+    input: torch.Tensor, weight: torch.Tensor | None, targets: torch.Tensor, factor: float
+) -> tuple[torch.Tensor, ...]:
+    """float32 [T] each, over the vocabulary, for logits z of `factor` * input [T, in] @ weight [V, in]^T, or `factor` *
+    input [T, V] without a weight: the highest z, the sums of exp(z - highest) and of (z - highest) exp(z - highest),
+    and the targets' logits."""
     highest, total, weighted, chosen = torch.zeros(4, len(input), device=input.device).unbind()
     highest.fill_(LOWEST_LOGIT)
     for start, logits in _tiles(input, weight):
@@ -78,7 +81,7 @@ def sums(input: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, facto
 
 def gradients(
     input: torch.Tensor,
-    weight: torch.Tensor,
+    weight: torch.Tensor | None,
     targets: torch.Tensor,
     factor: float,
     log_sums: torch.Tensor,
@@ -88,7 +91,8 @@ def gradients(
 ) -> Iterator[tuple[slice, torch.Tensor]]:
     """(columns, gradient by their logits before `factor`, in the type of the weight) of each tile, overwritten by
     the next. `of_logprob`, `of_entropy` (or None): float32 [T], times `factor`."""
-    found = weight.new_empty(len(input) * min(GPU_TILE_COLUMNS, len(weight)))
+    most = input.numel() if weight is None else len(input) * min(GPU_TILE_COLUMNS, len(weight))
+    found = (input if weight is None else weight).new_empty(most)
     for start, logits in _tiles(input, weight):
         (rows, columns), grad = logits.shape, found[: logits.numel()].view(logits.shape)
         differentiate_rows[(rows, triton.cdiv(columns, _BLOCK))](
@@ -118,9 +122,13 @@ def add_product(into: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> 
         torch.addmm(into, left, right, out_dtype=torch.float32, out=into)
 
 
-def _tiles(input: torch.Tensor, weight: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    """(first column, float32 [T, columns]) of input @ weight^T, each overwritten by the next; none without rows."""
+def _tiles(input: torch.Tensor, weight: torch.Tensor | None) -> Iterator[tuple[int, torch.Tensor]]:
+    """(first column, float32 [T, columns]) of input @ weight^T, each overwritten by the next; none without rows. Logits
+    without a weight are a tile."""
     if not len(input):
+        return
+    if weight is None:
+        yield 0, input.contiguous()
         return
     found = torch.empty(len(input) * min(GPU_TILE_COLUMNS, len(weight)), device=input.device)
     for start in range(0, len(weight), GPU_TILE_COLUMNS):

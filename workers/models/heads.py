@@ -97,11 +97,16 @@ def float32_logits(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def token_logprobs(
-    input: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, factor: float = 1.0, entropy_grad: bool = False
+    input: torch.Tensor,
+    weight: torch.Tensor | None,
+    targets: torch.Tensor,
+    factor: float = 1.0,
+    entropy_grad: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(log-probs of the targets int64 [T], entropies), float32 [T], of softmax(factor * input [T, in] @ weight [V,
-    in]^T). The logits exist in tiles of some columns only, and again in the backward pass. On the CPU a tile
-    stays in the cache until it is done with; on a GPU one kernel reads it once. Sums are rescaled whenever a tile
+    in]^T); if `weight` is None, of softmax(factor * input) of float32 logits [T, V], which are one tile. Otherwise
+    logits exist in tiles of some columns only, and again in the backward pass. On the CPU a tile stays in the cache
+    until it is done with; on a GPU one kernel reads it once. Sums are rescaled whenever a tile
     has a larger logit (Milakov and Gimelshein, arXiv 1805.02867). The gradient by the weight is summed in float32
     and rounded once."""
     logprobs, entropies = _TokenLogprobs.apply(input, weight, targets, factor, entropy_grad)
@@ -114,7 +119,12 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, input: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, factor: float, entropy_grad: bool
+        ctx: Any,
+        input: torch.Tensor,
+        weight: torch.Tensor | None,
+        targets: torch.Tensor,
+        factor: float,
+        entropy_grad: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         sums, *_ = _functions(input.device)
         highest, total, weighted, chosen = sums(input, weight, targets, factor)
@@ -132,12 +142,14 @@ class _TokenLogprobs(torch.autograd.Function):
         input, weight, targets, log_sums, entropies = ctx.saved_tensors
         of_input, of_weight = ctx.needs_input_grad[:2]
         of_logprob, of_entropy = (grad * ctx.factor for grad in grads)
-        input_grad = torch.zeros(input.shape, device=input.device) if of_input else None
-        written = torch.empty_like if len(input) else torch.zeros_like
-        weight_grad = written(weight) if of_weight else None
         _, gradients, multiply, add_product = _functions(input.device)
         chosen_entropy = of_entropy if ctx.entropy_grad else None
         found = gradients(input, weight, targets, ctx.factor, log_sums, entropies, of_logprob, chosen_entropy)
+        if weight is None:
+            return torch.cat([input[:0], *(grad for _, grad in found)]), None, None, None, None
+        input_grad = torch.zeros(input.shape, device=input.device) if of_input else None
+        written = torch.empty_like if len(input) else torch.zeros_like
+        weight_grad = written(weight) if of_weight else None
         for part, grad in found:
             if input_grad is not None:
                 add_product(input_grad, grad, weight[part])
@@ -146,7 +158,9 @@ class _TokenLogprobs(torch.autograd.Function):
         return None if input_grad is None else input_grad.to(input.dtype), weight_grad, None, None, None
 
 
-def _sums(input: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, factor: float) -> tuple[torch.Tensor, ...]:
+def _sums(
+    input: torch.Tensor, weight: torch.Tensor | None, targets: torch.Tensor, factor: float
+) -> tuple[torch.Tensor, ...]:
     """float32 [T] each, over the vocabulary: the highest logit z, the sums of exp(z - highest) and of (z - highest)
     exp(z - highest), and the targets' logits."""
     highest = torch.full((len(input),), LOWEST_LOGIT)
@@ -166,7 +180,7 @@ def _sums(input: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, fact
 
 def _gradients(
     input: torch.Tensor,
-    weight: torch.Tensor,
+    weight: torch.Tensor | None,
     targets: torch.Tensor,
     factor: float,
     log_sums: torch.Tensor,
@@ -184,7 +198,7 @@ def _gradients(
             logits.add_(entropies[:, None]).mul_(-of_entropy[:, None]).sub_(of_logprob[:, None]).mul_(powers)
         rows, columns = _inside(targets, start, logits)
         logits[rows, columns] += of_logprob[rows]
-        yield slice(start, start + logits.shape[1]), logits.to(weight.dtype)
+        yield slice(start, start + logits.shape[1]), logits if weight is None else logits.to(weight.dtype)
 
 
 def _functions(device: torch.device) -> tuple[Callable[..., Any], ...]:
@@ -196,9 +210,12 @@ def _functions(device: torch.device) -> tuple[Callable[..., Any], ...]:
     return head_kernels.sums, head_kernels.gradients, head_kernels.product, head_kernels.add_product
 
 
-def _logit_tiles(input: torch.Tensor, weight: torch.Tensor, factor: float) -> Iterator[tuple[int, torch.Tensor]]:
+def _logit_tiles(input: torch.Tensor, weight: torch.Tensor | None, factor: float) -> Iterator[tuple[int, torch.Tensor]]:
     """(first column, float32 [T, columns]) of factor * input @ weight^T, overwritten by the next. The columns do not
     depend on T: a token's log-prob is the same to the last bit among any others."""
+    if weight is None:
+        yield 0, input * factor
+        return
     rows = input.float()
     if weight.dtype == torch.float32:
         for start in range(0, len(weight), _FLOAT32_TILE_COLUMNS):

@@ -27,7 +27,7 @@ from troupe.workers.models.attention import choose_attention
 from troupe.workers.models.cpu import OneDnnLinear, use_onednn
 from troupe.workers.models.distillation import ColumnReader, LogitsReader
 from troupe.workers.models.exact import disable_dropout
-from troupe.workers.models.heads import Float32Head, Float32Logits
+from troupe.workers.models.heads import Float32Head, Float32Logits, token_logprobs
 from troupe.workers.models.partitioned import Partitioner
 from troupe.workers.models.proxy import proxy_for
 from troupe.workers.models.ragged import Ragged
@@ -335,15 +335,13 @@ class CausalLogprobs(ModelModule):
     def _measure(
         self, logits: torch.Tensor, targets: torch.Tensor, temperature: float, kept: Ragged | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = _of_sampler(logits, temperature, kept)
-        total = logits.logsumexp(-1)
-        logprobs = logits.gather(-1, targets[:, None])[:, 0] - total
-        with torch.set_grad_enabled(self.entropy_grad and torch.is_grad_enabled()):
-            # -sum p log p = logsumexp - sum p * logit. A logit of -inf has p = 0 and must contribute 0, also in the
-            # backward pass, which multiplies it by the weight of the entropy.
-            finite = logits.clamp(min=_LEAST_LOGIT)
-            entropies = total - torch.linalg.vecdot(torch.softmax(logits, -1), finite)
-        return logprobs, entropies
+        logits = logits.float()
+        # Finite, as the entropy has a product of a logit and its probability, which is 0.
+        if not self.split_head:  # the model may mask tokens itself
+            logits = logits.clamp(min=_LEAST_LOGIT)
+        if kept is not None:
+            logits = logits.masked_fill(left_out(kept, logits.shape[-1], logits.device), _LEAST_LOGIT)
+        return token_logprobs(logits, None, targets, 1.0 / temperature, self.entropy_grad)
 
 
 def _of_sampler(logits: torch.Tensor, temperature: float, kept: Ragged | None) -> torch.Tensor:

@@ -31,6 +31,7 @@ for head_kernels.GPU_TILE_COLUMNS, head_kernels._BLOCK in ((64, 16), (8192, 2048
     for factor, entropy_grad in ((1.0, False), (1 / 0.7, True)):
         # The interpreter truncates to bfloat16; a GPU rounds.
         test_heads.check_token_logprobs(factor, entropy_grad, rounding=1e-2)
+        test_heads.test_those_of_whole_logits_are_as_exact_and_the_logits_stay(factor, entropy_grad)
     test_heads.test_logits_far_apart_and_infinite_ones()
     test_heads.test_a_frozen_head_gets_no_gradient_and_no_states_one_of_zero()
 print("all hold")

@@ -100,6 +100,30 @@ def check_token_logprobs(
 
 
 @pytest.mark.parametrize("entropy_grad", [False, True])
+@pytest.mark.parametrize("factor", [1.0, 1 / 0.7])
+def test_those_of_whole_logits_are_as_exact_and_the_logits_stay(factor: float, entropy_grad: bool) -> None:
+    """With tokens that a sampler left out, whose logit is finite and whose probability is 0."""
+    torch.manual_seed(7)
+    given = (4 * torch.randn(9, 200)).masked_fill(torch.rand(9, 200) < 0.3, -1e9)
+    targets, (of_logprobs, of_entropies) = given.argmax(-1), torch.randn(2, 9).unbind()
+    logits, exact = given.clone().requires_grad_(), given.double().requires_grad_()
+    logprobs, entropies = token_logprobs(logits, None, targets, factor, entropy_grad)
+    expected = (factor * exact).log_softmax(-1)
+    expected_logprobs = expected.gather(-1, targets[:, None])[:, 0]
+    expected_entropies = -(expected.exp() * expected).sum(-1)
+    assert entropies.requires_grad == entropy_grad
+    torch.testing.assert_close(logprobs.double(), expected_logprobs, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(entropies.double(), expected_entropies, rtol=1e-6, atol=1e-6)
+    (logprobs * of_logprobs).sum().add((entropies * of_entropies).sum() if entropy_grad else 0.0).backward()
+    (expected_logprobs * of_logprobs).sum().add(entropy_grad * (expected_entropies * of_entropies).sum()).backward()
+    assert logits.grad is not None and exact.grad is not None and torch.equal(logits.detach(), given)
+    torch.testing.assert_close(logits.grad.double(), exact.grad, rtol=2e-6, atol=5e-6)
+    none = token_logprobs(logits[:0], None, targets[:0], factor, entropy_grad)
+    assert [len(values) for values in none] == [0, 0]
+    none[0].sum().backward()
+
+
+@pytest.mark.parametrize("entropy_grad", [False, True])
 def test_float16_factors_keep_all_of_their_digits(entropy_grad: bool) -> None:
     """They have more than bfloat16, to which oneDNN may round the factors of that type."""
     check_token_logprobs(1.0, entropy_grad, 1e-3, torch.float16)

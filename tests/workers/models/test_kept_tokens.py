@@ -121,10 +121,24 @@ def measured(
     """What the trainer computes of logits, without a model."""
     module = CausalLogprobs.__new__(CausalLogprobs)
     torch.nn.Module.__init__(module)
-    module.entropy_grad = True
+    module.entropy_grad, module.split_head = True, True
     words = words_of(kept)
     lengths = torch.tensor([len(row) for row in words])
     return module._measure(logits, targets, temperature, Ragged(torch.from_numpy(np.concatenate(words)), lengths))
+
+
+def test_tokens_that_a_model_masks_itself_have_no_part_in_the_entropy() -> None:
+    """Such a model's head is not run apart from the rest."""
+    module = CausalLogprobs.__new__(CausalLogprobs)
+    torch.nn.Module.__init__(module)
+    module.entropy_grad, module.split_head = True, False
+    logits = torch.tensor([[0.0, 0.0, -torch.inf], [2.0, -torch.inf, 2.0]], requires_grad=True)
+    logprobs, entropies = module._measure(logits, torch.tensor([1, 2]), 0.5, None)
+    for found in (-logprobs, entropies):
+        torch.testing.assert_close(found, torch.full((2,), math.log(2.0)))
+    (logprobs + entropies).sum().backward()
+    assert logits.grad is not None
+    torch.testing.assert_close(logits.grad, torch.tensor([[-1.0, 1.0, 0.0], [-1.0, 0.0, 1.0]]))
 
 
 def test_logprobs_entropies_and_gradients_among_the_tokens_by_hand() -> None:
