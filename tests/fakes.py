@@ -51,6 +51,7 @@ from troupe.workers.contract.messages import (
     KeptTable,
     PrepareRequest,
     RankPlan,
+    ReferenceScores,
     RewardRequest,
     RewardSummary,
     SampleKey,
@@ -433,6 +434,10 @@ class FakeReward:
                 break
             scored.append(await self.score(table, one.rewards, one.vote))
         return ScoredGroups(tuple([summary for summary, _ in scored])), *[table for _, table in scored]
+
+    async def score_references(self, model: str, references: Any) -> ReferenceScores:
+        """Every reference scores 1."""
+        return ReferenceScores((1.0,) * references.num_rows)
 
     async def write_trajectories(self, path: str, step: int, unscored: Unscored, *tables: FakeTable) -> int:
         """Writes nothing."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -28,6 +30,7 @@ from troupe.workers.contract.messages import (
     KeepRequest,
     KeptTable,
     Peak,
+    ReferenceScores,
     RewardRequest,
     RewardSummary,
     ScoredGroups,
@@ -63,6 +66,7 @@ _VOTE_S = 30.0
 _SAME_OUTCOMES = {"weight": 1.0, "label": "", "normalize": False}
 """Settings of a component that do not affect its outcomes."""
 _NOT_COMBINED = RewardResult(None, "a component has no value")
+_NONE: Mapping[str, float] = MappingProxyType({})
 Component = EnvironmentReward | JudgeReward | RewardProcess
 """Computes one component of the reward of samples."""
 
@@ -237,7 +241,8 @@ class RewardWorker:
         cannot be loaded, and ValueError or OSError if a reward model or the policy's tokenizer cannot be loaded, or a
         judge's cache or key."""
         try:
-            if any(rewards.splits_text for rewards in self._rewards.values()):
+            measured = any(isinstance(model.offset, str) for model in self.config.reward_models.values())
+            if measured or any(rewards.splits_text for rewards in self._rewards.values()):
                 self._tokenizer = _load_tokenizer(self.policy)
             announce(Activity.FUNCTIONS)
             for process in self._processes:
@@ -266,24 +271,27 @@ class RewardWorker:
         for one, table in zip(asked, rollouts, strict=True):
             if scored and time.perf_counter() - started > SHARED_CALL_S:
                 break
-            scored.append(self.score(table, one.rewards, one.vote))
+            scored.append(self.score(table, one.rewards, one.vote, one.offsets))
         summaries = tuple(summary for summary, _ in scored)
         tables = [table for _, table in scored] + [None] * (len(rollouts) - len(scored))
         return ScoredGroups(summaries, peak=self._peak()), *tables
 
-    def score(self, rollouts: pa.Table, rewards: str = "", vote: bool = False) -> tuple[RewardSummary, pa.Table]:
+    def score(
+        self, rollouts: pa.Table, rewards: str = "", vote: bool = False, offsets: Mapping[str, float] = _NONE
+    ) -> tuple[RewardSummary, pa.Table]:
         """Score one group: from a ROLLOUTS table to a REWARDS table with a row per sample, in order. `rewards` names
         a set of functions in `ScoringConfig.sets`, empty for the role's. With `vote` the summary has which
-        samples give the same answer (`troupe.workers.rewards.numeric`). Raises ValueError for another table, or
-        more than one group and attempt; KeyError; RuntimeError before `start`; JudgeGone if the judge is being
-        replaced."""
+        samples give the same answer (`troupe.workers.rewards.numeric`). `offsets`: measured ones, by reward model.
+        Raises ValueError for another table, or more than one group and attempt; KeyError; RuntimeError before `start`;
+        JudgeGone if the judge is being replaced."""
         started = time.perf_counter()
         asked = self._rewards[rewards]
         rollouts = _samples_of(_check_group(rollouts))
         statuses = rollouts["episode_status"].to_pylist()
         played = [status == OK for status in statuses]
         # Episodes that have failed are not scored.
-        scored = self._outcomes(asked, rollouts.filter(pa.array(played))) if any(played) else [[] for _ in asked.labels]
+        given = rollouts.filter(pa.array(played))
+        scored = self._outcomes(asked, given, offsets) if any(played) else [[] for _ in asked.labels]
         components = [_with_failed(outcomes, statuses) for outcomes in scored]
         per_sample = list(zip(*components, strict=True))
         combined = [
@@ -307,6 +315,27 @@ class RewardWorker:
             seconds=time.perf_counter() - started,
         )
         return summary, _rewards_table(identities, asked, combined, per_sample)
+
+    def score_references(self, model: str, references: pa.Table) -> ReferenceScores:
+        """Score reference answers (REFERENCES) with a reward model, without an offset, as if the policy had sampled
+        their tokens. Raises RuntimeError before `start`."""
+        from troupe.workers.data.chat import encode_prompt
+        from troupe.workers.data.examples import encode_response
+
+        given, rows = references.to_pylist(), list[dict[str, Any]]()
+        for row in given:
+            try:
+                prompt_ids = encode_prompt(self._tokenizer, row["messages"], sys.maxsize)
+                ids = encode_response(self._tokenizer, row["messages"], prompt_ids, row["response"])
+            except ValueError as error:
+                return ReferenceScores((), f"{row['origin']}: {error}")
+            sampled = {"response": self._decode(ids), "prompt_ids": prompt_ids, "response_ids": ids}
+            rows.append({"messages": row["messages"], "conversation": ""} | sampled)
+        outcomes = self._scores(model, pa.Table.from_pylist(rows), {model: 0.0})
+        pairs = zip(given, outcomes, strict=True)
+        problems = [f"{row['origin']}: {outcome.status}" for row, outcome in pairs if outcome.value is None]
+        scores = tuple(outcome.value for outcome in outcomes if outcome.value is not None)
+        return ReferenceScores(scores, next(iter(problems), ""), peak=self._peak())
 
     def write_trajectories(self, path: str, step: int, unscored: Unscored, *tables: pa.Table) -> int:
         return write_trajectories(path, step, unscored, tables, teacher_tokens=self._teacher_tokens)
@@ -350,7 +379,7 @@ class RewardWorker:
             if config.level != "response" and not model.reads_steps:
                 raise ValueError(f"{config.path}: its head gives no scores of tokens (level: {config.level})")
 
-    def _outcomes(self, asked: _Rewards, rollouts: pa.Table) -> list[list[RewardResult]]:
+    def _outcomes(self, asked: _Rewards, rollouts: pa.Table, offsets: Mapping[str, float]) -> list[list[RewardResult]]:
         """Outcomes by component, then by sample. Functions run concurrently, the models on this thread."""
         samples = _samples(rollouts)
         with contextlib.ExitStack() as stack:
@@ -358,7 +387,7 @@ class RewardWorker:
             if asked.functions:
                 pool = stack.enter_context(ThreadPoolExecutor(len(asked.functions)))
                 futures = {label: pool.submit(one.score, samples) for label, one in asked.functions.items()}
-            scores = {name: self._scores(name, rollouts) for name in asked.models}
+            scores = {name: self._scores(name, rollouts, offsets) for name in asked.models}
             found = {label: future.result() for label, future in futures.items()}
         found |= {one.component: scores[one.model] for one in asked.components if one.model}
         found = {label: [bounded(outcome) for outcome in outcomes] for label, outcomes in found.items()}
@@ -403,11 +432,12 @@ class RewardWorker:
             raise RuntimeError(f"{self.name}: the policy's tokenizer is not loaded; call start() first")
         return response_text(self._tokenizer, without_end(self._tokenizer, ids))
 
-    def _scores(self, name: str, rollouts: pa.Table) -> list[RewardResult]:
+    def _scores(self, name: str, rollouts: pa.Table, offsets: Mapping[str, float]) -> list[RewardResult]:
         if (model := self._models.get(name)) is None:
             raise RuntimeError(f"{self.name}: {name} is not loaded; call start() first")
         config = self.config.reward_models[name]
-        return model.score(rollouts, config.level, config.separator, config.offset)
+        offset = offsets[name] if isinstance(config.offset, str) else config.offset
+        return model.score(rollouts, config.level, config.separator, offset)
 
 
 def _component(function: RewardFunctionConfig, memory_limit_mib: int) -> Component:

@@ -8,11 +8,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import pyarrow as pa
+
 from troupe.orchestrator.data.mixture import DrawnSource, drawn_rows
 from troupe.orchestrator.data.pools import Pool
 from troupe.orchestrator.data.prompts import load_pools
+from troupe.orchestrator.data.references import load_references
 from troupe.orchestrator.data.texts import load_texts
 from troupe.orchestrator.spec.base import RunSpec
+from troupe.orchestrator.spec.derived.sampling import Offset
 
 _SHOWN = 3
 """Bad rows that are shown."""
@@ -32,6 +36,8 @@ class RunData:
     refused: Mapping[str, int] = field(default_factory=dict)
     """Prompts and examples rendered before the start that do not fit the model, by the name of their section. Examples
     are among the bad rows once all of them are tokenized."""
+    references: Mapping[Offset, pa.Table] = field(default_factory=dict)
+    """The reference answers (REFERENCES) of each offset that is measured."""
 
     @property
     def held_out_digest(self) -> str:
@@ -58,7 +64,8 @@ def load_data(spec: RunSpec) -> RunData:
         return RunData(train, {} if held_out is None else {"eval": held_out})
     data, on_bad_row = spec.rollouts.data, spec.failures.on_bad_row
     texts = load_texts(data, on_bad_row)
-    return RunData(*load_pools(data, on_bad_row, plain=spec.model.plain), texts)
+    train, held_out = load_pools(data, on_bad_row, plain=spec.model.plain)
+    return RunData(train, held_out, texts, references=load_references(spec.rollouts, train))
 
 
 def is_held_out(name: str) -> bool:

@@ -93,6 +93,7 @@ _TEXTS: Mapping[str, Callable[[Event], str]] = {
     "scaled": lambda event: f"workers changed to {_counts(event.get('workers')) or event.get('workers')}",
     "network": lambda event: f"{event.get('role')}: {event.get('detail')}",
     "opponent": lambda event: f"the opponent is the model of step {event.get('of')}",
+    "offset": lambda event: str(event.get("detail")),
     "alarm": lambda event: f"alarm: {event.get('detail')}",
     "checkpoint": _checkpoint,
     "evaluation": _evaluation,

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,6 +19,7 @@ from troupe.workers.contract.messages import (
     Fault,
     KeepRequest,
     KeptTable,
+    ReferenceScores,
     RewardRequest,
     RewardSummary,
     ScoredGroups,
@@ -62,6 +63,7 @@ class RewardPool(ReplicaPool[WorkerHandle[Reward]]):
         super().__init__(workers, launch, budget)
         self._timeout_s = timeout_s
         self._judge_start_s = judge_start_s
+        self._offsets: Mapping[str, Mapping[str, float]] = {}
         self._faults = FaultLog("reward function")
         room = partial(asyncio.Semaphore, _CALLS_AT_ONCE)
         self._room: defaultdict[WorkerHandle[Reward], asyncio.Semaphore] = defaultdict(room)
@@ -80,8 +82,9 @@ class RewardPool(ReplicaPool[WorkerHandle[Reward]]):
         worker was lost and none can be replaced, or there is no judge for too long. `rewards`: name of a set of reward
         functions in `ScoringConfig.sets`, or empty for the role's."""
         loop, deadline = asyncio.get_running_loop(), None
+        request = RewardRequest(rewards, vote, self._offsets.get(rewards, {}))
         while True:
-            group = _Unscored(rollouts, RewardRequest(rewards, vote), loop.create_future())
+            group = _Unscored(rollouts, request, loop.create_future())
             self._waiting.append(group)
             self._send_soon()
             try:
@@ -152,6 +155,20 @@ class RewardPool(ReplicaPool[WorkerHandle[Reward]]):
             if not group.scored.done():
                 group.scored.set_result((summary, table))
         self._waiting.extendleft(reversed(groups[len(scored.groups) :]))
+
+    def set_offsets(self, offsets: Mapping[str, Mapping[str, float]]) -> None:
+        """Takes measured offsets, by the set of reward functions, then by reward model."""
+        self._offsets = offsets
+
+    async def score_references(self, model: str, references: TableRef) -> ReferenceScores:
+        """Scores reference answers on the least-loaded worker; see `Reward.score_references`. Raises WorkerError."""
+
+        async def ask(worker: WorkerHandle[Reward]) -> ReferenceScores:
+            async with self._room[worker]:
+                timeout_s = _CALLS_AT_ONCE * self._timeout_s
+                return await worker.call(Reward.score_references, timeout_s, model, references)
+
+        return await self.call(ask)
 
     async def write(
         self, path: str, step: int, tables: Sequence[TableRef], timeout_s: float, unscored: Unscored

@@ -18,6 +18,7 @@ from troupe.orchestrator.rollouts.evaluation import Evaluator, engine_sampler, m
 from troupe.orchestrator.rollouts.evaluation_log import as_json, described_sets, evaluation_as_json
 from troupe.orchestrator.rollouts.held_out import SetResult
 from troupe.orchestrator.runs.offline import OfflineRun
+from troupe.orchestrator.runs.offsets import RewardOffsets
 from troupe.orchestrator.runs.pools import open_pools
 from troupe.orchestrator.runs.session import RunRequest, open_session
 from troupe.orchestrator.spec.derived.paths import without_adapters
@@ -54,6 +55,7 @@ async def evaluate_on_prompts(request: RunRequest, console: Console, options: Ev
             open_session(replace(request, spec=spec), console, local=whole, roles=roles, reads=True) as session,
             open_pools(spec, session) as pools,
         ):
+            await RewardOffsets(session, pools.rewards).open()
             held_out = session.data.held_out
             sets = sets_of(spec, held_out, session.cluster.put, console.message)
             evaluator = Evaluator(spec.seed, sets, engine_sampler(pools.engines), pools.rewards)

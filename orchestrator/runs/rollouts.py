@@ -18,6 +18,7 @@ from troupe.orchestrator.rollouts.evaluation_log import EVALUATIONS, EvaluationL
 from troupe.orchestrator.rollouts.scheduler import RolloutScheduler
 from troupe.orchestrator.rollouts.scoring import Scorer
 from troupe.orchestrator.rollouts.source import RolloutComponents, RolloutSource
+from troupe.orchestrator.runs.offsets import RewardOffsets
 from troupe.orchestrator.runs.opponents import OpponentRenewal
 from troupe.orchestrator.runs.parts import controller_of
 from troupe.orchestrator.runs.pools import RunPools, load_trainers, open_pools
@@ -157,6 +158,8 @@ class RolloutRun:
 
     def _own_parts(self, found: Checkpoint | None) -> list[RunPart]:
         parts: list[RunPart] = [ControlServer(self._out, self.scaler)]
+        if self._session.data.references:
+            parts.append(RewardOffsets(self._session, self._rewards))
         judge = self._spec.roles.judge
         if self._pools.judges is not None and judge is not None and judge.renew_every is not None:
             session, judges = self._session, self._pools.judges

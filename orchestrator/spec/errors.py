@@ -165,6 +165,9 @@ def from_validation(error: ValidationError, root: type[BaseModel], data: Any, so
             message = f"unknown field{hint}"
         else:
             message = _message(kind, item["msg"], item.get("input"), context)
+        if kind in _EXPECTED and problems and problems[-1].path == format_path(path):  # another member of a union
+            first = problems.pop().message.rpartition(", got")[0]
+            message = message.replace("expected", f"{first} or", 1)
         bound = f"{context[_BOUNDS[kind][1]]:.12g}" if kind.endswith("_equal") else ""
         code = _code(kind, context, message)
         problems.append(Problem(source.find(path), format_path(path), message, code, bound))
@@ -281,13 +284,13 @@ def _key_hint(key: str, section: Path, location: Path, root: type[BaseModel]) ->
 
 
 def _without_tags(location: Path, data: Any) -> Path:
-    """The path as the user wrote it, without the tags that pydantic inserts for members of tagged unions."""
+    """The path as the user wrote it, without the tags that pydantic inserts for members of unions."""
     path: list[str | int] = []
     node: Any = data
     for part in location:
         if isinstance(node, dict) and part not in node and part in (node.get("kind", DEFAULT_TEACHER), SECTION, MAP):
             continue
-        if part in (LIST, SECTION, MAP, DEFAULT_TEACHER) and not isinstance(node, dict):
+        if isinstance(part, str) and not isinstance(node, dict):
             continue
         if part == "[key]":  # the key of a map is wrong
             continue

@@ -170,7 +170,7 @@ _PLACEHOLDERS = {
 }
 _PLACEHOLDERS |= {"COMPONENT": ".+", "LEVEL": ".+", "K": "[0-9]+", "SET": "[a-z0-9-]+", "SOURCE": "[a-z0-9-]+"}
 _PLACEHOLDERS |= {"BUDGET": "|".join(BUDGETS), "ENVIRONMENT": "[a-z0-9-]+"}
-_PLACEHOLDERS |= {"TEACHER": "[a-z0-9-]+", "PLAYER": "[A-Za-z0-9._-]+"}
+_PLACEHOLDERS |= {"TEACHER": "[a-z0-9-]+", "MODEL": "[a-z0-9_-]+", "PLAYER": "[A-Za-z0-9._-]+"}
 _OF_SETS = ("prompts", "refused", "failed_samples", "reward", "reward_low", "reward_high", "solved_at")
 _OF_SETS += ("response_tokens", "truncated", "accuracy", "avg", "pass@[0-9]+", "maj@[0-9]+", "best@[0-9]+")
 _OF_SETS += tuple(f"{name}{bound}" for name in COMPARISONS for bound in ("", "_low", "_high"))

@@ -49,7 +49,8 @@ _METHODS: Mapping[str, tuple[Callable[..., object], ...]] = {
     ),
     "generate": (roles.RolloutEngine.generate,),
     "score": (
-        *(roles.Reward.score_groups, roles.Policy.compute_logprobs, roles.Policy.reference_logprobs),
+        *(roles.Reward.score_groups, roles.Reward.score_references),
+        *(roles.Policy.compute_logprobs, roles.Policy.reference_logprobs),
         *(roles.Policy.teacher_logprobs, roles.Critic.compute_values, roles.JudgeEngine.answer),
     ),
     "prepare": (

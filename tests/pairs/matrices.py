@@ -36,6 +36,8 @@ _GUESS = {"cpus": 0.2, "name": "guess_number", "args": {"low": 1, "high": 10, "g
     "max_sampled_tokens": 512,
     "compaction": {"at": 0.1, "keep_turns": 1, "summary": "Say what you know."},
 }
+_MEASURED: Fields = {"roles.reward.models.b.offset?": "answer"}
+"""References are no episodes."""
 _LORA = {"rank": 4, "alpha": 16}
 _EVERY_STEP: Fields = {
     "data.eval": {"vowels": _SUMS | {"size": 8, "seed": 9, "solved_at": 0.4}},
@@ -203,7 +205,7 @@ ROLLOUTS = Matrix(
             "overlong": {"roles.reward.functions+": {"name": "overlong", "args": {"limit": 5, "buffer": 3}}},
         },
         "environment": {
-            "none": {},
+            "none": _MEASURED,
             "one": {
                 "roles.environment": _GUESS,
                 "roles.reward.functions+": {"name": "environment"},
@@ -214,7 +216,8 @@ ROLLOUTS = Matrix(
                 "roles.reward.functions+": {"name": "environment"},
                 "data.train.1.group_size?": 4,
             },
-            "named": {
+            "named": _MEASURED
+            | {
                 "roles.environment": {"game": _GUESS},
                 "data.train.1.environment?": "game",
                 "data.train.1.rewards?": [{"name": "environment"}, _VOWELS],

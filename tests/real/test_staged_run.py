@@ -45,12 +45,13 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> Chain:
     # Two models of the last stage's rewards, beside each other and together.
     both = (
         "a: {path: 'stage:reward_model', dtype: float32}",
-        "b: {path: 'stage:reward_model', level: token_mean, offset: 1}",
+        "b: {path: 'stage:reward_model', level: token_mean, offset: response}",
     )
     named = [f"{{name: reward_model, args: {{model: {name}}}, weight: 0}}" for name in "ab"]
     functions = ", ".join([*named, "{name: min, args: {of: [a, b]}, normalize: true}"])
     models = f"{{cpus: 0.25, threads: 1, models: {{{', '.join(both)}}}, functions: [{functions}]}}"
-    overrides = (*adapters, *rates, *steps_of, f"stages.ppo.roles.reward={models}", "checkpoint.every_steps=1")
+    data = "stages.ppo.data.train.metadata=[response]"
+    overrides = (*adapters, *rates, *steps_of, data, f"stages.ppo.roles.reward={models}", "checkpoint.every_steps=1")
     folder = tmp_path_factory.mktemp("chain")
     with running(Run(folder, THREE_STAGES, *overrides, name="chain")) as first:
         first.wait_until(
@@ -78,10 +79,12 @@ def test_three_stages_run_in_order_and_resume_in_the_interrupted_stage(chain: Ch
     for line in lines["ppo"]:
         assert line["reward/min/mean"] == line["reward/mean"] <= min(line["reward/a/mean"], line["reward/b/mean"])
         assert line["reward/b/std"] != line["reward/a/std"]
+        assert line["reward/b/offset"] == lines["ppo"][0]["reward/b/offset"] != 0.0
         assert line["critic/skipped_updates"] == line["policy/skipped_updates"] == 0.0
     # The reward model starts from the fine-tuned model, not from the base model.
     state = json.loads((chain.out / "ppo" / "checkpoints" / "step-000002" / "state.json").read_text())
     assert "components" in json.dumps(state)
+    assert state["parts"]["offsets"]["offsets"][""]["b"]["value"] == lines["ppo"][0]["reward/b/offset"]
     spec = (chain.out / "reward_model" / "spec.yaml").read_text()
     assert str(chain.out / "sft" / "checkpoints" / "step-000004" / "model") in spec
 

@@ -121,6 +121,13 @@ REWARDS = versioned(
 )
 """Rewards of one group, from a reward worker."""
 
+REFERENCES = versioned(
+    pa.field("messages", pa.string(), nullable=False),  # as in PROMPTS
+    pa.field("response", pa.string(), nullable=False),  # text of the reference answer
+    pa.field("origin", pa.string(), nullable=False),  # as in PROMPTS
+)
+"""Reference answers, whose mean score is the offset of a reward model."""
+
 
 def token_scores(column: str, *added: pa.Field) -> pa.Schema:
     """Schema of a table with one float per response token, under the name `column`, and the columns `added`."""
@@ -402,6 +409,8 @@ class RewardRequest:
     """Name of a set of reward functions in `ScoringConfig.sets`, or empty for the role's."""
     vote: bool = False
     """Whether the summary includes which samples give the same answer."""
+    offsets: Mapping[str, float] = field(default_factory=dict)
+    """Measured offsets of reward models, by the model's name."""
 
 
 @dataclass(frozen=True)
@@ -446,6 +455,15 @@ class ScoredGroups(Answer):
     def prompt_uid(self) -> str:
         """The prompts of the groups."""
         return " ".join([group.prompt_uid for group in self.groups])
+
+
+@dataclass(frozen=True)
+class ReferenceScores(Answer):
+    """Scores of reference answers by a reward model, in the order of the table."""
+
+    scores: tuple[float, ...]
+    problem: str = ""
+    """The first answer without a score, and the reason; empty if each has one."""
 
 
 @dataclass(frozen=True)

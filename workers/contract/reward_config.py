@@ -115,9 +115,10 @@ class RewardModelConfig(ModelConfig):
     `min`, `mean` and `last` make one reward of the steps', and `step` rewards each of them (process rewards)."""
     separator: str = Field(default="\n\n", min_length=1)
     """Text that ends each step but the last, as `separator` of the data on which the model was trained."""
-    offset: float = 0.0
-    """Subtracted from every score. With the mean score of reference answers, these score 0 on average (arXiv
-    2203.02155, sec. 3.5)."""
+    offset: float | str = 0.0
+    """Subtracted from every score: a number, or the column with reference answers (the `answer` of `data.train`, or one
+    of its `metadata`), whose mean score it is, so that these score 0 on average (arXiv 2203.02155, sec. 3.5). The mean
+    is over 256 rows at most, for each reward that sources have, and is measured once, before the first step."""
 
 
 class RewardConfig(Frozen):

@@ -25,6 +25,7 @@ from troupe.workers.contract.messages import (
     KeptTable,
     PrepareRequest,
     RankPlan,
+    ReferenceScores,
     RewardRequest,
     SaveStatus,
     ScoredGroups,
@@ -217,6 +218,10 @@ class Reward(Replica, Protocol):
     ) -> Reply[tuple[ScoredGroups, *tuple[TableRef, ...]]]:
         """Scores the first group, and begins others until `SHARED_CALL_S` have passed. Returns the rewards of those
         that it has scored, and for each of `rollouts` its REWARDS table, or None if it is not scored."""
+        ...
+
+    def score_references(self, model: str, references: TableRef) -> Reply[ReferenceScores]:
+        """Scores reference answers (REFERENCES) with the reward model of this name, without its offset."""
         ...
 
     def write_trajectories(self, path: str, step: int, unscored: Unscored, *tables: TableRef) -> Reply[int]:

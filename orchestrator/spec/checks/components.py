@@ -10,8 +10,16 @@ from pydantic import ValidationError
 from troupe.orchestrator.algorithms import section as algorithms
 from troupe.orchestrator.errors import Finding, nearest
 from troupe.orchestrator.spec.checks.shared import changed
-from troupe.orchestrator.spec.derived.sampling import reward_functions, scored_models
+from troupe.orchestrator.spec.derived.sampling import (
+    answer_column,
+    group_settings,
+    measured_offsets,
+    reward_functions,
+    scored_models,
+)
+from troupe.orchestrator.spec.errors import show
 from troupe.orchestrator.spec.rollout import RolloutSpec
+from troupe.orchestrator.spec.sources import ReasoningGymSource
 from troupe.workers.contract.algorithm_config import STEP_ESTIMATORS
 from troupe.workers.contract.config_base import first_problem
 from troupe.workers.contract.reward_config import CombinationArgs, ModelArgs, RewardFunctionConfig, RewardModelConfig
@@ -47,8 +55,29 @@ def reward_model_problems(spec: RolloutSpec) -> Iterator[Finding]:
         of_response = isinstance(model, RewardModelConfig) and model.level in ("response", "token_mean")
         if of_response and changed(model, "separator"):
             yield f"{path}.separator", "has no effect on scores of responses; set level"
+    yield from _offset_problems(spec)
     if (alone := scored.get("roles.reward.model")) is not None and alone.level == "step":
         yield from steps_problems(spec, "roles.reward.model.level", reward.model_weight)
+
+
+def _offset_problems(spec: RolloutSpec) -> Iterator[Finding]:
+    """Offsets whose reference answers nothing reads, or that are no responses."""
+    sources = spec.data.train_sources()
+    environments = dict(zip(sources, (one.environment for one in group_settings(spec)), strict=True))
+    for offset in measured_offsets(spec):
+        if not offset.sources:
+            yield offset.path, "the model scores no source of data.train, which has the references: set a number"
+        for name in offset.sources:
+            source = sources[name]
+            own = () if isinstance(source, ReasoningGymSource) else source.metadata
+            has = [column for column in (answer_column(source), *own) if column is not None]
+            if offset.column not in has:
+                hint = nearest(offset.column, has) or f"there are: {', '.join(has) or 'none'}"
+                why = f"no number, and neither the answer nor in data.{name}.metadata; add it there ({hint})"
+                yield offset.path, f"{show(offset.column)} is {why}"
+            elif environments[name] is not None:
+                why = "are episodes, and a reference answer is one response: set a number"
+                yield offset.path, f"the samples of data.{name} {why}"
 
 
 def component_list_problems(

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.sections import EvaluationConfig
-from troupe.orchestrator.spec.sources import HeldOut, MixedSource
+from troupe.orchestrator.spec.sources import DataSource, HeldOut, MixedSource, ReasoningGymSource
 from troupe.workers.contract.config import EvalSampling
 from troupe.workers.contract.reward_config import RewardFunctionConfig, RewardModelConfig
-from troupe.workers.contract.rewards import RIGHT_OR_WRONG
+from troupe.workers.contract.rewards import REWARD_MODEL, RIGHT_OR_WRONG
 
 COMPARISONS = ("win_rate", "position_consistency")
 """Results of a held-out set whose samples are compared with a baseline."""
@@ -176,6 +176,53 @@ def scored_models(spec: RolloutSpec) -> dict[str, RewardModelConfig]:
         named["roles.reward.model"] = named.pop(f"roles.reward.functions.{len(reward.functions)}")
     models = reward.reward_models
     return {path: models[name] for path, name in named.items() if name in models}
+
+
+@dataclass(frozen=True)
+class Offset:
+    """The measured offset of a reward model, for one set of reward functions."""
+
+    model: str
+    rewards: str
+    """Key of the set in `ScoringConfig.sets`; empty for the role's functions."""
+    column: str
+    """Column with the reference answers."""
+    sources: tuple[str, ...]
+    """The sources that have them, by their path in the section `data`."""
+    metric: str
+    """Its name in the metrics, or empty if only held-out prompts are scored with the set."""
+
+    @property
+    def path(self) -> str:
+        """Path of the field."""
+        return f"roles.reward.{'model' if self.model == REWARD_MODEL else f'models.{self.model}'}.offset"
+
+
+def measured_offsets(spec: RolloutSpec) -> list[Offset]:
+    """The offsets that are measured. The references are of the sources whose samples are scored with the set; of a set
+    for held-out prompts alone, of all sources that the model scores."""
+    reward, groups = spec.roles.reward, group_settings(spec)
+    columns = {name: one.offset for name, one in reward.reward_models.items() if isinstance(one.offset, str)}
+    given = [source.rewards or reward.components for source in spec.data.mixture] or [reward.components]
+    used = [{function.model for function in functions} & columns.keys() for functions in given]
+    sources = list(zip(spec.data.train_sources(), groups, used, strict=True))
+    sets = {one.rewards: ("", one.functions) for one in held_out_sets(spec)}
+    sets |= {
+        one.rewards: (f"source/{one.source}" if one.rewards else "reward", functions)
+        for one, functions in zip(groups, given, strict=True)
+    }
+    found: list[Offset] = []
+    for rewards, (prefix, functions) in sets.items():
+        for name in dict.fromkeys(one.model for one in functions if one.model in columns):
+            scored = {path: one.rewards for path, one, models in sources if name in models}
+            own = tuple(path for path, key in scored.items() if key == rewards) or tuple(scored)
+            found.append(Offset(name, rewards, columns[name], own, prefix and f"{prefix}/{name}/offset"))
+    return found
+
+
+def answer_column(source: DataSource) -> str | None:
+    """Name of the column with the answers of a source, or None if it has none."""
+    return "answer" if isinstance(source, ReasoningGymSource) else source.answer
 
 
 def reward_functions(spec: RolloutSpec) -> dict[str, tuple[RewardFunctionConfig, ...]]:

@@ -43,8 +43,10 @@ players/first/draws
 players/first/reward
 players/first/wins
 kl_teacher.math
+reward/helpful/offset
 reward/helpful/running_mean
 reward/helpful/running_std
+source/math/helpful/offset
 source/math/helpful/running_mean
 source/math/helpful/running_std
 memory/teacher.math

@@ -25,11 +25,12 @@ from transformers import (
 from tests.token_batches import batch_of
 from tests.workers.test_reward import rollouts
 from troupe.workers.contract.config_base import ModelConfig
+from troupe.workers.contract.messages import REFERENCES
 from troupe.workers.contract.offline_config import ExampleConfig
 from troupe.workers.contract.offline_messages import EXAMPLE_TEXTS
 from troupe.workers.contract.reward_config import RewardConfig, RewardFunctionConfig, RewardModelConfig
 from troupe.workers.data.examples import tokenize
-from troupe.workers.data.tokenizer import copy_tokenizer
+from troupe.workers.data.tokenizer import copy_tokenizer, load_tokenizer
 from troupe.workers.data.turn_ends import padding_besides
 from troupe.workers.models.modeling import CausalLogprobs, RewardScores, load_causal, load_value, share_backbone
 from troupe.workers.models.token_batch import TokenBatch, TokenTable
@@ -391,3 +392,46 @@ def test_two_process_reward_models_reward_their_own_steps(tiny_model: Path, tmp_
             wanted[at[end]] = wanted.get(at[end], 0.0) + weights[name] * reward
     (spans,) = rewards["reward_spans"].to_pylist()
     assert {span["end"]: span["reward"] for span in spans} == pytest.approx(wanted, rel=1e-6)
+
+
+@pytest.mark.parametrize("level", ["response", "token_mean"])
+def test_references_score_0_on_average_behind_their_measured_offset(
+    level: Any, tiny_model: Path, tmp_path: Path
+) -> None:
+    """The scores are those of plain torch at the tokens of prompt, answer and the end of the turn."""
+    plain = with_head(ModelConfig(path=str(tiny_model), dtype="float32"))
+    plain.save_pretrained(tmp_path)
+    policy = ModelConfig(path=str(tiny_model))
+    copy_tokenizer(policy, tmp_path)
+    scorer = RewardModelConfig(path=str(tmp_path), dtype="float32", level=level, offset="answer")
+    worker = RewardWorker(RewardConfig(model=scorer), "reward-0", policy=policy)
+    tokenizer: Any = load_tokenizer(policy)
+    answers, expected, sampled = ["Four.", "I think 4", "2 + 2 = 4\n\nSo it is four."], [], []
+    said = [{"role": "user", "content": "What is 2 + 2?"}]
+    prompt = tokenizer.apply_chat_template(said, add_generation_prompt=True, tokenize=False)
+    prompt_ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    for answer in answers:
+        ids = tokenizer(f"{answer}<|im_end|>", add_special_tokens=False)["input_ids"]
+        sampled.append(ids)
+        with torch.no_grad():
+            hidden = plain.base_model(torch.tensor([[*prompt_ids, *ids]])).last_hidden_state[0]
+            scores = plain.score(hidden)[:, 0]
+        expected.append(scores[-1].item() if level == "response" else scores[len(prompt_ids) :].mean().item())
+    messages = json.dumps(said)
+    rows = [{"messages": messages, "response": answer, "origin": f"rows:{n}"} for n, answer in enumerate(answers)]
+    references = pa.Table.from_pylist(rows, schema=REFERENCES)
+    group = rollouts(answers, ids=sampled, prompt=prompt_ids)
+    column = group.column_names.index("messages")
+    group = group.set_column(column, group.field(column), pa.array([messages] * 3))
+    try:
+        worker.start()
+        found = worker.score_references("reward_model", references)
+        offset = fmean(found.scores)
+        summary, _ = worker.score(group, offsets={"reward_model": offset})
+        lone = pa.Table.from_pylist([rows[0], {**rows[1], "response": "<|im_end|>" * 9000}], schema=REFERENCES)
+        assert worker.score_references("reward_model", lone).problem.startswith("rows:1: error: ")
+    finally:
+        worker.close()
+    assert found.problem == "" and found.scores == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    assert len({*map(str, expected)}) == 3 and abs(offset) > 1e-3
+    assert sum(value or 0.0 for value in summary.rewards) == pytest.approx(0.0, abs=1e-6)
