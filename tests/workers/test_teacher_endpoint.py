@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +183,96 @@ def test_a_failure_is_that_of_one_sample(tiny_model: Path) -> None:
             "the endpoint returned no log-probs of the sequence (prompt_logprobs)",
             f"{served.url}: an answer of more than {2**16 + 256 * 5 * (1 + K)} bytes",
         ]
+
+
+RELAY = """
+import asyncio, sys
+async def copy(source, target):
+    while data := await source.read(65536):
+        target.write(data)
+    target.close()
+async def serve(reader, writer):
+    there, back = await asyncio.open_connection("127.0.0.1", int(sys.argv[1]))
+    await asyncio.gather(copy(reader, back), copy(there, writer))
+async def main():
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    print(server.sockets[0].getsockname()[1], flush=True)
+    await server.serve_forever()
+asyncio.run(main())
+"""
+"""Passes bytes on to a port: a server's process that can be lost."""
+
+
+@pytest.mark.parametrize(
+    ("fault", "why"), [(signal.SIGKILL, "APIConnectionError: Connection error."), (signal.SIGSTOP, "timeout after 2 s")]
+)
+def test_a_server_that_is_lost_or_stopped_fails_each_sample_by_its_timeout(
+    fault: signal.Signals, why: str, tiny_model: Path
+) -> None:
+    """Its address and the cause are in every status; one that continues teaches again, without a restart."""
+    rows = [("a", 0), ("a", 1), ("b", 0)]
+    table = rollout_table(rows, [1] * 3, prompt_ids=[[4, 7]] * 3, response_ids=[[1]] * 3)
+    plan = RankPlan(((0, 1, 2),), total_loss_tokens=3, total_sequences=3)
+
+    async def score(teacher: TeacherEndpoint) -> tuple[dict[tuple[str, int], str], float]:
+        started = time.monotonic()
+        summary, found = await teacher.score(plan, table)
+        missing = [not math.isfinite(one) for one in chain.from_iterable(found["teacher.math"].to_pylist())]
+        assert missing == [key in summary.failed for key in rows]
+        return dict(summary.failed), time.monotonic() - started
+
+    async def run(port: str, process: subprocess.Popen[str]) -> None:
+        url = f"http://127.0.0.1:{port}/v1"
+        settings = {"top_k": K, "retries": 1, "timeout_s": 2.0, "longest": 6, "column": "teacher.math"}
+        teacher = TeacherEndpoint(
+            TeacherEndpointConfig(url=url, model="m", policy=ModelConfig(path=str(tiny_model)), **settings), "teacher-0"
+        )
+        await teacher.start()
+        assert (await score(teacher))[0] == {}
+        process.send_signal(fault)
+        failed, seconds = await score(teacher)
+        assert failed == dict.fromkeys(rows, f"{url}: {why}") and seconds < 4.0
+        process.send_signal(signal.SIGCONT)
+        assert ((await score(teacher))[0] == {}) is (fault is signal.SIGSTOP)
+        await teacher.close()
+
+    with endpoint(vllm_server(tiny_model, right)) as served:
+        target = served.url.rpartition(":")[2].removesuffix("/v1")
+        with subprocess.Popen([sys.executable, "-c", RELAY, target], stdout=subprocess.PIPE, text=True) as process:
+            try:
+                assert process.stdout is not None
+                asyncio.run(run(process.stdout.readline().strip(), process))
+            finally:
+                process.kill()
+
+
+def test_numbers_that_are_none_and_too_few_fail_their_sample_alone(tiny_model: Path) -> None:
+    """A log-prob that is null, one log-prob too few, and a token without its likeliest ones."""
+    changes: dict[int, Change] = {
+        7: lambda found: [*found[:-1], {key: one | {"logprob": None} for key, one in found[-1].items()}],
+        1: lambda found: found[:-1],
+        9: lambda found: [*found[:-1], dict(list(found[-1].items())[:1])],
+    }
+    keys = [("a", 0), ("a", 1), ("a", 2), ("b", 0)]
+    prompts = [[4, 7], [4, 1], [4, 9], [4, 2]]
+
+    def answer(sequence: list[int]) -> web.Response:
+        return web.Response(body=body(changes.get(sequence[1], list)(places(K, sequence))))
+
+    async def failed(config: TeacherEndpointConfig) -> dict[tuple[str, int], str]:
+        teacher = TeacherEndpoint(config, "teacher.math-0")
+        await teacher.start()
+        table = rollout_table(keys, [1] * 4, prompt_ids=prompts, response_ids=[[1]] * 4)
+        summary, _ = await teacher.score(RankPlan(((0, 1, 2, 3),), total_loss_tokens=4, total_sequences=4), table)
+        await teacher.close()
+        return dict(summary.failed)
+
+    with endpoint(vllm_server(tiny_model, answer)) as served:
+        assert asyncio.run(failed(config(served, tiny_model))) == {
+            ("a", 0): "the score of a token is not finite",
+            ("a", 1): "the endpoint returned log-probs of 2 tokens, not of 3",
+            ("a", 2): NO.format(1, 2),
+        }
 
 
 def test_an_endpoint_that_cannot_teach_the_policy_does_not_start(tiny_model: Path, tmp_path: Path) -> None:
