@@ -98,6 +98,10 @@ def problem(folder: Path, text: str, *overrides: str) -> str:
         ("lr=1e-6", "lr: unknown field (did you mean 'roles.policy.learning_rate'?)"),
         ("roles.policy.lr=1e-6", "roles.policy.lr: unknown field (did you mean 'learning_rate'?)"),
         ("roles.policy.optim={lr: 1e-6}", "roles.policy.optim: unknown field (lr: did you mean 'roles.policy."),
+        (
+            "roles.policy.optimizer=adam",
+            "roles.policy.optimizer: unknown field (trainers use AdamW; its settings, such",
+        ),
         ("rollout.n=8", "rollout: unknown field (n: did you mean 'algorithm.group_size'?)"),
         ("algorithm.kl_coef=0.1", "algorithm.kl_coef: unknown field (did you mean 'kl.coef'? the algorithm puts it in"),
         ("algorithm.beta=0.1", "algorithm.beta: unknown field (did you mean 'kl.coef'?"),
