@@ -267,7 +267,7 @@ SUITE = (
         (*_FLOAT, "--turns", "5"),
         (
             Goal("update in float32, of the peak of matrix products", UPDATE, "ratio", 0.6, digits=2),
-            Goal("decode of 64 sequences, of the peak that bounds it", DECODE, "ratio", 0.7, digits=2),
+            Goal("decode of 64 sequences, of the peak that limits it", DECODE, "ratio", 0.7, digits=2),
         ),
         estimate_s=300,
     ),
@@ -276,7 +276,7 @@ SUITE = (
         ("--dtype", "bfloat16", "--turns", "5"),
         (
             Goal("update in bfloat16, of the peak of matrix products", UPDATE, "ratio", 0.4, digits=2),
-            Goal("decode of 64 sequences in bfloat16, of the peak that bounds it", DECODE, "ratio", 0.7, digits=2),
+            Goal("decode of 64 sequences in bfloat16, of the peak that limits it", DECODE, "ratio", 0.7, digits=2),
         ),
         "bfloat16",
         estimate_s=200,
