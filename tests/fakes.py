@@ -71,7 +71,7 @@ from troupe.workers.contract.messages import (
     WorkerGone,
     WorkerHealth,
 )
-from troupe.workers.contract.roles import EngineLink, EnvironmentLink, Reply
+from troupe.workers.contract.roles import EngineLink, EnvironmentLink, ReferenceLink, Reply
 from troupe.workers.data.kept_tables import write_tables
 
 P = ParamSpec("P")
@@ -323,6 +323,9 @@ class FakeEngine:
         """Nothing to close."""
 
     async def connect_judge(self, judge: JudgeLink) -> None:
+        """Takes a link."""
+
+    async def connect_reference(self, link: ReferenceLink) -> None:
         """Takes a link."""
 
     async def connect_environments(self, name: str, link: EnvironmentLink) -> None:

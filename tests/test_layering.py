@@ -53,7 +53,7 @@ AGENTS_INTERFACE = "workers.agents.interface"
 CREATES_MODELS = "orchestrator.starter.demo"
 """Writes the models of the examples with transformers, in a separate process."""
 ROLES = {row.worker.partition(":")[0].removeprefix("troupe.") for row in table.ROLES.values()}
-BUILT_ON = {"workers.judge": {"workers.rollout"}}
+BUILT_ON = {role: {"workers.rollout"} for role in ("workers.judge", "workers.reference_engine")}
 """Roles whose worker is another one, with more around it."""
 
 PURE_LIBRARIES = {"packaging", "pydantic", "pydantic_core", "yaml", "numpy", "pyarrow", "fsspec", "tokenizers"}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -15,13 +14,12 @@ from troupe.workers.contract.messages import GroupRequest, WorkerGone, WorkerHea
 from troupe.workers.data.chat import PromptRefused
 from troupe.workers.data.plain_text import response_text
 from troupe.workers.data.turn_ends import without_end
-from troupe.workers.engine.errors import EngineClosed, EngineDead
+from troupe.workers.engine.errors import EngineClosed
 from troupe.workers.engine.rows import answer_tokens, flat_logprobs
 from troupe.workers.rewards.answer_text import visible
 from troupe.workers.rewards.thoughts import template_opens_thought
 from troupe.workers.rollout import RolloutWorker
 
-_WATCH_S = 1.0
 _PLACES = 20
 """Tokens that could stand for each one of an answer: the most that an engine returns by default."""
 
@@ -81,15 +79,7 @@ class JudgeWorker:
         return await self._engine.health()
 
     async def watch(self, seconds: float) -> bool:
-        """Whether the engine serves; answers as soon as it does not, else after `seconds`."""
-        deadline = time.monotonic() + seconds
-        while (left := deadline - time.monotonic()) > 0:
-            try:
-                await self._engine.health()
-            except (EngineClosed, EngineDead):
-                return False
-            await asyncio.sleep(min(_WATCH_S, left))
-        return True
+        return await self._engine.engine.watch(seconds)
 
     async def close(self) -> None:
         await self._engine.close()

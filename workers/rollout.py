@@ -17,7 +17,7 @@ from troupe.workers.contract.messages import (
     WeightUpdate,
     WorkerHealth,
 )
-from troupe.workers.contract.roles import EnvironmentLink
+from troupe.workers.contract.roles import EnvironmentLink, ReferenceLink
 from troupe.workers.engine.generation import Generation
 from troupe.workers.engine.serving import ServingEngine
 from troupe.workers.engine.settings import engine_args, import_vllm, unread_metrics
@@ -82,6 +82,9 @@ class RolloutWorker:
 
     async def connect_judge(self, judge: JudgeLink) -> None:
         self.generation.connect_judge(judge)
+
+    async def connect_reference(self, link: ReferenceLink) -> None:
+        self.generation.connect_reference(link)
 
     async def update_weights(self, update: WeightUpdate) -> WeightAck:
         return await self.weights.update(update)

@@ -98,6 +98,31 @@ The share depends on the policy and on how lengths and rewards go together. With
 gets more responses, because their total length varies less. What is left with `sequence_sum` is the division by the
 deviation of the group or of the batch. `tests/workers/algorithms/test_baseline_bias.py` enumerates all groups.
 
+## Pairs with the reference
+
+`xpo` compares each sample of a group with a response that the reference samples, in separate engines:
+`roles.reference_engine: {cpus: 1, max_model_len: 1024}`, with the model of `roles.reference`, the settings of
+`sampling` and other seeds than the policy's. Such a response is scored by the rewards (or compared by a judge,
+`compare: pairs`) and by policy and reference, like the samples of its group. The loss of a pair of the policy's `y` and
+the reference's `y'` is
+
+`-log sigmoid(dpo_beta (D(better) - D(worse))) + exploration_coef log pi(y')`, `D(x) = log pi(x) - log pi_ref(x)`
+
+(XPO, arXiv 2405.21046, alg. 1; log-probs of whole responses; averaged over pairs). `pi` in `sigmoid` is the policy
+before a step's updates, as in `online_dpo`: later updates of the step do not weigh the pairs again. The second term
+lowers the likelihood of what the reference writes, whether `y'` is better or worse. A pair of equal rewards has this
+term alone. If one of a pair has no reward, the other has no loss.
+
+The reference's responses have no log-probs of a sampler, no weight version and no place in the ledger, and of the
+metrics of rewards and lengths only `candidates/...` count them: nothing corrects them as if the policy had sampled
+them. `xpo` trains at temperature 1 on the whole vocabulary, so samples of another distribution are refused
+(`sampling.temperature`, `top_p`, `top_k`, `min_p`). With `schedule.max_staleness` above 0 the policy's samples may be
+older: the loss does not depend on who sampled a pair.
+
+A lost engine of the reference is replaced (`failures.reference_restarts`); groups wait for it. Nash-MD (arXiv
+2312.00886) is not supported: its opponent samples each token from the geometric mixture of policy and reference, and
+vLLM does not run two models in one engine.
+
 ## Distillation
 
 A teacher is a model with the policy's tokenizer (`validate` names the first text that another one reads

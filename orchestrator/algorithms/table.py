@@ -67,6 +67,7 @@ ESTIMATOR_OPTIONS: dict[str, frozenset[str]] = {
     "best_of_subsets": frozenset({"pass_k"}),
     "best_of_group": frozenset(),
     "preference_pair": frozenset({"dpo_beta"}),
+    "reference_pair": frozenset({"dpo_beta", "exploration_coef"}),
     "distill": frozenset(),
     "none": frozenset(),
     "custom": frozenset({"whiten", "advantage_clip"}),
@@ -98,9 +99,10 @@ COVARIANCE_OPTIONS: dict[str, frozenset[str]] = {
 BASELINE_OPTIONS = frozenset({"baseline_decay"})
 """Fields of the algorithm section that only the baseline player_average reads."""
 CRITIC_OPTIONS = frozenset({"value_clip"})
-COMPARES = frozenset(
-    ("group", "smooth_group", "max_likelihood", "best_of_subsets", "best_of_group", "preference_pair", "custom")
-)
+COMPARES = frozenset(("group", "smooth_group", "max_likelihood", "best_of_subsets", "best_of_group", "custom")) | {
+    "preference_pair",
+    "reference_pair",
+}
 """Estimators for which a group of equal rewards may carry no signal, so that it is worth replacing."""
 
 
@@ -482,6 +484,21 @@ ALGORITHMS: dict[str, Algorithm] = {
             advantage=AdvantageConfig(estimator="preference_pair"),
             loss=PolicyLossConfig(
                 objective="policy_gradient", aggregation="sequence_sum", importance=ImportanceConfig(mode="none")
+            ),
+        ),
+        Algorithm(
+            name="xpo",
+            summary="Online DPO that explores: each sample is compared with a response that the reference samples.",
+            formula="h = dpo_beta ((log pi_old - log pi_ref)(better) - (log pi_old - log pi_ref)(worse)) of y of the "
+            "policy and y' of the reference; A = n dpo_beta sigmoid(-h) for the better one, minus that for the worse, "
+            "0 for equal rewards, and n exploration_coef less for y', n = sequences / pairs; loss -A log pi(token), "
+            "summed over tokens / sequences: in a batch's first update the gradient of -log sigmoid(h) + "
+            "exploration_coef log pi(y'), averaged over pairs; no ratio and no weight for the sampler",
+            source="XPO, arXiv 2405.21046, alg. 1, with rewards for preferences; dpo_beta and exploration_coef: TRL",
+            required=frozenset({"reference"}),
+            advantage=AdvantageConfig(estimator="reference_pair"),
+            loss=PolicyLossConfig(
+                objective="likelihood", aggregation="sequence_sum", importance=ImportanceConfig(mode="none")
             ),
         ),
         Algorithm(

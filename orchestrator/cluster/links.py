@@ -16,8 +16,8 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from troupe.orchestrator.cluster.event_loop import within
 from troupe.workers.contract.environments import EnvironmentGone, EpisodeReply, Message, Row, failed
 from troupe.workers.contract.judges import JudgeAnswer, JudgeGone, Question
-from troupe.workers.contract.messages import WeightAck, WorkerGone
-from troupe.workers.contract.roles import EnvironmentServer, JudgeEngine, RolloutEngine
+from troupe.workers.contract.messages import GroupRequest, ReferenceGone, ReferenceResponse, WeightAck, WorkerGone
+from troupe.workers.contract.roles import EnvironmentServer, JudgeEngine, ReferenceSampler, RolloutEngine
 from troupe.workers.contract.text import one_line
 
 
@@ -113,15 +113,63 @@ class ActorEnvironments:
             self._open[worker] = max(0, self._open[worker] - 1)
 
 
-class ActorJudges:
-    """The `JudgeLink` of a run with the role `judge`. Pickled to every worker that calls it."""
+class _ActorReplicas:
+    """Workers with the same frozen model. Pickled to every worker that calls them."""
+
+    def __init__(self, actors: Mapping[str, Any], lost: str = "") -> None:
+        """`lost`: why no worker will serve again, or empty."""
+        self._actors = dict(actors)
+        self._open = Counter[str]()
+        self._lost = lost
+
+    async def _call(self, method: Callable[..., object], timeout_s: float, *args: Any) -> Any:
+        """The answer of the least-loaded worker, of another one if it is lost, or None if none is left. Raises
+        TimeoutError."""
+        while self._actors:
+            worker = min(self._actors, key=self._open.__getitem__)
+            call = submit(self._actors[worker], method, *args)
+            self._open[worker] += 1
+            try:
+                return await within(timeout_s, call)
+            except TimeoutError:
+                ray.cancel(call)
+                raise TimeoutError(_silent(worker, timeout_s)) from None
+            except (RayActorError, RayTaskError) as error:
+                self._drop(worker, error)
+            finally:
+                self._open[worker] -= 1
+        return None
+
+    def _drop(self, worker: str, error: Exception) -> None:
+        """Asks a worker no more whose process or engine has ended. Raises any other error."""
+        if isinstance(error, RayTaskError) and not isinstance(error.cause, WorkerGone):
+            raise error
+        self._actors.pop(worker, None)
+
+
+class ActorReferences(_ActorReplicas):
+    """The `ReferenceLink` of a run with the role `reference_engine`."""
+
+    def __init__(self, actors: Mapping[str, Any], timeout_s: float, lost: str = "") -> None:
+        super().__init__(actors, lost)
+        self._timeout_s = timeout_s
+
+    async def complete(
+        self, request: GroupRequest, prompt_ids: list[int], indices: Sequence[int]
+    ) -> list[ReferenceResponse]:
+        found = await self._call(ReferenceSampler.complete, self._timeout_s, request, prompt_ids, indices)
+        if found is None:
+            raise RuntimeError(self._lost) if self._lost else ReferenceGone("no engine of the reference is running")
+        return found
+
+
+class ActorJudges(_ActorReplicas):
+    """The `JudgeLink` of a run with the role `judge`."""
 
     def __init__(self, name: str, actors: Mapping[str, Any], lost: str = "") -> None:
-        """`name`: the model and its settings; `lost`: why no worker will serve again, or empty."""
+        """`name`: the model and its settings."""
+        super().__init__(actors, lost)
         self.name = name
-        self._actors = dict(actors)
-        self._turns = Counter[str]()
-        self._lost = lost
 
     def ask(self, questions: Sequence[Question], timeout_s: float) -> list[JudgeAnswer]:
         """One answer to each question; a lost worker's go to others. Raises JudgeGone if a worker can still start."""
@@ -137,19 +185,12 @@ class ActorJudges:
         return [answers[place] for place in range(len(questions))]
 
     async def turn(self, question: Question, timeout_s: float) -> JudgeAnswer:
-        while self._actors:
-            worker = min(self._actors, key=self._turns.__getitem__)
-            call = submit(self._actors[worker], JudgeEngine.answer, [question])
-            self._turns[worker] += 1
-            try:
-                return (await within(timeout_s, call))[0]
-            except TimeoutError:
-                ray.cancel(call)
-                return _silent(worker, timeout_s)
-            except (RayActorError, RayTaskError) as error:
-                self._drop(worker, error)
-            finally:
-                self._turns[worker] -= 1
+        try:
+            answers = await self._call(JudgeEngine.answer, timeout_s, [question])
+        except TimeoutError as error:
+            return JudgeAnswer(failure=str(error))
+        if answers is not None:
+            return answers[0]
         if not self._lost:
             raise JudgeGone("no judge worker is running")
         return JudgeAnswer(failure=self._lost)
@@ -171,19 +212,13 @@ class ActorJudges:
                 given = ray.get(call, timeout=max(0.0, deadline - time.monotonic()))
             except GetTimeoutError:
                 ray.cancel(call)
-                given = [_silent(worker, timeout_s)] * len(shares[worker])
+                given = [JudgeAnswer(failure=_silent(worker, timeout_s))] * len(shares[worker])
             except (RayActorError, RayTaskError) as error:
                 self._drop(worker, error)
                 continue
             answers |= dict(zip(shares[worker], given, strict=True))
         return answers
 
-    def _drop(self, worker: str, error: Exception) -> None:
-        """Asks a worker no more whose process or engine has ended. Raises any other error."""
-        if isinstance(error, RayTaskError) and not isinstance(error.cause, WorkerGone):
-            raise error
-        self._actors.pop(worker, None)
 
-
-def _silent(worker: str, timeout_s: float) -> JudgeAnswer:
-    return JudgeAnswer(failure=f"{worker} did not answer in {timeout_s:g} s")
+def _silent(worker: str, timeout_s: float) -> str:
+    return f"{worker} did not answer in {timeout_s:g} s"

@@ -22,7 +22,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from troupe.orchestrator.cluster import ray_nodes
 from troupe.orchestrator.cluster.event_loop import within
 from troupe.orchestrator.cluster.inspection import NodeReport
-from troupe.orchestrator.cluster.links import ActorEngines, ActorEnvironments, ActorJudges, submit
+from troupe.orchestrator.cluster.links import ActorEngines, ActorEnvironments, ActorJudges, ActorReferences, submit
 from troupe.orchestrator.cluster.proc import exit_code
 from troupe.orchestrator.cluster.process_watch import Process, ProcessWatch
 from troupe.orchestrator.cluster.ray_environment import TABLE_SETTINGS, cluster_to_join
@@ -52,7 +52,15 @@ from troupe.workers.contract.messages import (
     WeightUpdate,
     WorkerGone,
 )
-from troupe.workers.contract.roles import EnvironmentServer, JudgeEngine, Reply, RolloutEngine, TableRef, Worker
+from troupe.workers.contract.roles import (
+    EnvironmentServer,
+    JudgeEngine,
+    ReferenceSampler,
+    Reply,
+    RolloutEngine,
+    TableRef,
+    Worker,
+)
 from troupe.workers.preload import forked_worker
 from troupe.workers.preload.forked_worker import ENGINE_VARIABLE, SERVER_VARIABLE
 
@@ -201,6 +209,11 @@ async def _run_on_node(
 _ABOUT_GROUPS = frozenset({GroupRequest, GroupSummary, ScoredGroups})
 
 
+def _actors(workers: Sequence[WorkerHandle[Any]]) -> dict[str, Any]:
+    """Ray's handles of workers by name."""
+    return {worker.name: worker.actor for worker in workers if isinstance(worker, ActorWorker)}
+
+
 def _subject(value: object) -> str:
     """Subject of a call with this first argument or result, or empty if it has none."""
     kind = type(value)  # by type, as this runs twice for each of thousands of calls a second
@@ -335,12 +348,19 @@ class Cluster:
     @staticmethod
     def environment_link(workers: Sequence[WorkerHandle[EnvironmentServer]], lost: str) -> ActorEnvironments:
         """The engines' link to environment workers; `lost`: why none will serve again, or empty."""
-        return ActorEnvironments({w.name: w.actor for w in workers if isinstance(w, ActorWorker)}, lost)
+        return ActorEnvironments(_actors(workers), lost)
 
     @staticmethod
     def judge_link(name: str, workers: Sequence[WorkerHandle[JudgeEngine]], lost: str) -> ActorJudges:
         """The reward workers' link to judge workers; `name`: the model and its settings."""
-        return ActorJudges(name, {w.name: w.actor for w in workers if isinstance(w, ActorWorker)}, lost)
+        return ActorJudges(name, _actors(workers), lost)
+
+    @staticmethod
+    def reference_link(
+        workers: Sequence[WorkerHandle[ReferenceSampler]], timeout_s: float, lost: str
+    ) -> ActorReferences:
+        """The rollout engines' link to the engines of the reference."""
+        return ActorReferences(_actors(workers), timeout_s, lost)
 
     async def prepare_nodes(
         self, function: Callable[P, object], timeout_s: float, *args: P.args, **_: P.kwargs

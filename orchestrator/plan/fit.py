@@ -167,7 +167,7 @@ def _route_bytes(spec: RunSpec, size: ModelSize) -> int:
     """Bytes of the recorded experts of a step's tokens, in ROLLOUTS of every step in progress and once in TRAIN."""
     if spec.rollouts is None or not spec.rollouts.sampling.router_replay:
         return 0
-    tokens = spec.rollouts.samples_per_step * spec.rollouts.roles.rollout.max_model_len
+    tokens = spec.rollouts.sequences_per_step * spec.rollouts.roles.rollout.max_model_len
     tables = spec.rollouts.schedule.max_staleness + 2
     return tables * tokens * size.layers * size.experts * (1 if size.routed <= _MOST_IN_A_BYTE else 2)
 

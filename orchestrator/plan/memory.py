@@ -34,6 +34,7 @@ from troupe.orchestrator.roles.settings import (
     judge_config,
     offline_config,
     policy_config,
+    reference_engine_config,
     rollout_config,
     scorer_configs,
     teacher_engine_configs,
@@ -44,7 +45,7 @@ from troupe.orchestrator.spec.derived.sizes import longest_sequence
 from troupe.orchestrator.spec.derived.training import needs_old_logprobs, old_logprobs_at_batch, resolved_sleep
 from troupe.orchestrator.spec.offline import OfflineSpec
 from troupe.orchestrator.spec.rollout import RolloutSpec
-from troupe.workers.contract.config import Sleep
+from troupe.workers.contract.config import EngineWorkerConfig, Sleep
 from troupe.workers.contract.config_base import ModelConfig
 from troupe.workers.contract.offline_config import RewardLossConfig
 from troupe.workers.contract.trainer_config import LoraConfig
@@ -223,8 +224,17 @@ def shared_engine(spec: RolloutSpec, gpu: int, sizes: Sizes) -> tuple[int, float
 
 
 def of_judge(spec: RolloutSpec, placed: PlacedWorker, gpu: int, sizes: Sizes) -> Memory:
-    config = judge_config(spec)
-    size = None if config is None else sizes.of(config.model, packed=True)
+    return _frozen_engine(judge_config(spec), placed, gpu, sizes, packed=True)
+
+
+def of_reference_engine(spec: RolloutSpec, placed: PlacedWorker, gpu: int, sizes: Sizes) -> Memory:
+    return _frozen_engine(reference_engine_config(spec), placed, gpu, sizes)
+
+
+def _frozen_engine(
+    config: EngineWorkerConfig | None, placed: PlacedWorker, gpu: int, sizes: Sizes, *, packed: bool = False
+) -> Memory:
+    size = None if config is None else sizes.of(config.model, packed=packed)
     if config is None or size is None:
         return (), None
     on_gpu = gpu if config.device == "cuda" else None

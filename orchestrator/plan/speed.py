@@ -145,7 +145,7 @@ def _step_tokens(spec: RunSpec) -> int:
     if spec.offline is not None:
         return spec.offline.schedule.examples_per_step * longest_sequence(spec)
     rollouts: RolloutSpec = spec.rollouts
-    return rollouts.samples_per_step * rollouts.roles.rollout.max_model_len
+    return rollouts.sequences_per_step * rollouts.roles.rollout.max_model_len
 
 
 def _training(

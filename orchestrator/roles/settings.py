@@ -87,6 +87,23 @@ def rollout_config(spec: RolloutSpec) -> RolloutConfig:
         turn_forms=_accounts_for_forms(spec),
         sleep=resolved_sleep(spec),
         lora=spec.roles.policy.lora,
+        compares_reference=section.advantage(spec.algorithm).compares_reference,
+    )
+
+
+def reference_engine_config(spec: RolloutSpec) -> RolloutConfig | None:
+    """Configuration of each engine of the reference: it samples as the rollout engines do."""
+    role = spec.roles.reference_engine
+    if role is None:
+        return None
+    return RolloutConfig(
+        model=spec.reference_model,
+        engine=role.worker_config(EngineConfig),
+        engine_options=role.engine,
+        sampling=spec.sampling,
+        seed=spec.seed,
+        transfer_backend="shm",
+        device=role.device,
     )
 
 
@@ -246,6 +263,11 @@ def of_environment(spec: RolloutSpec) -> Mapping[str, WorkerSettings]:
 
 def of_judge(spec: RolloutSpec) -> WorkerSettings | None:
     config = judge_config(spec)
+    return None if config is None else _engine(config)
+
+
+def of_reference_engine(spec: RolloutSpec) -> WorkerSettings | None:
+    config = reference_engine_config(spec)
     return None if config is None else _engine(config)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from troupe.orchestrator.algorithms.section import advantage
 from troupe.orchestrator.cluster.event_loop import gather_all
 from troupe.orchestrator.cluster.worker_group import Scores, ScoreTokens, TrainerGroup
 from troupe.orchestrator.data.curriculum import Curriculum
@@ -352,8 +353,11 @@ class RolloutSource(BatchSource):
         by_source = sources if self._spec.algorithm.by_source else {}
         teachers = {uid: own.teachers for uid, own in settings.items() if own.teachers}
         algorithms = {uid: own.source for uid, own in settings.items() if own.own_algorithm}
+        compares = advantage(self._spec.algorithm).compares_reference
+        compared = {g.summary.prompt_uid: len(g.rewards.rewards) for g in groups} if compares else {}
         kept, others = tuple(keep + candidates), tuple(candidates)
-        return PrepareRequest(kept, state, rows, greedy, tuple(masked), others, by_source, teachers, algorithms)
+        own = by_source, teachers, algorithms, compared
+        return PrepareRequest(kept, state, rows, greedy, tuple(masked), others, *own)
 
     def _masked(self, group: ScoredGroup) -> list[int]:
         """Indices of the samples that have a reward and carry no loss."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 from typing import Any, cast
@@ -13,7 +13,7 @@ from troupe.orchestrator.cluster.worker_group import ReferenceGroup, WorkerHandl
 from troupe.orchestrator.errors import TroupeError, WorkerError
 from troupe.orchestrator.pools.engine import Engine
 from troupe.orchestrator.pools.engines import EnginePool, trainer_memory
-from troupe.orchestrator.pools.linked import Callers, LinkedPool
+from troupe.orchestrator.pools.linked import Callers, CallerT, LinkedPool, LinkT
 from troupe.orchestrator.pools.pool_weights import PoolWeights
 from troupe.orchestrator.pools.replicas import ReplicaPool, RestartBudget
 from troupe.orchestrator.roles.table import row_of, settings_of
@@ -46,7 +46,7 @@ _END_TIMEOUT_S = 10.0
 
 
 class RunPools:
-    """The pools of a run. Engines are connected to the environments, and reward workers to the judges."""
+    """The pools of a run. Engines and reward workers are connected to the workers that they call."""
 
     def __init__(self, spec: RolloutSpec, session: Session) -> None:
         self.spec = spec
@@ -80,6 +80,12 @@ class RunPools:
         return [cast("Any", self.by_role[environment_role(name)]) for name in self.spec.roles.environments()]
 
     @property
+    def behind_engines(self) -> list[LinkedPool[Any, Engine, Any]]:
+        """The pools whose workers engines call: environments, judges that play, and engines of the reference."""
+        found = [*self.environments, self.by_role.get("judge") if self.spec.roles.judge_plays else None]
+        return [cast("Any", pool) for pool in (*found, self.by_role.get("reference_engine")) if pool is not None]
+
+    @property
     def judges(self) -> LinkedPool[roles.JudgeEngine, JudgeCaller, JudgeLink] | None:
         return cast("Any", self.by_role.get("judge"))
 
@@ -109,9 +115,9 @@ class RunPools:
         return scorers
 
     async def start(self) -> None:
-        """Connects the engines to the environments and the reward workers to the judges, if the run has them."""
-        for pool in (*self.environments, self.judges):
-            if pool is not None:
+        """Connects the engines and the reward workers to the workers that they call."""
+        for pool in self.by_role.values():
+            if isinstance(pool, LinkedPool):
                 await pool.start()
 
     async def close(self) -> None:
@@ -145,14 +151,12 @@ def replica_pool(run: RunPools, role: str) -> ReplicaPool[Any]:
 
 
 def engine_pool(run: RunPools, role: str) -> EnginePool:
-    """The rollout engines, each connected to the environments."""
+    """The rollout engines, each connected to the workers that it calls."""
 
     async def start(name: str) -> Engine:
         engine = await run.session.launcher.engine(name)
-        for environments in run.environments:
-            await environments.connect(engine)
-        if run.judges is not None and run.spec.roles.judge_plays:
-            await run.judges.connect(engine)
+        for pool in run.behind_engines:
+            await pool.connect(engine)
         return engine
 
     async def end_episodes(engine: str) -> None:
@@ -195,6 +199,15 @@ def reward_pool(run: RunPools, role: str) -> RewardPool:
     )
 
 
+def _linked(
+    run: RunPools, role: str, callers: Callers[CallerT, LinkT], make_link: Callable[[Sequence[Any], str], LinkT]
+) -> LinkedPool[Any, CallerT, LinkT]:
+    """The pool of a role's workers, which `callers` call through a link."""
+    launch, watch_s = run.session.launcher.replica, run.spec.failures.health_interval_s
+    workers, budget = run.session.workers.each(role), RestartBudget.of_role(run.spec, role)
+    return LinkedPool(role, workers, callers, make_link, launch, budget, watch_s)
+
+
 def environment_pool(run: RunPools, role: str) -> LinkedPool[roles.EnvironmentServer, Engine, roles.EnvironmentLink]:
     """The workers of one environment, which engines call through a link."""
     name = next(name for name in run.spec.roles.environments() if environment_role(name) == role)
@@ -202,15 +215,19 @@ def environment_pool(run: RunPools, role: str) -> LinkedPool[roles.EnvironmentSe
     async def connect(engine: Engine, link: roles.EnvironmentLink) -> None:
         await engine.handle.call(roles.RolloutEngine.connect_environments, _CONNECT_TIMEOUT_S, name, link)
 
-    return LinkedPool(
-        role,
-        run.session.workers.each(role),
-        callers=Callers(lambda: run.engines.workers, connect),
-        make_link=run.session.cluster.environment_link,
-        launch=run.session.launcher.replica,
-        budget=RestartBudget.of_role(run.spec, role),
-        watch_s=run.spec.failures.health_interval_s,
-    )
+    return _linked(run, role, Callers(lambda: run.engines.workers, connect), run.session.cluster.environment_link)
+
+
+def reference_engine_pool(run: RunPools, role: str) -> LinkedPool[roles.ReferenceSampler, Engine, roles.ReferenceLink]:
+    """The engines of the reference, which rollout engines call through a link."""
+
+    async def connect(engine: Engine, link: roles.ReferenceLink) -> None:
+        await engine.handle.call(roles.RolloutEngine.connect_reference, _CONNECT_TIMEOUT_S, link)
+
+    def make_link(workers: Sequence[WorkerHandle[roles.ReferenceSampler]], lost: str) -> roles.ReferenceLink:
+        return run.session.cluster.reference_link(workers, run.spec.schedule.generate_timeout_s, lost)
+
+    return _linked(run, role, Callers(lambda: run.engines.workers, connect), make_link)
 
 
 def judge_pool(run: RunPools, role: str) -> LinkedPool[roles.JudgeEngine, JudgeCaller, JudgeLink]:
@@ -230,12 +247,4 @@ def judge_pool(run: RunPools, role: str) -> LinkedPool[roles.JudgeEngine, JudgeC
     def make_link(workers: Sequence[WorkerHandle[roles.JudgeEngine]], lost: str) -> JudgeLink:
         return run.session.cluster.judge_link(name, workers, lost)
 
-    return LinkedPool(
-        role,
-        run.session.workers.each(role),
-        callers=Callers(callers, connect),
-        make_link=make_link,
-        launch=run.session.launcher.replica,
-        budget=RestartBudget.of_role(run.spec, role),
-        watch_s=run.spec.failures.health_interval_s,
-    )
+    return _linked(run, role, Callers(callers, connect), make_link)

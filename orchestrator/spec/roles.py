@@ -46,7 +46,9 @@ from troupe.workers.contract.trainer_config import LoraConfig, TrainerConfig
 
 ConfigT = TypeVar("ConfigT", bound=Frozen)
 
-RoleName = Literal["rollout", "policy", "critic", "reference", "teacher", "reward", "environment", "judge"]
+RoleName = Literal[
+    "rollout", "policy", "critic", "reference", "reference_engine", "teacher", "reward", "environment", "judge"
+]
 MOST_WORKERS = 16_384
 """Most workers of a role: a larger number is a mistake."""
 _LABEL = r"^[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?$"
@@ -169,6 +171,10 @@ class ReferenceRole(RoleResources):
 
 class ScaledReferenceRole(ReferenceRole, ScaledRole):
     """The frozen model that the policy is kept close to."""
+
+
+class ReferenceEngineRole(EngineRole):
+    """Workers that sample responses of the reference: one vLLM engine with its model each."""
 
 
 class TaughtBy(TeacherPrompt):
@@ -298,6 +304,8 @@ class RolesConfig(Roles):
     """Workers that train the critic; only if the algorithm has one."""
     reference: Annotated[ScaledReferenceRole | None, NONE, OTHER_REFERENCE, SAMPLED] = None
     """The frozen reference; needed if `algorithm.kl.coef` is above 0."""
+    reference_engine: Annotated[ReferenceEngineRole | None, Consequences(resume=ALLOWED), SAMPLED] = None
+    """Workers that sample the reference's responses, with which `xpo` compares the policy's."""
     teacher: Annotated[
         dict[
             Name,

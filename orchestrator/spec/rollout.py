@@ -86,6 +86,11 @@ class RolloutSpec(RunSpec, frozen=True):
         return self.schedule.prompts_per_step * max(self.group_sizes)
 
     @property
+    def sequences_per_step(self) -> int:
+        """Sequences that a step trains on: its samples, and the reference's that they are compared with."""
+        return self.samples_per_step * (2 if section.advantage(self.algorithm).compares_reference else 1)
+
+    @property
     def kl_coef(self) -> float:
         """Weight of the KL term, in the loss or in the reward."""
         return section.kl_coef(self.algorithm)

@@ -314,7 +314,7 @@ class FailureConfig(BaseFailures):
     reward_restarts: int = Field(default=3, ge=0)
     """Restarts of reward workers that are tolerated."""
     reference_restarts: int = Field(default=3, ge=0)
-    """Restarts of reference workers that are tolerated."""
+    """Restarts of reference workers that are tolerated, and as many of the reference's engines."""
     max_attempts: int = Field(default=3, ge=1)
     """Attempts at a group before it is dropped."""
     max_failed_fraction: float = Field(default=0.5, ge=0.0, le=1.0)

@@ -46,8 +46,9 @@ _METHODS: Mapping[str, tuple[Callable[..., object], ...]] = {
         *(roles.Replica.start, roles.Trainer.rendezvous, roles.Trainer.packs, roles.Reference.packs),
         *(roles.Policy.shares_prompts, roles.Policy.connect_engines),
         *(roles.RolloutEngine.connect_environments, roles.RolloutEngine.transfer_init, roles.Reward.connect_judge),
+        roles.RolloutEngine.connect_reference,
     ),
-    "generate": (roles.RolloutEngine.generate,),
+    "generate": (roles.RolloutEngine.generate, roles.ReferenceSampler.complete),
     "score": (
         *(roles.Reward.score_groups, roles.Reward.score_references),
         *(roles.Policy.compute_logprobs, roles.Policy.reference_logprobs),

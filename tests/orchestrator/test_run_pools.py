@@ -74,6 +74,9 @@ class Links:
     def judge_link(self, *_: Any) -> str:
         return "judges"
 
+    def reference_link(self, *_: Any) -> str:
+        return "references"
+
 
 def pools_of(spec: RolloutSpec) -> tuple[RunPools, Launcher]:
     context, launcher = context_of(spec)
@@ -103,6 +106,7 @@ def context_of(spec: RolloutSpec, folder: Path = Path()) -> tuple[Session, Launc
         ("tiny-ppo", {"rollout", "reward", "reference"}),
         ("tiny-environment", {"rollout", "reward", "environment"}),
         ("tiny-judge", {"rollout", "reward", "judge"}),
+        ("algorithms/xpo", {"rollout", "reward", "reference", "reference_engine"}),
     ],
 )
 def test_every_worker_with_a_pool_is_replaced_until_its_restarts_are_used(name: str, roles: set[str]) -> None:
@@ -134,6 +138,7 @@ PREFIXES = {
     "rollout": "engine",
     "reward": "reward",
     "reference": "reference",
+    "reference_engine": "reference",
     "environment": "environment",
     "judge": "judge",
 }
@@ -160,10 +165,11 @@ def test_trainers_score_groups_during_generation_only_while_they_do_not_train(
         ("tiny-environment", "rollout", ["connect_environments"]),
         ("tiny-judge", "reward", ["connect_judge"]),
         ("tiny-self-play", "rollout", ["connect_environments", "connect_judge"]),
+        ("algorithms/xpo", "rollout", ["connect_reference"]),
     ],
 )
 def test_a_replacement_is_connected_before_it_serves(name: str, caller: str, methods: list[str]) -> None:
-    """To the environments or judges, as the first workers are at the start."""
+    """To the workers that it calls, as the first workers are at the start."""
     spec = load_rollout_spec(SPECS / f"{name}.yaml", AGAINST_A_JUDGE if name == "tiny-self-play" else ())
 
     async def run() -> None:

@@ -102,7 +102,9 @@ LEFT_OUT = {
     **dict.fromkeys(("*.preferred", "*.preferred.*"), "what is read before a run"),
     "roles.teacher.average": "the algorithm `average` sets it, under the name of a teacher",
     "roles.*.model*": "another model of a kind that is tried",
-    "roles.judge.enable_prefix_caching": "as in a rollout engine",
+    **dict.fromkeys(
+        ("roles.judge.enable_prefix_caching", "roles.reference_engine.enable_prefix_caching"), "as in a rollout engine"
+    ),
     "roles.teacher.enable_prefix_caching": "log-probs of whole sequences are computed without the cache",
     "roles.critic.schedule": "as the policy's",
     **dict.fromkeys(("output.sinks", "output.prometheus", "output.profile"), "another place for what is written"),
@@ -142,6 +144,11 @@ ROLLOUTS = Matrix(
             "ppo": {"algorithm.name": "ppo", "algorithm.kl.coef": 0, "roles.critic": _TRAINER},
             "gspo": {"algorithm.name": "gspo"},
             "raft": {"algorithm.name": "raft"},
+            "xpo": {
+                "algorithm.name": "xpo",
+                "roles.reference": {"colocate_with": "policy"},
+                "roles.reference_engine": _ENGINE,
+            },
             "distill": {"algorithm.name": "distill", "roles.teacher": {"other": _TEACHER}},
             "average": {
                 "algorithm.name": "gkd",

@@ -75,8 +75,9 @@ PLACEMENT = Placement(
     "PACK",
     (WorkerPlacement("policy", 0, 0, 0.5, 0.0), WorkerPlacement("critic", 0, 0, 0.5, 0.0)),
 )
-SPECS = (*sorted(ALGORITHMS, key=lambda name: spec_of(name).path), "tiny-grpo-process")
-"""Rows with the same spec follow each other."""
+_ONE_ENGINE = [name for name, row in ALGORITHMS.items() if not row.advantage.compares_reference]
+SPECS = (*sorted(_ONE_ENGINE, key=lambda name: spec_of(name).path), "tiny-grpo-process")
+"""Rows with the same spec follow each other. One with an engine of the reference is in test_reference_pairs_run.py."""
 ASYNCHRONOUS = ("sapo", "gmpo", "gspo", "dppo_tv", "dppo_kl", "maxrl", "pass_at_k", "clip_cov", "gdpo", "cispo", "dcpo")
 """Rows whose second step learns from samples of the policy before the first: one of every objective and estimator."""
 DAPO_STEPS = 5

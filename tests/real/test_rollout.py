@@ -7,11 +7,12 @@ import json
 import math
 import os
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+from unittest.mock import AsyncMock, Mock
 
 import numpy as np
 import pyarrow as pa
@@ -33,14 +34,23 @@ from tests.real.rollout_helpers import (
 from troupe.workers.agents.episodes.turns import TurnLimits
 from troupe.workers.contract.config import StructuredConfig, TeacherEndpointConfig
 from troupe.workers.contract.config_base import ModelConfig
-from troupe.workers.contract.messages import ROLLOUTS, GroupRequest, GroupSummary, RankPlan
+from troupe.workers.contract.messages import (
+    ROLLOUTS,
+    GroupRequest,
+    GroupSummary,
+    RankPlan,
+    ReferenceGone,
+    ReferenceResponse,
+)
 from troupe.workers.contract.reward_config import RewardConfig, RewardFunctionConfig
+from troupe.workers.engine import generation
 from troupe.workers.engine import rows as rows_module
 from troupe.workers.engine.errors import EngineClosed, EngineDead
 from troupe.workers.engine.prompt_logprobs import prompt_logprobs
 from troupe.workers.models.distillation import bucketed
 from troupe.workers.models.modeling import CausalLogprobs, load_causal, score_plan
 from troupe.workers.models.prompt_logprobs import PromptLogprobs, ResponseScores, score_response
+from troupe.workers.reference_engine import ReferenceEngine
 from troupe.workers.reward import RewardWorker
 from troupe.workers.rollout import RolloutWorker
 from troupe.workers.teacher import TeacherEndpoint
@@ -442,6 +452,71 @@ async def test_bad_prompts_are_refused_and_others_are_generated_as_usual(worker:
     assert len(results[good + 1][0].samples) == 4
     with pytest.raises(IndexError):
         await worker.generate(replace(REQUEST, row=prompts.num_rows), prompts)
+
+
+class OwnReference:
+    """The engine itself as the reference's, which has just been replaced."""
+
+    def __init__(self, worker: RolloutWorker) -> None:
+        self.worker = worker
+        self.calls = 0
+
+    async def complete(
+        self, request: GroupRequest, prompt_ids: list[int], indices: Sequence[int]
+    ) -> list[ReferenceResponse]:
+        self.calls += 1
+        if self.calls == 1:
+            raise ReferenceGone("no engine of the reference is running")
+        worker = cast("ReferenceEngine", self.worker)
+        return await ReferenceEngine.complete(worker, request, prompt_ids, indices)
+
+
+async def test_each_sample_gets_a_response_of_the_reference_on_its_own_seed(
+    worker: RolloutWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that the reference's engine samples as samples 4 to 7 of the group; a group waits for an engine that comes
+    back, and one that continues has them all."""
+    link, request = OwnReference(worker), replace(REQUEST, candidates=True)
+    plain = await rows(worker, replace(REQUEST, samples=8))
+    monkeypatch.setattr(generation, "_PAUSE_S", 0.01)
+    monkeypatch.setattr(worker.generation, "_reference", None)
+    monkeypatch.setattr(
+        worker.generation, "config", worker.generation.config.model_copy(update={"compares_reference": True})
+    )
+    waiting = asyncio.create_task(worker.generate(request, PROMPTS))
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    await worker.connect_reference(link)
+    summary, table = await waiting
+    assert table.schema.equals(ROLLOUTS, check_metadata=True)
+    found = table.to_pylist()
+    assert [row["response_ids"] for row in found] == [row["response_ids"] for row in plain]
+    assert len({tuple(row["response_ids"]) for row in found}) == 8
+    assert [row["sample_index"] for row in found] == [*range(8)] and link.calls == 2
+    for row, one in zip(found[4:], summary.candidates, strict=True):
+        assert all(map(math.isnan, row["rollout_logprobs"])) and len(row["rollout_logprobs"]) == MAX_TOKENS
+        assert (row["weight_versions"], row["finish_reason"], row["engine"]) == ([], "length", "rollout-0")
+        assert 0 < row["first_token_s"] < row["generate_s"] and row["prompt_ids"] == found[0]["prompt_ids"]
+        assert (one.sample_index, one.response_tokens) == (row["sample_index"], MAX_TOKENS)
+    half = replace(request, finished=summary.samples[:2], attempt=3)
+    _, continued = await worker.generate(half, PROMPTS, table)
+    assert [row["response_ids"] for row in continued.to_pylist()] == [row["response_ids"] for row in found]
+    held_out, _ = await worker.generate(REQUEST, PROMPTS)
+    assert held_out.candidates == () and link.calls == 3
+
+
+async def test_a_group_ends_with_the_error_of_its_reference(
+    worker: RolloutWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nothing of it runs on."""
+    lost = AsyncMock(side_effect=RuntimeError("no reference_engine worker is left"))
+    monkeypatch.setattr(worker.generation, "_reference", Mock(complete=lost))
+    monkeypatch.setattr(
+        worker.generation, "config", worker.generation.config.model_copy(update={"compares_reference": True})
+    )
+    with pytest.raises(RuntimeError, match="no reference_engine worker is left"):
+        await worker.generate(replace(REQUEST, candidates=True), PROMPTS)
+    assert not worker.engine.running
 
 
 async def test_candidates_follow_the_samples_as_the_policy_would_write_them(worker: RolloutWorker) -> None:

@@ -60,6 +60,9 @@ class SampledTokens:
     are computed over all samples."""
     players: tuple[str, ...] = ()
     """[N] player of a game whose part each sample is, or empty; groups are of one prompt and one player."""
+    partners: torch.Tensor | None = None
+    """int64 [N]: number of the reference's response that a sample of the policy is compared with, or -1 if it has none
+    (reference_pair)."""
 
     def parts(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name of the source, bool [N]: its samples) for each part with separate statistics; one without a name if
@@ -88,6 +91,7 @@ class SampledTokens:
             steps=steps,
             taught=None,
             turns=None,
+            partners=None,
             prompt_rows=tuple(self.prompt_rows[group] for group in known.tolist()) if self.prompt_rows else (),
             components={name: values[:, members] for name, values in self.components.items()},
             normalized={name: those[members] for name, those in self.normalized.items()},
@@ -247,6 +251,29 @@ def preference_pair_advantages(
         lead = beta * (ratios[best] - ratios[worst])
         weight = 0.0 if same[group] else len(rewards) / len(same) * beta * torch.sigmoid(-lead)
         result[best], result[worst] = weight, -weight
+    return result
+
+
+def reference_pair_advantages(
+    rewards: torch.Tensor, partners: torch.Tensor, ratios: torch.Tensor, beta: float, exploration: float
+) -> torch.Tensor:
+    """float64 [n]: the weights of XPO's gradient for samples of the policy and the reference's responses; 0 for one
+    without a partner.
+
+    XPO (arXiv 2405.21046, alg. 1) adds alpha log pi(y') to DPO's loss -log sigmoid(h) (arXiv 2305.18290, eq. 7) on a
+    pair of the policy's y and the reference's y', ranked by reward: h = beta (`ratios`(better) - `ratios`(worse)), the
+    log-ratios to the reference. With w = beta sigmoid(-h) the better one gets w and the other -w, y' also -alpha
+    (`exploration`), each times n / (number of pairs) for the mean over pairs: the sum of -A log pi has the gradient
+    of the loss. A pair of equal rewards has no preference, and alpha alone. `rewards`, `ratios`: [n]; `partners`: as
+    `SampledTokens.partners`.
+    """
+    result = torch.zeros(len(rewards), dtype=torch.double)
+    own = (partners >= 0).nonzero().flatten()
+    other = partners[own]
+    order = (rewards[own] - rewards[other]).double().sign()
+    preferred = order * beta * torch.sigmoid(-order * beta * (ratios[own] - ratios[other]))
+    scale = len(rewards) / max(1, len(own))
+    result[own], result[other] = scale * preferred, -scale * (preferred + exploration)
     return result
 
 

@@ -28,6 +28,7 @@ from troupe.workers.algorithms.advantages import (
     player_average_advantages,
     preference_pair_advantages,
     process_advantages,
+    reference_pair_advantages,
     returns_to_go,
     shaped_rewards,
     smoothed_advantages,
@@ -191,8 +192,15 @@ def _distill(config: AdvantageConfig, batch: SampledTokens, state: AdvantageStat
 
 
 def _preference_pair(config: AdvantageConfig, batch: SampledTokens, state: AdvantageState) -> Estimate:
+    """Pairs within the policy's samples, or of these and the reference's."""
     ratios = torch.zeros(len(batch.lengths), dtype=torch.double).index_add(0, batch.sequence, _log_ratios(batch))
-    pairs = preference_pair_advantages(batch.rewards, batch.groups, ratios, config.dpo_beta)
+    if not config.compares_reference:
+        pairs = preference_pair_advantages(batch.rewards, batch.groups, ratios, config.dpo_beta)
+        return Estimate(pairs[batch.sequence], state)
+    if batch.partners is None:
+        raise ValueError("the reference_pair estimator needs the reference's responses, but the batch lacks them")
+    how = config.dpo_beta, config.exploration_coef
+    pairs = reference_pair_advantages(batch.rewards, batch.partners, ratios, *how)
     return Estimate(pairs[batch.sequence], state)
 
 
@@ -286,6 +294,7 @@ ESTIMATORS: dict[str, Estimator] = {
     ),
     "best_of_group": _by_sample(lambda batch, _: best_of_group(batch.rewards, batch.groups)),
     "preference_pair": _preference_pair,
+    "reference_pair": _preference_pair,
     "distill": _distill,
     "none": _by_sample(lambda batch, _: torch.zeros(len(batch.lengths), dtype=torch.double)),
     "returns": _returns,

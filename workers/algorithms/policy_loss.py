@@ -403,7 +403,8 @@ def policy_loss(tokens: PolicyTokens, config: PolicyLossConfig, kl_old_coef: flo
     terms, sums = dict(part.terms), {"tokens": tokens.loss_mask.float(), **part.sums, "entropy": tokens.entropy}
     if config.entropy_coef:
         terms["entropy_loss"] = -config.entropy_coef * (tokens.weights * tokens.entropy).sum()
-    if tokens.ref_logprobs is not None:
+    # A likelihood trains on chosen samples and on those of others: over them KL(pi || pi_ref) is not estimated.
+    if tokens.ref_logprobs is not None and (config.has_ratio or config.kl_coef):
         sums["kl_ref"] = kl_penalty(tokens.logprobs, tokens.ref_logprobs, config.kl_estimator)
         if config.kl_coef:
             terms["kl_loss"] = config.kl_coef * (tokens.weights * sums["kl_ref"]).sum()

@@ -56,7 +56,7 @@ def prepare(
     keep = request.keep
     if not keep:
         raise ValueError("no sample is kept: there is nothing to train on")
-    if request.candidates and config.estimator != "best_of_group":
+    if request.candidates and config.estimator != "best_of_group" and not config.compares_reference:
         raise ValueError(f"the {config.estimator} estimator needs samples of the policy, not candidates")
     parts = _Join(keep, tables)
     rollouts = parts.segments("rollouts")
@@ -217,6 +217,7 @@ class _Batch:
             normalized=self._normalized(),
             sources=tuple(self.request.sources[uid] for uid in self.uids) if self.request.sources else (),
             players=self.players,
+            partners=self._partners(),
         )
 
     @property
@@ -244,6 +245,14 @@ class _Batch:
         """`SampledTokens.normalized`."""
         chosen = [{one["name"] for one in own if one["normalize"]} for own in self.components]
         return {name: torch.tensor([name in own for own in chosen]) for name in sorted(set().union(*chosen))}
+
+    def _partners(self) -> torch.Tensor | None:
+        """`SampledTokens.partners`: the responses of the reference follow the samples of a group in their order."""
+        if not self.request.compared:
+            return None
+        places = {key: number for number, key in enumerate(self.keep)}
+        partners = [places.get((uid, index + self.request.compared[uid]), -1) for uid, index in self.keep]
+        return torch.tensor(partners)
 
     def _steps(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
         """Process rewards, with the ends of steps counted in tokens that the policy sampled."""

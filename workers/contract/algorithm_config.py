@@ -183,6 +183,7 @@ class AdvantageConfig(Frozen):
         "best_of_subsets",
         "best_of_group",
         "preference_pair",
+        "reference_pair",
         "returns",
         "gae",
         "n_step",
@@ -196,7 +197,8 @@ class AdvantageConfig(Frozen):
     (GDPO); `max_likelihood`: divided by the group's mean reward (MaxRL); `best_of_subsets`: the
     best reward of `pass_k` samples, relative to all choices of that many (pass@k training); `best_of_group`: samples
     per group for the best sample, 0 for the others (RAFT); `preference_pair`: the weight of DPO's gradient for the
-    best sample, minus it for the worst, 0 for the others (online DPO);
+    best sample, minus it for the worst, 0 for the others (online DPO); `reference_pair`: the weight of XPO's gradient
+    for a sample and the reference's response that it is compared with (XPO);
     `returns`: sums of token rewards minus a baseline (REINFORCE family); `gae`, `n_step`: temporal differences of the
     critic; `distill`: log-prob under the teacher minus log-prob under the policy; `none`: 0, for a loss with another
     term; `custom`: the function of the user's algorithm."""
@@ -211,7 +213,10 @@ class AdvantageConfig(Frozen):
     pass_k: int = Field(default=4, ge=2)
     """Estimator best_of_subsets: samples in a subset, whose best one counts. A group needs more samples than this."""
     dpo_beta: float = Field(default=0.1, gt=0.0)
-    """Estimator preference_pair: beta of DPO, the strength of the implicit KL to the reference."""
+    """Estimators preference_pair, reference_pair: beta of DPO, the strength of the implicit KL to the reference."""
+    exploration_coef: float = Field(default=1e-5, ge=0.0)
+    """Estimator reference_pair: alpha of XPO, the weight of the log-likelihood of the reference's responses, which is
+    lowered."""
     baseline: Literal[
         "none", "running_mean", "group_mean", "leave_one_out", "greedy", "player_average", "optimal_token"
     ] = "none"
@@ -258,6 +263,11 @@ class AdvantageConfig(Frozen):
     batches so far (PPO-max, arXiv 2307.04964)."""
     reward_clip: float | None = Field(default=None, gt=0.0)
     """Estimators returns, gae, n_step: clip the (scaled) sequence reward to plus or minus this."""
+
+    @property
+    def compares_reference(self) -> bool:
+        """Whether the samples of a group are compared with as many of the reference."""
+        return self.estimator == "reference_pair"
 
     @property
     def reads_square_sums(self) -> bool:

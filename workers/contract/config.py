@@ -348,6 +348,8 @@ class RolloutConfig(EngineWorkerConfig):
     """Number of likeliest tokens whose log-probs are returned with each sampled one's."""
     lora: LoraConfig | None = None
     """The policy's adapters, which the engine loads on top of the model, or None if it loads all weights."""
+    compares_reference: bool = False
+    """Whether a group for training has a response of the reference for each of its samples."""
 
 
 class RankConfig(Frozen):

@@ -198,6 +198,22 @@ def identities(table: pa.Table) -> list[Identity]:
     return list(zip(*(table.column(name).to_pylist() for name in IDENTITY_NAMES), strict=True))
 
 
+class ReferenceGone(RuntimeError):
+    """No engine of the reference runs at the moment, and one can start again: ask later."""
+
+
+@dataclass(frozen=True)
+class ReferenceResponse:
+    """A response that the reference has sampled."""
+
+    engine: str
+    """Name of the worker."""
+    ids: tuple[int, ...]
+    finish_reason: str
+    generate_s: float
+    first_token_s: float
+
+
 class WeightsDamaged(RuntimeError):
     """The weights that arrived are not the ones that were published; published again, they may arrive."""
 
@@ -491,7 +507,7 @@ class PrepareRequest:
     masked: tuple[SampleKey, ...] = ()
     """Samples of `keep` without loss: their rewards are part of their group's statistics, but they get no row."""
     candidates: tuple[SampleKey, ...] = ()
-    """Samples of `keep` that come from other sources than the policy (best_of_group)."""
+    """Samples of `keep` that come from other sources than the policy (best_of_group, reference_pair)."""
     sources: Mapping[str, str] = field(default_factory=dict)
     """Source of the data of each prompt_uid, within which batch-wide statistics are computed; if empty, they are
     computed over the whole batch."""
@@ -499,6 +515,9 @@ class PrepareRequest:
     """Weights of the teachers of each prompt_uid by name; if empty, the reference is the teacher."""
     algorithms: Mapping[str, str] = field(default_factory=dict)
     """Source of each prompt_uid whose source has settings of the algorithm."""
+    compared: Mapping[str, int] = field(default_factory=dict)
+    """Samples of each prompt_uid, failed ones included, each of which is compared with a response of the reference
+    (reference_pair)."""
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from troupe.workers.contract.messages import (
     KeptTable,
     PrepareRequest,
     RankPlan,
+    ReferenceResponse,
     ReferenceScores,
     RewardRequest,
     SaveStatus,
@@ -127,6 +128,27 @@ class JudgeEngine(Watched, Protocol):
         ...
 
 
+class ReferenceSampler(Watched, Protocol):
+    """An engine of the reference."""
+
+    def complete(
+        self, request: GroupRequest, prompt_ids: list[int], indices: Sequence[int]
+    ) -> Reply[list[ReferenceResponse]]:
+        """Responses to a tokenized prompt with the seeds of the samples `indices` of the request."""
+        ...
+
+
+class ReferenceLink(Protocol):
+    """The engines of the reference, for the rollout engines."""
+
+    async def complete(
+        self, request: GroupRequest, prompt_ids: list[int], indices: Sequence[int]
+    ) -> list[ReferenceResponse]:
+        """As `ReferenceSampler.complete`, on the least-loaded engine; a lost one's requests go to others. Raises
+        ReferenceGone; RuntimeError if no engine will serve again, or one did not answer in time."""
+        ...
+
+
 class EnvironmentServer(Watched, Protocol):
     """An environment worker: episodes of one environment."""
 
@@ -154,6 +176,10 @@ class RolloutEngine(Replica, Protocol):
 
     def connect_judge(self, judge: JudgeLink) -> Reply[None]:
         """Lets this judge play as the players of games that the policy does not play."""
+        ...
+
+    def connect_reference(self, link: ReferenceLink) -> Reply[None]:
+        """Compares samples with responses of these engines."""
         ...
 
     def generate(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import time
@@ -28,8 +29,16 @@ from troupe.workers.agents.interface import (
 from troupe.workers.contract.config import RolloutConfig, StructuredConfig
 from troupe.workers.contract.environments import EnvironmentGone
 from troupe.workers.contract.judges import JudgeLink
-from troupe.workers.contract.messages import ROLLOUTS, FinishedSamples, GroupRequest, GroupSummary, SampleSummary
-from troupe.workers.contract.roles import EnvironmentLink
+from troupe.workers.contract.messages import (
+    ROLLOUTS,
+    FinishedSamples,
+    GroupRequest,
+    GroupSummary,
+    ReferenceGone,
+    ReferenceResponse,
+    SampleSummary,
+)
+from troupe.workers.contract.roles import EnvironmentLink, ReferenceLink
 from troupe.workers.data.chat import PromptRefused, encode_prompt, sample_seed, turn_seed
 from troupe.workers.data.tokenizer import load_chat_tokenizer, within_embedding
 from troupe.workers.data.turn_ends import turn_ends
@@ -61,6 +70,7 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
+_PAUSE_S = 1.0
 _SHORT_PROMPT = 2_000
 """Characters of messages that are tokenized in less than a millisecond. If all cores compute, it takes longer until
 a thread runs, and the engine begins without groups that arrive together."""
@@ -89,6 +99,7 @@ class Generation:
         self._readers: dict[str, TurnReader] = {}
         """Turn readers by the name of their environment; `_long` has the same keys."""
         self._judge: JudgeLink | None = None
+        self._reference: ReferenceLink | None = None
         self._noted = set[tuple[str, str]]()
         """Environments with a note in the log."""
         self._long: dict[str, LongReader] = {}
@@ -112,6 +123,10 @@ class Generation:
     def connect_judge(self, judge: JudgeLink) -> None:
         """Let this judge play as the players of games that the policy does not play."""
         self._judge = judge
+
+    def connect_reference(self, link: ReferenceLink) -> None:
+        """Compare samples with responses of these engines."""
+        self._reference = link
 
     def connect(self, environment: str, link: EnvironmentLink) -> None:
         """Use these environment workers for new episodes in the environment of this name."""
@@ -152,8 +167,10 @@ class Generation:
             return [sample_summary(rows, self._engine.version)], rows
 
         sampling = {index: self._sample(request, index, prompt_ids) for index in request.missing}
-        outputs = await self._all_or_none(request, sampling, build, finished)
+        beside = asyncio.create_task(self._of_reference(request, prompt_ids))
+        outputs = await self._all_or_none(request, sampling, build, finished, beside=beside)
         candidates = [builder.candidate(request.samples + number, ids) for number, ids in enumerate(answers)]
+        candidates += [builder.of_reference(request.samples + n, one) for n, one in enumerate(beside.result())]
         built = [build(index, output) for index, output in outputs.items()]
         summary = self._summary(
             request,
@@ -168,9 +185,28 @@ class Generation:
         """One response to a conversation, and its tokenizer. Raises PromptRefused, EngineClosed, EngineDead."""
         self._engine.require_open()
         ids = await self.encode(messages, request.max_tokens)
-        self._engine.require_open()  # it may have been closed since
-        outputs = await self._all_or_none(request, {0: self._sample(request, 0, ids)}, lambda *_: ([], []), None)
-        return outputs[0].outputs[0], self._require_tokenizer()
+        (output,) = await self.complete(request, ids, (0,))
+        return output.outputs[0], self._require_tokenizer()
+
+    async def complete(
+        self, request: GroupRequest, prompt_ids: list[int], indices: Sequence[int]
+    ) -> list[RequestOutput]:
+        """Responses to a tokenized prompt with the seeds of these samples. Raises EngineClosed, EngineDead."""
+        self._engine.require_open()
+        sampling = {index: self._sample(request, index, prompt_ids) for index in indices}
+        return list((await self._all_or_none(request, sampling, lambda *_: ([], []), None)).values())
+
+    async def _of_reference(self, request: GroupRequest, prompt_ids: list[int]) -> list[ReferenceResponse]:
+        """A response of the reference for each sample of a group for training, if the algorithm compares them. Waits
+        for an engine until the request times out."""
+        if not (self.config.compares_reference and request.candidates):
+            return []
+        indices = range(request.samples, 2 * request.samples)  # other seeds: the policy may equal the reference
+        while True:
+            if self._reference is not None:
+                with contextlib.suppress(ReferenceGone):
+                    return await self._reference.complete(replace(request, finished=()), prompt_ids, indices)
+            await asyncio.sleep(_PAUSE_S)
 
     async def _generate_episodes(
         self, request: GroupRequest, prompt: dict[str, Any], environment: str, finished: pa.Table | None
@@ -357,24 +393,27 @@ class Generation:
         build: Callable[[int, T], Built],
         earlier: pa.Table | None,
         open_rows: Callable[[int], Rows] = lambda index: [],
+        beside: asyncio.Task[Any] | None = None,
     ) -> dict[int, T]:
-        """Outputs of all samples by index; the first failure cancels the others and is raised. Until then
-        `finished_samples` finds the finished ones' rows (`build`), older ones (`earlier`), and those of the
-        others (`open_rows`)."""
+        """Outputs of all samples by index, once `beside` is done too; the first failure cancels the others and is
+        raised. Until then `finished_samples` finds the finished ones' rows (`build`), older ones (`earlier`), and those
+        of the others (`open_rows`)."""
         engine = self._engine
         by_index = {index: asyncio.create_task(sample) for index, sample in samples.items()}
         tasks, group = list(by_index.values()), RunningGroup(request, by_index, build, earlier, open_rows)
+        others = [] if beside is None else [beside]
         engine.running.update(tasks)
         self._groups[group] = None
         try:
-            return dict(zip(by_index, await asyncio.gather(*tasks), strict=True))
+            await asyncio.gather(*tasks, *others)
+            return {index: task.result() for index, task in by_index.items()}
         except asyncio.CancelledError:
             caller = asyncio.current_task()
             if engine.state is Serving.CLOSED and caller is not None and not caller.cancelling():
                 raise EngineClosed(engine.name, engine.closed_because) from None
             raise
         finally:
-            for task in tasks:
+            for task in (*tasks, *others):
                 task.cancel()
             engine.running.difference_update(tasks)
             del self._groups[group]

@@ -25,6 +25,7 @@ from troupe.workers.contract.messages import (
     EpisodeSummary,
     FinishedSamples,
     GroupRequest,
+    ReferenceResponse,
     SampleSummary,
 )
 from troupe.workers.contract.routes import write_routes
@@ -142,6 +143,11 @@ class RowBuilder:
             "generate_s": 0.0,
             "first_token_s": 0.0,
         }
+
+    def of_reference(self, index: int, response: ReferenceResponse) -> dict[str, Any]:
+        """The row of a response of the reference: a candidate that an engine of another model sampled."""
+        given = ("engine", "finish_reason", "generate_s", "first_token_s")
+        return self.candidate(index, list(response.ids)) | {name: vars(response)[name] for name in given}
 
     def _response(self, index: int, ids: list[int]) -> dict[str, Any]:
         """The columns of a row that do not depend on who wrote the response."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import time
 from collections.abc import Awaitable, Coroutine, Sequence
 from enum import Enum
 from multiprocessing.process import BaseProcess
@@ -28,6 +29,7 @@ _PROCESS_FAILED = "Engine core initialization failed"
 _ONE_OF_MANY_FAILED = "Worker failed with error"
 """Beginning of the error that vLLM raises for the first of an engine's processes that failed in a call."""
 _LIVENESS_S = 0.5
+_WATCH_S = 1.0
 _SHUTDOWN_S = 30.0  # a rank or a GPU that vLLM has to kill leaves its memory behind; it needs 5 s on two cores
 
 
@@ -168,6 +170,17 @@ class ServingEngine:
             alone = self.config.device == "cpu" and self.config.engine.tensor_parallel_size == 1
             # vLLM collects garbage for seconds at its end; what a process without ranks and GPU holds ends with it
             await asyncio.to_thread(_shut_down, engine, 0.0 if alone else _SHUTDOWN_S)
+
+    async def watch(self, seconds: float) -> bool:
+        """Whether the engine serves; answers as soon as it does not, else after `seconds`."""
+        deadline = time.monotonic() + seconds
+        while (left := deadline - time.monotonic()) > 0:
+            try:
+                await self.health()
+            except (EngineClosed, EngineDead):
+                return False
+            await asyncio.sleep(min(_WATCH_S, left))
+        return True
 
     async def health(self) -> WorkerHealth:
         """Health of the worker, through the engine's process (a hanging one is silent), after an update that is

@@ -16,7 +16,7 @@ from troupe.orchestrator.telemetry.timeline import DRIVER
 _LONG_POLLS = frozenset({"watch"})
 """Calls that answer only when something has happened."""
 _PROBES = frozenset({"health", "save_status"})
-_BEHIND = {row.behind: row.section for row in ROLES.values() if row.behind is not None}
+_BEHIND = [(row.behind, row.section) for row in ROLES.values() if row.behind is not None]
 """Roles whose workers serve a call of this method without the driver."""
 _AS_OLD = 0.3
 """Another call may be the cause if it has at least this share of the oldest call's age."""
@@ -45,7 +45,8 @@ def open_calls(facts: Facts) -> list[Call]:
 
 def roles_behind(calls: Iterable[Call]) -> set[str]:
     """Roles whose workers serve one of these calls without the driver."""
-    return {_BEHIND[call.method] for call in calls if call.method in _BEHIND}
+    methods = {call.method for call in calls}
+    return {role for method, role in _BEHIND if method in methods}
 
 
 def related(facts: Facts, call: Call) -> tuple[ProcessFacts, ...]:
@@ -53,7 +54,7 @@ def related(facts: Facts, call: Call) -> tuple[ProcessFacts, ...]:
     own = facts.tree(call.worker)
     if call.method == "start":  # what has ended is what it replaces
         own = tuple(process for process in own if process.state)
-    return (*own, *facts.role(_BEHIND.get(call.method, "")))
+    return (*own, *(one for method, role in _BEHIND if method == call.method for one in facts.role(role)))
 
 
 def subject(facts: Facts, call: Call, process: ProcessFacts) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from troupe.orchestrator.errors import Finding
 from troupe.orchestrator.spec.base import RunSpec
-from troupe.orchestrator.spec.checks import adapters, data, offline, players, rollout, shared
+from troupe.orchestrator.spec.checks import adapters, data, offline, players, reference_pairs, rollout, shared
 
 Check = Callable[[Any], Iterator[Finding]]
 
@@ -30,6 +30,7 @@ ROLLOUT_CHECKS: tuple[Check, ...] = (
     shared.environment_problems,
     adapters.lora_problems,
     players.player_problems,
+    reference_pairs.pair_problems,
 )
 """The checks of a `RolloutSpec`, in the order of their messages."""
 OFFLINE_CHECKS: tuple[Check, ...] = (

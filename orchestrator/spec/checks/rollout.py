@@ -43,7 +43,8 @@ def check_roles(spec: RolloutSpec) -> Iterator[Finding]:
     row = algorithms.row_of(spec.algorithm)
     present = spec.roles.present()
     for role in ("critic", "reference"):
-        if role in row.required and role not in present and not (role == "reference" and spec.roles.teacher):
+        taught = row.advantage.estimator in ("distill", "none") and spec.roles.teacher
+        if role in row.required and role not in present and not (role == "reference" and taught):
             yield f"roles.{role}", f"is required: {row.name} has a {role}"
         if role in row.forbidden and role in present:
             others = sorted(a.name for a in algorithms.ALGORITHMS.values() if role not in a.forbidden)
@@ -165,6 +166,8 @@ def check_algorithm(spec: RolloutSpec) -> Iterator[Finding]:
     masking += [f"data.train.{n}" for n, source in enumerate(spec.data.mixture) if source.mask_truncated]
     for path in masking if row.advantage.estimator == "best_of_group" else ():
         yield f"{path}.mask_truncated", f"{row.name} trains on one sample of a group and does not use it; remove it"
+    for path in masking if row.advantage.compares_reference else ():
+        yield f"{path}.mask_truncated", f"{row.name} trains on pairs, and this leaves half of one; remove it"
     for name in ("clip_low", "clip_high"):
         if config.clip_range is not None and dict(config)[name] is not None:
             yield f"algorithm.{name}", "clip_range is set too; give either clip_range or clip_low and clip_high"

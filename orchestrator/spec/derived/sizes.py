@@ -90,10 +90,10 @@ def _rollout_bytes(spec: RolloutSpec) -> int:
     response = spec.sampling.max_tokens
     prompt = max(1, spec.roles.rollout.max_model_len - response)
     left = min(4 * spec.sampling.top_k or _KEPT_BYTES, _KEPT_BYTES) if spec.sampling.truncates else 0
-    rollouts = spec.samples_per_step * (prompt * (4 + 4) + response * (4 + 4 + 4 + 1 / 8 + left))
+    rollouts = spec.sequences_per_step * (prompt * (4 + 4) + response * (4 + 4 + 4 + 1 / 8 + left))
     teachers = max(1, len(spec.roles.teachers()))
     teacher = 2 * 8 * teachers * algorithms.policy_loss(spec.algorithm).distill.stored_k
-    train = spec.samples_per_step * (prompt * 4 + response * (4 + 1 / 8 + 3 * 4 + 6 * 4 + left + teacher))
+    train = spec.sequences_per_step * (prompt * 4 + response * (4 + 1 / 8 + 3 * 4 + 6 * 4 + left + teacher))
     return int(rollouts * (1 + spec.schedule.max_staleness) + train)
 
 

@@ -66,7 +66,7 @@ def needs_old_logprobs(spec: RolloutSpec) -> bool:
     compares = spec.schedule.updates_per_step > 1 and section.policy_loss(spec.algorithm).has_ratio
     read = advantage.kl_coef > 0 or advantage.covariance != "keep" or advantage.reads_square_sums
     searches = section.natural_gradient(spec.algorithm) is not None
-    return compares or read or searches or advantage.estimator in ("distill", "preference_pair")
+    return compares or read or searches or advantage.estimator in ("distill", "preference_pair", "reference_pair")
 
 
 def old_logprobs_at_batch(spec: RolloutSpec) -> bool:

@@ -298,6 +298,25 @@ def online_dpo(batch: Batch) -> Advantages:
     return found
 
 
+def xpo(batch: Batch) -> Advantages:
+    """XPO, arXiv 2405.21046, alg. 1: the first two of a prompt are the policy's, the last two the reference's."""
+
+    def ratio(s: Sample) -> float:
+        return sum(old - ref for old, ref in zip(s.old, s.ref, strict=True))
+
+    found = {id(s): [0.0] * len(s) for s in batch.samples}
+    groups = [batch.mates(s) for s in {s.prompt: s for s in batch.samples}.values()]
+    pairs = [(mates[n], mates[-2 + n]) for mates in groups for n in range(2)]
+    share = len(batch.samples) / len(pairs)
+    for own, other in pairs:
+        better, worse = (own, other) if own.reward > other.reward else (other, own)
+        weight = 0.1 / (1.0 + math.exp(0.1 * (ratio(better) - ratio(worse))))
+        found[id(better)] = [share * weight] * len(better)
+        found[id(worse)] = [-share * weight] * len(worse)
+        found[id(other)] = [a - share * 1e-5 for a in found[id(other)]]
+    return [found[id(s)] for s in batch.samples]
+
+
 def distill(batch: Batch) -> Advantages:
     """log pi_teacher - log pi_old."""
     return [[ref - old for ref, old in zip(s.ref, s.old, strict=True)] for s in batch.samples]
@@ -519,6 +538,7 @@ LOOPS = {
     "cispo": Loop(grpo, cispo, token_mean),
     "raft": Loop(raft, likelihood, mean_of_chosen),
     "online_dpo": Loop(online_dpo, unweighed, sequence_sum),
+    "xpo": Loop(xpo, likelihood, sequence_sum),
     "distill": Loop(distill, PPO_CLIP, token_mean),
     "gkd": Loop(nothing, from_teacher, token_mean),
 }

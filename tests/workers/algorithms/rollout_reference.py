@@ -20,6 +20,7 @@ from troupe.workers.models.distillation import divergence
 
 LENGTHS = (4, 2, 5, 3, 1, 6, 3, 2, 4, 1)
 GROUPS = (0, 0, 0, 0, 0, 1, 1, 1, 1, 1)
+PARTNERS = (3, 4, -1, -1, -1, 8, 9, -1, -1, -1)
 MAX_TOKENS = 8
 
 
@@ -74,6 +75,7 @@ def sampled_tokens(samples: Sequence[Sample]) -> SampledTokens:
         prompt_rows=(0, 1),
         greedy_rewards=torch.tensor([s.greedy for s in samples], dtype=torch.double),
         turns=_turns(samples),
+        partners=torch.tensor(PARTNERS),
         components={
             str(number): torch.tensor([s.parts[number] for s in samples], dtype=torch.double).T for number in range(2)
         },

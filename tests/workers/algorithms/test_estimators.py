@@ -45,6 +45,8 @@ from troupe.workers.contract.messages import (
 )
 
 Nested = list[list[float]]
+OWN = 2
+"""Samples of a group whose partners follow them, for the estimator that pairs samples with the reference's."""
 numbers = st.floats(-50, 50, allow_nan=False)
 
 
@@ -157,6 +159,8 @@ def run(
     def flat(column: str) -> torch.Tensor:
         return torch.tensor([x for sample in samples for x in sample.own(column)], dtype=torch.double)
 
+    places = {(sample.uid, sample.index): number for number, sample in enumerate(samples)}
+    partners = [places.get((sample.uid, sample.index + OWN), -1) for sample in samples]
     estimated = estimate(
         config,
         SampledTokens(
@@ -172,12 +176,13 @@ def run(
             prompt_rows=tuple(rows[uid] for uid in uids) if rows else (),
             greedy_rewards=torch.tensor([greedy[sample.uid] for sample in samples]).double() if greedy else None,
             components={"only": torch.tensor([(sample.reward, 2.0) for sample in samples], dtype=torch.double).T},
+            partners=torch.tensor(partners),
         ),
         state,
     )
     own = split(estimated.advantages.tolist(), lengths)
     keep = tuple((sample.uid, sample.index) for sample in samples)
-    request = PrepareRequest(keep, state, rows or {}, greedy or {})
+    request = PrepareRequest(keep, state, rows or {}, greedy or {}, compared=dict.fromkeys(uids, OWN))
     summary, table = prepare(config, request, tables_of(samples))
     for sample, expected, column in zip(samples, own, table.column("advantages").to_pylist(), strict=True):
         inside = [x for x, kept in zip(column, sample.mask, strict=True) if kept]
@@ -844,7 +849,7 @@ def test_tokens_outside_the_loss_mask_have_no_effect(name: str) -> None:
 def test_partition_of_tables_does_not_matter(name: str) -> None:
     samples = batch_of(13)
     keep = tuple((sample.uid, sample.index) for sample in samples)
-    request = PrepareRequest(keep, STATE, ROWS, GREEDY)
+    request = PrepareRequest(keep, STATE, ROWS, GREEDY, compared=dict.fromkeys(ROWS, OWN))
     config, tables = ALGORITHMS[name].advantage, tables_of(samples)
     expected, expected_table = prepare(config, request, tables)
     for seed in range(3):

@@ -117,7 +117,8 @@ def prepared(
         score_table("ref_logprobs", "ref"),
         *([old_table()] if moved else []),
     ]
-    return prepare(advantage(config), PrepareRequest(tuple(SAMPLES), prompt_rows={"p": 0, "q": 1}), tables)
+    request = PrepareRequest(tuple(SAMPLES), prompt_rows={"p": 0, "q": 1}, compared={"p": 2, "q": 2})
+    return prepare(advantage(config), request, tables)
 
 
 def planned(summary: TrainSummary, chosen: Sequence[int], loss: PolicyLossConfig, layout: Layout) -> list[RankPlan]:
@@ -156,7 +157,7 @@ def gradients(config: AlgorithmConfig, forked: bool, moved: bool, layout: Layout
 
 
 def reads_old_logprobs(config: AdvantageConfig) -> bool:
-    pairs = config.estimator == "preference_pair"
+    pairs = config.estimator in ("preference_pair", "reference_pair")
     return pairs or bool(config.kl_coef) or config.covariance != "keep" or config.reads_square_sums
 
 
