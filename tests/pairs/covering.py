@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import itemgetter
 
 Value = tuple[str, str]
 """A factor and its value."""
@@ -16,6 +18,8 @@ _CANDIDATES = 20
 """Possible rows that are compared for each row that is taken."""
 _TRIES = 200
 """Rows that are made until as many of them are possible as a whole."""
+_MOVES, _TRIED = 500, 6
+"""Moves until rows count as few enough, and places of a move that are tried."""
 _RANDOM = 0.1
 """Chance that a factor takes any value, without which the same three values might meet in every row."""
 
@@ -70,6 +74,60 @@ def covering_rows(
         for pair in pairs_in(best):
             missing.pop(pair, None)
     return sorted_by_new(rows), lost
+
+
+def fewer_rows(
+    rows: Sequence[Row], refused: Iterable[Pair], allowed: Callable[[Row], bool], seed: int = 0
+) -> list[Row]:
+    """As few rows with all pairs of these rows as a tabu search finds.
+
+    It takes away the row with fewest pairs of its own, until the others cannot have these.
+
+    Args:
+        rows: Possible rows.
+        refused: Pairs that no row may have.
+        allowed: Whether a row is possible as a whole.
+        seed: Of the search.
+    """
+    rng, never, found = random.Random(seed), frozenset(refused), list(rows)
+    while True:
+        counts = Counter(pair for row in found for pair in pairs_in(row))
+        spare = min(found, key=lambda row: sum(counts[pair] == 1 for pair in pairs_in(row)))
+        fewer = _without(spare, found, never, allowed, rng)
+        if fewer is None:
+            return sorted_by_new(found)
+        found = fewer
+
+
+def _without(
+    spare: Row, rows: Sequence[Row], refused: frozenset[Pair], allowed: Callable[[Row], bool], rng: random.Random
+) -> list[Row] | None:
+    """The other rows with all pairs of `rows`, or None if the search has not found them. A move gives a missing pair to
+    the row that loses fewest pairs by it, even if more are missing then; what it changes stays for some moves."""
+    kept = [row for row in rows if row is not spare]
+    needed = list(dict.fromkeys(pair for row in rows for pair in sorted(pairs_in(row), key=sorted)))
+    counts = Counter(pair for row in kept for pair in pairs_in(row))
+    until: dict[tuple[int, str], int] = {}
+    for move in range(_MOVES):
+        missing = [pair for pair in needed if not counts[pair]]
+        if not missing:
+            return kept
+        wanted = dict(sorted(rng.choice(missing)))
+        moves: list[tuple[int, float, int, Row]] = []
+        for place, row in enumerate(kept):
+            if any(until.get((place, name), 0) > move for name in wanted):
+                continue
+            old, new = pairs_in(row), pairs_in(row | wanted)
+            if not refused & new:
+                loss = sum(counts[pair] == 1 for pair in old - new) - sum(not counts[pair] for pair in new - old)
+                moves.append((loss, rng.random(), place, row | wanted))
+        best = sorted(moves, key=itemgetter(0, 1))[:_TRIED]
+        for _, _, place, row in itertools.islice((one for one in best if allowed(one[3])), 1):
+            counts.subtract(pairs_in(kept[place]))
+            counts.update(pairs_in(row))
+            kept[place] = row
+            until |= {(place, name): move + rng.randint(3, 10) for name in wanted}
+    return None
 
 
 def sorted_by_new(rows: Sequence[Row]) -> list[Row]:

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
 
-from tests.pairs.covering import Pair, Row, Value, covering_rows, pairs_in, pairs_of
+from tests.pairs.covering import Pair, Row, Value, covering_rows, fewer_rows, pairs_in, pairs_of
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.errors import Source, SpecError, models_in
 from troupe.orchestrator.spec.load import parse_spec
@@ -82,11 +82,15 @@ class Matrix:
         return {pair: problems for pair, problems in asked.items() if problems}
 
     def covering_rows(self) -> list[Row]:
-        """Rows with all pairs that are not refused. This takes some seconds: `rows` are recorded ones."""
-        rows, lost = covering_rows(self.values, self.refused, lambda row: not self.problems(row))
+        """Rows with all pairs that are not refused. This takes some minutes: `rows` are recorded ones."""
+
+        def allowed(row: Row) -> bool:
+            return not self.problems(row)
+
+        rows, lost = covering_rows(self.values, self.refused, allowed)
         if lost:
             raise ValueError(f"in no valid row: {[sorted(pair) for pair in lost]}")
-        return rows
+        return fewer_rows(rows, self.refused, allowed)
 
     @cached_property
     def rows(self) -> list[Row]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.pairs.covering import Row, covering_rows, pairs_in, pairs_of
+from tests.pairs.covering import Row, covering_rows, fewer_rows, pairs_in, pairs_of
 from tests.pairs.features import Matrix, switches
 from tests.pairs.matrices import LEFT_OUT, MATRICES
 from troupe.orchestrator.spec.offline import OfflineSpec
@@ -35,6 +35,9 @@ def test_every_pair_that_is_not_refused_is_in_a_row(seed: int) -> None:
     assert all(map(allowed, rows))
     assert len(rows) < 30 < len(pairs_of(factors))
     assert covering_rows(factors, refused, allowed, seed) == (rows, lost)
+    fewer = fewer_rows(rows, refused, allowed, seed)
+    assert set().union(*map(pairs_in, fewer)) == covered and all(map(allowed, fewer))
+    assert len(fewer) < len(rows) and fewer_rows(rows, refused, allowed, seed) == fewer
 
 
 def test_a_pair_in_no_possible_row_is_reported() -> None:
