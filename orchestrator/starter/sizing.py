@@ -52,6 +52,7 @@ class Sizing:
     rollouts: int = 1
     policies: int = 1
     critics: int = 0
+    """Workers of the critic, or engines of the reference for an algorithm that samples it."""
     tensor_parallel: int = 1
     shared_gpus: bool = False
     """Whether engines run on the policy's GPUs."""
@@ -70,7 +71,8 @@ def fitting_document(choices: Choices, data: Data) -> tuple[dict[str, Any], Plan
         _check(_document(choices, data, first[0]))
     settings, found = _best(choices, data)
     if settings is None or found is None:
-        raise UsageError(f"--gpus: {choices.algorithm} needs at least 2 GPUs: policy and critic have one each")
+        other = "critic" if "critic" in ALGORITHMS[choices.algorithm].required else "an engine of the reference"
+        raise UsageError(f"--gpus: {choices.algorithm} needs at least 2 GPUs: policy and {other} have one each")
     if found.misfit:
         why = f"{found.misfit}{_larger_gpus(choices, data)}"
         raise DoesNotFit(f"{choices.model} does not fit this machine: {why}")
@@ -198,7 +200,8 @@ def _solves(choices: Choices) -> bool:
 
 def _layout_groups(choices: Choices, tokens: int) -> Iterator[list[Sizing]]:
     micro = [size for size in (16384, 8192, 4096, 2048, 1024) if size >= tokens] or [tokens]
-    critic = not choices.offline and "critic" in ALGORITHMS[choices.algorithm].required
+    row = None if choices.offline else ALGORITHMS[choices.algorithm]
+    critic = row is not None and ("critic" in row.required or row.advantage.compares_reference)
     if not choices.gpus:
         small = [n for n in micro if n <= max(2048, micro[-1])]
         dtypes = ("bfloat16",) if has_amx() else ("float32", "bfloat16")
@@ -355,17 +358,21 @@ def _rollouts(choices: Choices, data: Data, settings: Sizing) -> dict[str, Any]:
     engine: dict[str, Any] = {"workers": settings.rollouts, **_cores(choices, settings)}
     if settings.tensor_parallel > 1:
         engine |= {"gpus": settings.tensor_parallel, "tensor_parallel_size": settings.tensor_parallel}
-    engine |= {"max_num_seqs": settings.max_num_seqs, "max_model_len": longest(choices, data)}
+    sequences = {"max_num_seqs": settings.max_num_seqs, "max_model_len": longest(choices, data)}
+    memory = {"enforce_eager": True, "kv_cache_gib": settings.kv_cache_gib}
+    if choices.gpus:
+        memory = {"gpu_memory_utilization": 0.9}
+    engine |= sequences
     policy = _policy(choices, settings)
     if settings.shared_gpus:
         del engine["gpus"]  # it has the policy's
         engine |= {"colocate_with": "policy", "sleep": "kv_cache"}
-    elif choices.gpus:
-        engine["gpu_memory_utilization"] = 0.9
     else:
-        engine |= {"enforce_eager": True, "kv_cache_gib": settings.kv_cache_gib}
+        engine |= memory
     roles: dict[str, Any] = {"rollout": engine, "policy": policy}
-    if settings.critics:
+    if row.advantage.compares_reference:
+        roles["reference_engine"] = {"workers": settings.critics, **_cores(choices, settings), **sequences, **memory}
+    elif settings.critics:
         roles["critic"] = _trainer(choices, settings, settings.critics, learning_rate(choices))
     if settings.critics or "reference" in roles_besides(row):
         roles["reference"] = {"colocate_with": "policy"}

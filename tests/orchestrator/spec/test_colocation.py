@@ -124,7 +124,7 @@ OFFLOADED = (
         (140.4, 1, ("roles.policy.offload_optimizer=true",), True),
         (79.6, 1, OFFLOADED[:2], True),
         (40.0, 1, OFFLOADED, True),
-        (35.0, 1, (*OFFLOADED, "roles.rollout.sleep=weights"), False),
+        (37.5, 1, (*OFFLOADED, "roles.rollout.sleep=weights"), False),
     ],
 )
 def test_an_engine_takes_what_the_policy_leaves_it(

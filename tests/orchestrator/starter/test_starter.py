@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -250,10 +251,17 @@ def test_in_a_model_with_experts_only_attention_has_adapters(latent: bool, tmp_p
     assert document["roles"]["policy"]["lora"]["targets"] == ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 
-def test_an_algorithm_with_a_critic_needs_two_gpus(tiny_model: Path) -> None:
-    choices = chosen(tiny_model, algorithm="ppo", gpus=1)
-    with pytest.raises(UsageError, match="--gpus: ppo needs at least 2 GPUs"):
+@pytest.mark.parametrize(("algorithm", "other"), [("ppo", "critic"), ("xpo", "an engine of the reference")])
+def test_an_algorithm_with_a_third_model_of_its_own_needs_two_gpus(
+    algorithm: str, other: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    choices = chosen(tiny_model, algorithm=algorithm, gpus=1)
+    message = f"--gpus: {algorithm} needs at least 2 GPUs: policy and {other} have one each"
+    with pytest.raises(UsageError, match=re.escape(message)):
         fitting_document(choices, read_data(choices))
+    two = replace(choices, gpus=2, gpu_type="H100", cpus=16)
+    roles = check(text_of(two, tmp_path / "run.yaml"), tmp_path / "run.yaml", two)["roles"]
+    assert {"critic", "reference_engine"} & roles.keys() == {"critic" if algorithm == "ppo" else "reference_engine"}
 
 
 @pytest.mark.parametrize(
