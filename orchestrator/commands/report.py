@@ -32,8 +32,12 @@ def report(
         ),
     ] = None,
     samples_mib: Annotated[
-        int, typer.Option(min=0, help="Most MiB of samples in the file; of more, evenly spread steps are kept.")
-    ] = 24,
+        int | None,
+        typer.Option(
+            min=0,
+            help="Most MiB of samples in the file; of more, evenly spread steps are kept (default: 24, of 120 steps).",
+        ),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the verdicts as JSON instead of writing a file.")
     ] = False,
@@ -49,15 +53,16 @@ def report(
 
     if output is not None and output.is_dir():
         raise UsageError(f"--output {output} is a folder; name a file in it")
+    budget = None if samples_mib is None else samples_mib * MIB
     runs = [RunFolder(folder) for folder in run_folders]
     verdicts = {str(run.path): verdicts_of(run) for run in runs}
     if as_json:
         echo_json(verdicts)
         return
     if output == Path("-"):
-        typer.echo(report_text(run_folders, samples_mib * MIB), nl=False)
+        typer.echo(report_text(run_folders, budget), nl=False)
         return
-    file = write_report(run_folders, output or run_folders[0] / REPORT, samples_mib * MIB)
+    file = write_report(run_folders, output or run_folders[0] / REPORT, budget)
     for folder, found in verdicts.items():
         for line in alarm_lines(found):
             typer.echo(f"{folder}: {line}")

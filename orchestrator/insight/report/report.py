@@ -26,14 +26,15 @@ REPORT = "report.html"
 """Name of the file in a run's folder, unless another is given."""
 
 SAMPLE_BYTES = 24 * MIB
-"""Samples that the page holds, over all runs."""
+"""Samples that the page holds, over all runs, unless another number is given."""
 MOST_STEPS = 120
-"""Steps whose samples the page holds, over all runs: reading them is most of the work of a page of long runs."""
+"""Steps whose samples it then holds, over all runs: reading them is most of the work of a page of long runs."""
 
 
-def write_report(folders: Sequence[Path], output: Path, budget: int = SAMPLE_BYTES) -> Path:
+def write_report(folders: Sequence[Path], output: Path, budget: int | None = None) -> Path:
     """Write the report of one or several runs. Raises UsageError if a folder holds no run, or `output` is a URL;
-    OSError if the file cannot be written. `budget`: bytes of samples that the page may hold, over all runs."""
+    OSError if the file cannot be written. `budget`: bytes of samples that the page may hold, over all runs; None:
+    `SAMPLE_BYTES`, of `MOST_STEPS` steps."""
     if is_url(output):
         raise UsageError(f"{output} is a URL; write the report to a disk")
     text = report_text(folders, budget)
@@ -54,16 +55,17 @@ def write_last_report(folders: Sequence[Path], output: Path) -> Path | None:
         return None
 
 
-def report_text(folders: Sequence[Path], budget: int = SAMPLE_BYTES) -> str:
+def report_text(folders: Sequence[Path], budget: int | None = None) -> str:
     """The page of one or several runs. Raises UsageError if a folder holds no run."""
     return render(page_data([RunFolder(folder) for folder in folders], budget))
 
 
-def page_data(runs: Sequence[RunFolder], budget: int = SAMPLE_BYTES) -> Json:
+def page_data(runs: Sequence[RunFolder], budget: int | None = None) -> Json:
     """Everything that a page shows, as JSON-ready data."""
-    each, texts = budget // max(len(runs), 1), [TokenTexts(run.spec.get("model") or {}) for run in runs]
+    count, texts = max(len(runs), 1), [TokenTexts(run.spec.get("model") or {}) for run in runs]
     same = [texts[next(i for i, other in enumerate(texts) if other.model == own.model)] for own in texts]
-    most = max(1, MOST_STEPS // max(len(runs), 1))
+    each = (SAMPLE_BYTES if budget is None else budget) // count
+    most = max(1, MOST_STEPS // count) if budget is None else None
     samples = [samples_data(run, each, own, most) for run, own in zip(runs, same, strict=True)]
     return summary(runs) | {"samples": samples}
 
@@ -80,20 +82,18 @@ def summary(runs: Sequence[RunFolder]) -> Json:
     }
 
 
-def samples_data(run: RunFolder, budget: int, texts: TokenTexts | None = None, most: int = MOST_STEPS) -> Json:
+def samples_data(run: RunFolder, budget: int, texts: TokenTexts | None = None, most: int | None = None) -> Json:
     """The samples of as many steps as fit into the budget, evenly spread.
 
     Args:
         budget: In bytes.
-        most: Number of steps.
+        most: Number of steps; None: all.
         texts: Those of several runs.
     """
     texts = texts or TokenTexts(run.spec.get("model") or {})
     files = run.sample_files()
-    steps = list(files)
-    found = _fitting_blocks(
-        spread(steps, most), {step: _bytes(file) for step, file in files.items()}, budget, run, texts
-    )
+    steps, sizes = list(files), {step: _bytes(file) for step, file in files.items()}
+    found = _fitting_blocks(spread(steps, len(steps) if most is None else most), sizes, budget, run, texts)
     if len(found) == 1:
         found = [first_groups(found[-1], budget)]
     return {"blocks": found, "steps": steps, "rule": _rule(len(found), len(steps)), "problem": texts.problem}

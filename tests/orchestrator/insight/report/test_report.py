@@ -191,6 +191,8 @@ def test_runs_share_the_steps_with_samples_and_the_events_of_a_page(
             assert len(steps) == kept and steps[0] == 1 and steps[-1] == 9
             assert f"{kept} of 9 steps" in samples["rule"] and samples["steps"] == list(range(1, 10))
             assert [event["step"] for event in run["weights"]] == list(range(10 - events, 10))
+    given = page_data(runs[:1], 2**24)["samples"][0]
+    assert len(given["blocks"]) == 9 and given["rule"] == "", "a number of bytes that is given is the only limit"
 
 
 def test_the_tokenizer_is_asked_a_few_times_for_any_number_of_steps(
