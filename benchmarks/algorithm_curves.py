@@ -1,8 +1,9 @@
-"""Learning curves of every algorithm: its shipped spec, run with `troupe run` on this machine.
+"""Learning curves of every algorithm: its shipped spec, run with `troupe run` on this machine with several seeds.
 
-    python -m benchmarks.algorithm_curves            # every algorithm: about half an hour on two cores
-    python -m benchmarks.algorithm_curves grpo rloo  # some of them; the curves of the others stay as recorded
-    python -m benchmarks.algorithm_curves --draw     # no run: the figure from the recorded curves
+    python -m benchmarks.algorithm_curves                     # every algorithm: two hours on two cores
+    python -m benchmarks.algorithm_curves grpo --seeds 7 8    # some runs; the others stay as recorded
+    python -m benchmarks.algorithm_curves --missing           # only runs that are not recorded
+    python -m benchmarks.algorithm_curves --draw              # no run: the figure from the recorded curves
 
 Results go to `benchmarks/recorded/algorithm_curves.json` and the figure to `docs/reference/images/`; the reference of
 the algorithms (`python -m docs.tooling.write_reference`) shows both.
@@ -16,17 +17,21 @@ import math
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from benchmarks.support.harness import command_parser, machine, versions, where
 from docs.tooling.algorithm_reference import Curves, spec_of
 from troupe.orchestrator.algorithms.offline import OFFLINE_ALGORITHMS
 from troupe.orchestrator.algorithms.table import ALGORITHMS, TAUGHT
+from troupe.orchestrator.rollouts.held_out import MeanEstimate, mean_estimate
 from troupe.orchestrator.telemetry.run_folder import RunFolder
 
 ROOT = Path(__file__).parent.parent
@@ -35,6 +40,7 @@ IMAGE = "images/algorithm-curves.svg"
 """The figure, relative to the page that shows it."""
 FIGURE = ROOT / "docs" / "reference" / IMAGE
 STEPS = 20
+SEEDS = (7, 8, 9, 10, 11)
 LONGEST_S = 900
 METRIC, OFFLINE_METRIC = "reward/mean", "eval/loss"
 METRIC_OF = dict.fromkeys(TAUGHT, "kl_ref")
@@ -53,20 +59,39 @@ LINE, TEXT, GRID = "#3b82c4", "#808080", "#80808040"
 
 @dataclass(frozen=True)
 class Run:
-    """A run of an algorithm's shipped spec: its metric, by step."""
+    """A run of an algorithm's shipped spec with one seed: its metric, by step."""
 
-    metric: str
-    overrides: tuple[str, ...]
     values: Mapping[str, float]
     """Value by step, as JSON has it: the steps are strings."""
+    step_s: float | None
+    """Median seconds of a step, or None if they were not recorded."""
     machine: str
     """Where and when it ran."""
 
+
+@dataclass(frozen=True)
+class Runs:
+    """The runs of an algorithm's shipped spec."""
+
+    metric: str
+    overrides: tuple[str, ...]
+    seeds: Mapping[str, Run]
+    """Runs by seed, as JSON has it: the seeds are strings."""
+
     @property
-    def ends(self) -> tuple[tuple[str, float], tuple[str, float]]:
-        """(step, value) of the first and of the last step."""
-        points = list(self.values.items())
-        return points[0], points[-1]
+    def steps(self) -> list[str]:
+        """The steps that all runs have, in order."""
+        first, *others = [run.values for run in self.seeds.values()]
+        return [step for step in first if all(step in values for values in others)]
+
+    @property
+    def step_s(self) -> float | None:
+        """Seconds of a step: those of the fastest run, because other work on the machine only adds to them."""
+        return min((run.step_s for run in self.seeds.values() if run.step_s is not None), default=None)
+
+    def estimate(self, step: str) -> MeanEstimate:
+        """Mean over the seeds at a step, with its 95% interval."""
+        return mean_estimate([run.values[step] for run in self.seeds.values()])
 
 
 def overrides(name: str, steps: int) -> tuple[str, ...]:
@@ -77,25 +102,28 @@ def overrides(name: str, steps: int) -> tuple[str, ...]:
     return (*own, f"schedule.steps={steps}", *SETTINGS.get(name, ()))
 
 
-def measure(name: str, steps: int) -> Run:
-    """Run the shipped spec of an algorithm.
+def metric_of(name: str) -> str:
+    """The metric that shows what a run of an algorithm learns."""
+    return OFFLINE_METRIC if name in OFFLINE_ALGORITHMS else METRIC_OF.get(name, METRIC)
+
+
+def measure(name: str, steps: int, seed: int) -> Run:
+    """Run the shipped spec of an algorithm with a seed.
 
     Raises:
         subprocess.CalledProcessError: the run failed; its output has been printed.
         subprocess.TimeoutExpired: it took longer than `LONGEST_S`.
     """
-    metric = OFFLINE_METRIC if name in OFFLINE_ALGORITHMS else METRIC_OF.get(name, METRIC)
-    given = overrides(name, steps)
-    settings = [part for setting in given for part in ("--set", setting)]
+    settings = [part for setting in (*overrides(name, steps), f"seed={seed}") for part in ("--set", setting)]
     with tempfile.TemporaryDirectory(prefix="troupe-curve-") as folder:
         out = Path(folder) / name
         if name in TAUGHT:
             settings += ["--set", f"model.path={noisy_copy(ROOT / SMOLLM2, Path(folder) / 'student')}"]
-            given += (f"model.path=<noisy copy of {SMOLLM2.name}>",)
         command = [sys.executable, "-m", "troupe", "run", str(spec_of(name).path), "--out", str(out)]
         subprocess.run([*command, *settings], cwd=ROOT, timeout=LONGEST_S, check=True)
-        values = {str(step): round(value, 5) for step, value in curve(out, metric).items()}
-    return Run(metric, given, values, where(machine(), versions(), f"{datetime.now(UTC):%Y-%m-%d}"))
+        values = {str(step): round(value, 5) for step, value in curve(out, metric_of(name)).items()}
+        seconds = list(curve(out, "seconds/step").values())[1:]  # The first one compiles and fills caches.
+    return Run(values, round(median(seconds), 4), where(machine(), versions(), f"{datetime.now(UTC):%Y-%m-%d}"))
 
 
 def curve(run: Path, metric: str) -> dict[int, float]:
@@ -122,21 +150,32 @@ def noisy_copy(teacher: Path, student: Path) -> Path:
     return student
 
 
-def recorded(path: Path = RECORDED) -> dict[str, Run]:
+def recorded(path: Path = RECORDED) -> dict[str, Runs]:
     """The recorded runs by algorithm, in the order of the tables."""
     document: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
-    runs = {name: Run(**{**run, "overrides": tuple(run["overrides"])}) for name, run in document.items()}
+    runs = {
+        name: Runs(row["metric"], tuple(row["overrides"]), {seed: Run(**run) for seed, run in row["seeds"].items()})
+        for name, row in document.items()
+    }
     return {name: runs[name] for name in (*ALGORITHMS, *OFFLINE_ALGORITHMS) if name in runs}
 
 
-def write(runs: Mapping[str, Run], path: Path) -> None:
+def add(runs: Mapping[str, Runs], name: str, given: tuple[str, ...], seed: int, run: Run) -> dict[str, Runs]:
+    """The runs with one more. A run with other settings replaces those of all seeds, with which it does not compare."""
+    others = runs[name].seeds if name in runs and runs[name].overrides == given else {}
+    seeds = {**others, str(seed): run}
+    return {**runs, name: Runs(metric_of(name), given, {one: seeds[one] for one in sorted(seeds, key=int)})}
+
+
+def write(runs: Mapping[str, Runs], path: Path) -> None:
     """Write the runs as JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({name: asdict(run) for name, run in runs.items()}, indent=1) + "\n")
 
 
-def draw(runs: Mapping[str, Run], path: Path) -> None:
-    """Draw all curves as small multiples in one SVG without a background."""
+def draw(runs: Mapping[str, Runs], path: Path) -> None:
+    """Draw all curves as small multiples in one SVG without a background: the mean of the seeds, within the least and
+    the greatest."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -157,7 +196,12 @@ def draw(runs: Mapping[str, Run], path: Path) -> None:
         for axis in axes.flat[len(runs) :]:
             axis.set_visible(False)
         for axis, (name, run) in zip(axes.flat, runs.items(), strict=False):
-            axis.plot([int(step) for step in run.values], list(run.values.values()), color=LINE, linewidth=1.5)
+            if len(run.seeds) > 1:
+                all_values = [[one.values[step] for one in run.seeds.values()] for step in run.steps]
+                bounds = [min(values) for values in all_values], [max(values) for values in all_values]
+                axis.fill_between([int(step) for step in run.steps], *bounds, color=LINE, alpha=0.2, linewidth=0)
+            means = [round(run.estimate(step).value, 5) for step in run.steps]
+            axis.plot([int(step) for step in run.steps], means, color=LINE, linewidth=1.5)
             axis.set_title(name, fontsize=9, color=TEXT)
             axis.set_ylabel(run.metric, fontsize=7)
             axis.grid(True, linewidth=0.5)
@@ -167,34 +211,65 @@ def draw(runs: Mapping[str, Run], path: Path) -> None:
         plt.close(figure)
 
 
-def curves(runs: Mapping[str, Run] | None = None) -> Curves:
+def curves(runs: Mapping[str, Runs] | None = None) -> Curves:
     """The recorded runs as the reference of the algorithms shows them."""
     runs = recorded() if runs is None else runs
     lines = [
-        "The shipped specs, run once each by `python -m benchmarks.algorithm_curves`: a random two-layer",
+        "The shipped specs, run with several seeds by `python -m benchmarks.algorithm_curves`: a random two-layer",
         f"model, a reward for the share of vowels, {STEPS} steps (`distill` and `gkd`: SmolLM2 with noise in its",
         "weights, its divergence from SmolLM2, a learning rate of 3e-5 and responses of 16 tokens). Offline",
         "algorithms run as many steps as their specs have; their curve is the loss on held-out examples, each",
-        "algorithm's own, so the levels do not compare. These runs show that every algorithm learns. They do not rank",
-        "algorithms: neither the task nor the settings are fit for that. A random policy has to move some ten nats per",
-        "token to speak in vowels, so the specs of algorithms with a KL term or a limit on a step loosen it; the",
-        "defaults are for models that can do their task already.",
+        "algorithm's own, so the levels do not compare. Values are means over the seeds, with a 95% interval",
+        "(Student's t). The band of the figure is from the least to the greatest seed, the line their mean.",
         "",
         f"![Curves of all algorithms]({IMAGE})",
         "",
-        "| algorithm | metric | first step | last step |",
-        "|---|---|---:|---:|",
+        *_ranking(runs),
+        "| algorithm | metric | seeds | first step | last step | 95% interval |",
+        "|---|---|---:|---:|---:|---:|",
     ]
     texts: dict[str, str] = {}
     for name, run in runs.items():
-        (first, before), (last, after) = run.ends
-        ends = f"{before:.3f} (step {first}) | {after:.3f} (step {last})"
-        lines.append(f"| [`{name}`](#{name}) | `{run.metric}` | {ends} |")
-        texts[name] = f"`{run.metric}` {before:.3f} at step {first}, {after:.3f} at step {last}"
+        first, last = run.steps[0], run.steps[-1]
+        before, after = run.estimate(first), run.estimate(last)
+        ends = f"{before.value:.3f} (step {first}) | {after.value:.3f} (step {last}) | {_interval(after)}"
+        lines.append(f"| [`{name}`](#{name}) | `{run.metric}` | {len(run.seeds)} | {ends} |")
+        texts[name] = f"`{run.metric}` {before.value:.3f} at step {first}, {after.value:.3f} at step {last}"
     if missing := [f"`{name}`" for name in (*ALGORITHMS, *OFFLINE_ALGORITHMS) if name not in runs]:
         lines += ["", f"No run is recorded of {', '.join(missing)}."]
-    places = dict.fromkeys(run.machine for run in runs.values())
+    places = dict.fromkeys(one.machine for run in runs.values() for one in run.seeds.values())
     return Curves("\n".join([*lines, "", *(f"Measured on {place}." for place in places)]), texts)
+
+
+def _ranking(runs: Mapping[str, Runs]) -> list[str]:
+    """The algorithms that learn from a reward, by what they reach with equal samples, as Markdown."""
+    ranked = {name: run for name, run in runs.items() if run.metric == METRIC and run.step_s is not None}
+    if not ranked:
+        return []
+    seconds = {name: run.step_s or 0.0 for name, run in ranked.items()}
+    budget = STEPS * min(seconds.values())
+    lines = [
+        "Those that learn from a reward sample 32 responses of at most 6 tokens a step, of the same prompts with the",
+        "same model, so they compare with each other, at equal samples and at equal seconds of training. What they say",
+        "about a model that can do its task already is little: a random policy has to move ten nats per token or so to",
+        "speak in vowels, so the specs of algorithms with a KL term or a limit on a step loosen it. All but `trpo`,",
+        "which has none, have the same learning rate. Rows that differ in what they do with the ratio only are equal",
+        "here: with one update of a batch it is 1. With a model this small, a step takes the seconds of its calls, not of",
+        "its products; they are those of the fastest run, as others ran beside it.",
+        "",
+        f"| algorithm | after {STEPS} steps | 95% interval | seconds of a step | after {budget:.1f} s | 95% interval |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for name, run in sorted(ranked.items(), key=lambda pair: -pair[1].estimate(pair[1].steps[-1]).value):
+        within = run.steps[: max(1, int(budget / seconds[name] + 1e-9))][-1]
+        last, timed = run.estimate(run.steps[-1]), run.estimate(within)
+        shown = f"{last.value:.3f} | {_interval(last)} | {seconds[name]:.2f} | {timed.value:.3f} | {_interval(timed)}"
+        lines.append(f"| [`{name}`](#{name}) | {shown} |")
+    return [*lines, ""]
+
+
+def _interval(estimate: MeanEstimate) -> str:
+    return "" if estimate.low is None or estimate.high is None else f"{estimate.low:.3f} to {estimate.high:.3f}"
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -203,6 +278,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     every = [*ALGORITHMS, *OFFLINE_ALGORITHMS]
     parser.add_argument("names", nargs="*", metavar="NAME", help="algorithms to run (default: all)")
     parser.add_argument("--steps", type=int, default=STEPS, help=f"steps of a run on rollouts (default: {STEPS})")
+    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS, help="seeds of the runs (default: 7 to 11)")
+    parser.add_argument("--missing", action="store_true", help="leave out runs that are recorded")
+    parser.add_argument("--at-once", type=int, default=1, help="runs at the same time (default: 1)")
     parser.add_argument("--draw", action="store_true", help="draw the recorded curves, without running anything")
     parser.add_argument("--json", type=Path, default=RECORDED, help="results file; curves of other algorithms stay")
     parser.add_argument("--figure", type=Path, default=FIGURE, help="the figure, an SVG file")
@@ -216,15 +294,25 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 def main() -> int:
     """Run, record and draw; returns exit code 1 if a run failed."""
     given = parse(sys.argv[1:])
-    began, failed = time.monotonic(), list[str]()
-    for name in [] if given.draw else given.names:
+    began, failed, writing = time.monotonic(), list[str](), threading.Lock()
+
+    def run(name: str, seed: int) -> None:
+        settings = overrides(name, given.steps)
+        before = recorded(given.json).get(name)
+        if given.missing and before and before.overrides == settings and str(seed) in before.seeds:
+            return
         try:
-            run = measure(name, given.steps)
+            one = measure(name, given.steps, seed)
         except (subprocess.SubprocessError, OSError, ValueError) as error:
-            print(f"{name}: {error}", file=sys.stderr)
+            print(f"{name}, seed {seed}: {error}", file=sys.stderr)
             failed.append(name)
-            continue
-        write({**recorded(given.json), name: run}, given.json)  # after every run, so that none is lost
+            return
+        with writing:  # After every run, so that none is lost.
+            write(add(recorded(given.json), name, settings, seed, one), given.json)
+
+    with ThreadPoolExecutor(given.at_once) as pool:
+        todo = [] if given.draw else [(name, seed) for seed in given.seeds for name in given.names]
+        list(pool.map(lambda pair: run(*pair), todo))
     draw(recorded(given.json), given.figure)
     print(f"wrote {given.json} and {given.figure} after {time.monotonic() - began:.0f} s")
     return 1 if failed else 0
