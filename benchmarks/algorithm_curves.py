@@ -86,7 +86,7 @@ class Runs:
 
     @property
     def step_s(self) -> float | None:
-        """Seconds of a step: those of the fastest run, because other work on the machine only adds to them."""
+        """Seconds of a step of the fastest run: other work on the machine only adds to them."""
         return min((run.step_s for run in self.seeds.values() if run.step_s is not None), default=None)
 
     def estimate(self, step: str) -> MeanEstimate:
@@ -234,7 +234,8 @@ def curves(runs: Mapping[str, Runs] | None = None) -> Curves:
         before, after = run.estimate(first), run.estimate(last)
         ends = f"{before.value:.3f} (step {first}) | {after.value:.3f} (step {last}) | {_interval(after)}"
         lines.append(f"| [`{name}`](#{name}) | `{run.metric}` | {len(run.seeds)} | {ends} |")
-        texts[name] = f"`{run.metric}` {before.value:.3f} at step {first}, {after.value:.3f} at step {last}"
+        seeds = f", means of {len(run.seeds)} seeds" if len(run.seeds) > 1 else ", one seed"
+        texts[name] = f"`{run.metric}` {before.value:.3f} at step {first}, {after.value:.3f} at step {last}{seeds}"
     if missing := [f"`{name}`" for name in (*ALGORITHMS, *OFFLINE_ALGORITHMS) if name not in runs]:
         lines += ["", f"No run is recorded of {', '.join(missing)}."]
     places = dict.fromkeys(one.machine for run in runs.values() for one in run.seeds.values())
@@ -243,10 +244,10 @@ def curves(runs: Mapping[str, Runs] | None = None) -> Curves:
 
 def _ranking(runs: Mapping[str, Runs]) -> list[str]:
     """The algorithms that learn from a reward, by what they reach with equal samples, as Markdown."""
-    ranked = {name: run for name, run in runs.items() if run.metric == METRIC and run.step_s is not None}
-    if not ranked:
+    seconds = {name: run.step_s for name, run in runs.items() if run.metric == METRIC and run.step_s is not None}
+    if not seconds:
         return []
-    seconds = {name: run.step_s or 0.0 for name, run in ranked.items()}
+    ranked = sorted(seconds, key=lambda name: -runs[name].estimate(runs[name].steps[-1]).value)
     budget = STEPS * min(seconds.values())
     lines = [
         "Those that learn from a reward sample 32 responses of at most 6 tokens a step, of the same prompts with the",
@@ -255,12 +256,13 @@ def _ranking(runs: Mapping[str, Runs]) -> list[str]:
         "speak in vowels, so the specs of algorithms with a KL term or a limit on a step loosen it. All but `trpo`,",
         "which has none, have the same learning rate. Rows that differ in what they do with the ratio only are equal",
         "here: with one update of a batch it is 1. With a model this small, a step takes the seconds of its calls, not",
-        "of its products; they are those of the fastest run, because others ran beside it.",
+        "of its products; the fastest run counts, because others ran beside it.",
         "",
         f"| algorithm | after {STEPS} steps | 95% interval | seconds of a step | after {budget:.1f} s | 95% interval |",
         "|---|---:|---:|---:|---:|---:|",
     ]
-    for name, run in sorted(ranked.items(), key=lambda pair: -pair[1].estimate(pair[1].steps[-1]).value):
+    for name in ranked:
+        run = runs[name]
         within = run.steps[: max(1, int(budget / seconds[name] + 1e-9))][-1]
         last, timed = run.estimate(run.steps[-1]), run.estimate(within)
         shown = f"{last.value:.3f} | {_interval(last)} | {seconds[name]:.2f} | {timed.value:.3f} | {_interval(timed)}"

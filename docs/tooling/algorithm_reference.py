@@ -259,7 +259,7 @@ class Curves:
 
     section: str = ""
     rows: Mapping[str, str] = field(default_factory=dict[str, str])
-    """First and last value of the run of an algorithm, by name."""
+    """First and last value of the runs of an algorithm, means over their seeds, by name."""
 
 
 def algorithm_reference(curves: Curves | None = None) -> str:
@@ -323,7 +323,7 @@ def _advice_lines(name: str, curves: Curves) -> list[str]:
         raise KeyError(name)
     lines = [f"- When to use it: {advice.use}", f"- What to watch: {advice.watch}"]
     if name in curves.rows:
-        lines.append(f"- A run of the shipped spec: {curves.rows[name]} ([curves](#curves)).")
+        lines.append(f"- Runs of the shipped spec: {curves.rows[name]} ([curves](#curves)).")
     named = {"TRL": advice.trl, "verl": advice.verl, "OpenRLHF": advice.openrlhf}
     return [*lines, "", "| elsewhere | options |", "|---|---|", *(f"| {who} | {what} |" for who, what in named.items())]
 

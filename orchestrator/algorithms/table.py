@@ -99,10 +99,12 @@ COVARIANCE_OPTIONS: dict[str, frozenset[str]] = {
 BASELINE_OPTIONS = frozenset({"baseline_decay"})
 """Fields of the algorithm section that only the baseline player_average reads."""
 CRITIC_OPTIONS = frozenset({"value_clip"})
-COMPARES = frozenset(("group", "smooth_group", "max_likelihood", "best_of_subsets", "best_of_group", "custom")) | {
-    "preference_pair",
-    "reference_pair",
-}
+COMPARES = frozenset(
+    (
+        *("group", "smooth_group", "max_likelihood", "best_of_subsets", "best_of_group"),
+        *("preference_pair", "reference_pair", "custom"),
+    )
+)
 """Estimators for which a group of equal rewards may carry no signal, so that it is worth replacing."""
 
 

@@ -71,7 +71,7 @@ def _job_server(value: str) -> str:
     name = next((name for name in _JOB_SERVER_VARIABLES if os.environ.get(name) == value), "--address")
     raise UsageError(
         f"{name} {value}: expected the job server's URL, as in http://HOST:8265; RAY_API_SERVER_ADDRESS or --address "
-        "names it where RAY_ADDRESS is the head of a cluster"
+        "names it if RAY_ADDRESS is the head of a cluster"
     )
 
 

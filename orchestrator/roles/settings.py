@@ -92,7 +92,8 @@ def rollout_config(spec: RolloutSpec) -> RolloutConfig:
 
 
 def reference_engine_config(spec: RolloutSpec) -> RolloutConfig | None:
-    """Configuration of each engine of the reference: it samples as the rollout engines do."""
+    """Configuration of each engine of the reference: it samples as the rollout engines do. The policy is not trained
+    with its experts, so it records none."""
     role = spec.roles.reference_engine
     if role is None:
         return None
@@ -100,7 +101,7 @@ def reference_engine_config(spec: RolloutSpec) -> RolloutConfig | None:
         model=spec.reference_model,
         engine=role.worker_config(EngineConfig),
         engine_options=role.engine,
-        sampling=spec.sampling,
+        sampling=spec.sampling.model_copy(update={"router_replay": False}),
         seed=spec.seed,
         transfer_backend="shm",
         device=role.device,

@@ -49,7 +49,7 @@ def test_runs_are_recorded_in_the_order_of_the_tables(tmp_path: Path) -> None:
 
 def test_the_reference_shows_the_first_and_the_last_step() -> None:
     shown = curves({"grpo": ONE, "dpo": TWO})
-    assert shown.rows["grpo"] == "`reward/mean` 0.250 at step 1, 0.750 at step 2"
+    assert shown.rows["grpo"] == "`reward/mean` 0.250 at step 1, 0.750 at step 2, one seed"
     assert "| [`dpo`](#dpo) | `eval/loss` | 1 | 3.000 (step 0) | 1.500 (step 10) |  |" in shown.section
     assert f"({IMAGE})" in shown.section and shown.section.count("Measured on a machine.") == 1
 

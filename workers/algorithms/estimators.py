@@ -191,16 +191,21 @@ def _distill(config: AdvantageConfig, batch: SampledTokens, state: AdvantageStat
     return Estimate(logprobs - weights * policy.double(), state)
 
 
+def _sequence_ratios(batch: SampledTokens) -> torch.Tensor:
+    """float64 [N] log-ratios of whole responses to the reference."""
+    return torch.zeros(len(batch.lengths), dtype=torch.double).index_add(0, batch.sequence, _log_ratios(batch))
+
+
 def _preference_pair(config: AdvantageConfig, batch: SampledTokens, state: AdvantageState) -> Estimate:
-    """Pairs within the policy's samples, or of these and the reference's."""
-    ratios = torch.zeros(len(batch.lengths), dtype=torch.double).index_add(0, batch.sequence, _log_ratios(batch))
-    if not config.compares_reference:
-        pairs = preference_pair_advantages(batch.rewards, batch.groups, ratios, config.dpo_beta)
-        return Estimate(pairs[batch.sequence], state)
+    pairs = preference_pair_advantages(batch.rewards, batch.groups, _sequence_ratios(batch), config.dpo_beta)
+    return Estimate(pairs[batch.sequence], state)
+
+
+def _reference_pair(config: AdvantageConfig, batch: SampledTokens, state: AdvantageState) -> Estimate:
     if batch.partners is None:
         raise ValueError("the reference_pair estimator needs the reference's responses, but the batch lacks them")
     how = config.dpo_beta, config.exploration_coef
-    pairs = reference_pair_advantages(batch.rewards, batch.partners, ratios, *how)
+    pairs = reference_pair_advantages(batch.rewards, batch.partners, _sequence_ratios(batch), *how)
     return Estimate(pairs[batch.sequence], state)
 
 
@@ -294,7 +299,7 @@ ESTIMATORS: dict[str, Estimator] = {
     ),
     "best_of_group": _by_sample(lambda batch, _: best_of_group(batch.rewards, batch.groups)),
     "preference_pair": _preference_pair,
-    "reference_pair": _preference_pair,
+    "reference_pair": _reference_pair,
     "distill": _distill,
     "none": _by_sample(lambda batch, _: torch.zeros(len(batch.lengths), dtype=torch.double)),
     "returns": _returns,

@@ -87,7 +87,7 @@ def samples_data(run: RunFolder, budget: int, texts: TokenTexts | None = None, m
 
     Args:
         budget: In bytes.
-        most: Number of steps; None: all.
+        most: Number of steps, or None for all.
         texts: Those of several runs.
     """
     texts = texts or TokenTexts(run.spec.get("model") or {})

@@ -86,6 +86,6 @@ def test_every_row_on_rollouts_is_grouped_by_its_ratio() -> None:
 
 def test_the_page_shows_the_curves_that_there_are() -> None:
     page = algorithm_reference(Curves("the figure", {"grpo": "from 0 to 1"}))
-    assert page.count("A run of the shipped spec: from 0 to 1") == 1
+    assert page.count("Runs of the shipped spec: from 0 to 1") == 1
     assert page.endswith("# Curves\n\nthe figure\n")
-    assert "A run of the shipped spec" not in algorithm_reference()
+    assert "Runs of the shipped spec" not in algorithm_reference()

@@ -10,7 +10,7 @@ import pytest
 
 from tests.conftest import ROOT
 from troupe.orchestrator.cluster.worker_group import TrainerGroup, WorkerGroup
-from troupe.orchestrator.roles.settings import worker_env
+from troupe.orchestrator.roles.settings import reference_engine_config, rollout_config, worker_env
 from troupe.orchestrator.roles.table import NAMES, ROLES, TRAINERS, Role, named, row_of, settings_of
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.errors import models_in
@@ -143,5 +143,15 @@ def test_a_teacher_has_the_row_of_its_kind() -> None:
     assert engine.engine == engine.config.process and engine.micro_batch_tokens == 300
     assert (endpoint.config.column, endpoint.config.top_k, endpoint.config.retries) == ("teacher.c", 8, 2)
     assert endpoint.config.policy == spec.model and endpoint.engine is None
-    assert endpoint.config.longest == endpoint.micro_batch_tokens == spec.roles.rollout.max_model_len
-    assert spec.rollouts is not None and {*spec.rollouts.roles.scaled()} >= {*rows}
+    assert spec.rollouts is not None
+    assert endpoint.config.longest == endpoint.micro_batch_tokens == spec.rollouts.roles.rollout.max_model_len
+    assert {*spec.rollouts.roles.scaled()} >= {*rows}
+
+
+def test_engines_of_the_reference_sample_as_rollout_engines_and_record_no_experts() -> None:
+    spec = shipped("algorithms/xpo").rollouts
+    assert spec is not None
+    replayed = spec.model_copy(update={"sampling": spec.sampling.model_copy(update={"router_replay": True})})
+    rollout, reference = rollout_config(replayed), reference_engine_config(replayed)
+    assert rollout.sampling.router_replay
+    assert reference is not None and reference.sampling == spec.sampling and reference.model == spec.reference_model
