@@ -181,7 +181,7 @@ def test_a_run_records_its_timeline_and_its_events(grpo: Run) -> None:
     # The groups of a step may be scored, and its samples written, while the one before writes a checkpoint.
     timeline = folder.timeline()
     assert "reward-0" in timeline["worker"].to_pylist()
-    calls = timeline.filter(compute.equal(timeline["phase"], "score"))["detail"].to_pylist()
+    calls = timeline.filter(compute.field("phase") == "score")["detail"].to_pylist()
     scored = [prompt for call in calls for prompt in call.split()]  # groups share calls
     assert len({*scored}) == len(scored) == len(grpo.steps()) * load_rollout_spec(GRPO).schedule.prompts_per_step
     digests = [(event["version"], event["engines"]) for event in folder.events("weights")]
