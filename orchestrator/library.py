@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import math
+import os
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -95,7 +96,7 @@ def run(
         TroupeError: The run cannot start or cannot continue.
     """
     stream = _stream(progress)
-    planned = _in_place(_planned(spec, set, None if out is None else Path(out).expanduser()), stream, resume=resume)
+    planned = _in_place(_planned(spec, set, None if out is None else local_path(out)), stream, resume=resume)
     from troupe.orchestrator.runs.session import RunRequest
 
     request, console = RunRequest(planned.spec, planned.out, resume, address), _console(on_step, stream)
@@ -183,7 +184,7 @@ def evaluate(
     planned = _in_place(planned, stream)
     request, console = RunRequest(planned.spec, planned.out, False, address), _console(None, stream)
     if planned.spec.rollouts is not None:
-        file = None if output is None else Path(output)
+        file = None if output is None else local_path(output)
         running = evaluate_on_prompts(request, console, EvaluationOptions(file, adapter))
     elif output is not None:
         raise UsageError("--output is for specs with rollouts: this one trains on offline data")
@@ -207,7 +208,7 @@ def evaluated_model(model: str | Path, *, best: bool = False) -> Path:
 
     if is_url(model):
         raise UsageError("--model: expected a folder, or a name on the hub; no model behind a URL is evaluated")
-    folder = Path(model)
+    folder = local_path(model)
     if (folder / "checkpoints").is_dir():
         folder = model_of(folder, best=best)
     elif best:
@@ -264,14 +265,23 @@ def export(
             has changed.
         UsageError: There are no adapters to merge, or `folder` is a URL.
     """
+    return export_checkpoint(run, folder, step=step, best=best, average=average, merge=merge)[1]
+
+
+def export_checkpoint(
+    run: Outcome | str | Path, folder: str | Path, *, step: int | None, best: bool, average: bool, merge: bool
+) -> tuple[str, Path]:
+    """Name of the exported checkpoint, and the folder; see `export`."""
     if is_url(folder):
         raise UsageError(f"{folder} is a URL; write the model to a disk")
-    from troupe.orchestrator.training.export import has_adapters, write_merged, write_model
+    from troupe.orchestrator.training.export import has_adapters, require_new, write_merged, write_model
 
+    target = local_path(folder)
+    require_new(target)  # first: a checkpoint takes minutes to verify
     source = model_of(run, step=step, best=best, average=average)
     if merge and not has_adapters(source):
         raise UsageError(f"{source} is a whole model: there are no adapters to merge")
-    return write_merged(source, Path(folder)) if merge else write_model(source, Path(folder))
+    return source.parent.name, (write_merged if merge else write_model)(source, target)
 
 
 def model_of(run: Outcome | str | Path, *, step: int | None = None, best: bool = False, average: bool = False) -> Path:
@@ -329,7 +339,7 @@ class Outcome:
     """Whether it was asked to stop, if only while its workers were closed; its report is then left to `report`."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "folder", Path(self.folder))
+        object.__setattr__(self, "folder", local_path(self.folder))
 
     @property
     def metrics(self) -> pa.Table:
@@ -368,13 +378,18 @@ class Outcome:
         """
         from troupe.orchestrator.insight.report.report import REPORT, write_report
 
-        return write_report([self.folder], Path(file) if file is not None else self.folder / REPORT)
+        return write_report([self.folder], self.folder / REPORT if file is None else local_path(file))
 
     @cached_property
     def _run(self) -> RunFolder:
         from troupe.orchestrator.telemetry.run_folder import RunFolder
 
         return RunFolder(self.folder)
+
+
+def local_path(path: str | Path) -> Path:
+    """A path with the user's home folder in place of `~`."""
+    return Path(os.path.expanduser(path))  # that of pathlib raises for an unknown user
 
 
 def _planned(source: SpecLike, overrides: Overrides, out: Path | None = None) -> PlannedRun:
@@ -429,7 +444,7 @@ def _stream(progress: bool | TextIO) -> TextIO:
 
 
 def _folder(run: Outcome | str | Path) -> Path:
-    return run.folder if isinstance(run, Outcome) else Path(run)
+    return run.folder if isinstance(run, Outcome) else local_path(run)
 
 
 def _console(on_step: OnStep | None, stream: TextIO) -> Console:

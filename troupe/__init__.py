@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from troupe.orchestrator.spec.errors import SpecError as SpecError
     from troupe.workers.agents.environments import Environment as Environment
 
+    __version__: str
+
 _LIBRARY = "troupe.orchestrator.library"
 _HOMES = {
     **dict.fromkeys(("Outcome", "evaluate", "export", "load_spec", "plan", "run", "samples"), _LIBRARY),
@@ -41,14 +43,16 @@ _HOMES = {
 __all__ = sorted(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
-def __getattr__(name: str) -> Any:
-    if name == "__version__":
-        return importlib.import_module("importlib.metadata").version("troupe-rl")
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOMES[name]), name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # a checker that sees it accepts any name
+
+    def __getattr__(name: str) -> Any:
+        if name == "__version__":
+            return importlib.import_module("importlib.metadata").version("troupe-rl")
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(_HOMES[name]), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

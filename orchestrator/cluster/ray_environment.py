@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 
 ADDRESS_VARIABLE = "RAY_ADDRESS"
+JOB_SERVER_VARIABLES = ("RAY_API_SERVER_ADDRESS", ADDRESS_VARIABLE)
+"""The address of the job server, the first one first."""
 TABLE_SETTINGS = {"RAY_DISABLE_CUSTOM_ARROW_DATA_SERIALIZATION": "1"}
 """Environment of every process of the run: `troupe.workers.contract.arrow` defines how tables are pickled, not Ray."""
 SETTINGS = {

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from troupe.orchestrator.cluster.ray_environment import JOB_SERVER_VARIABLES
 from troupe.orchestrator.errors import UsageError
 from troupe.workers.contract.text import printable
 
@@ -61,14 +62,13 @@ SetOption = Annotated[
         help="Override a field of the spec.",
     ),
 ]
-_JOB_SERVER_VARIABLES = ["RAY_API_SERVER_ADDRESS", "RAY_ADDRESS"]
 
 
 def _job_server(value: str) -> str:
     """Refuse what is no URL, under its name: on a cluster's nodes RAY_ADDRESS is often the address of the head."""
     if value.startswith(("http://", "https://")):
         return value
-    name = next((name for name in _JOB_SERVER_VARIABLES if os.environ.get(name) == value), "--address")
+    name = next((name for name in JOB_SERVER_VARIABLES if os.environ.get(name) == value), "--address")
     raise UsageError(
         f"{name} {value}: expected the job server's URL, as in http://HOST:8265; RAY_API_SERVER_ADDRESS or --address "
         "names it if RAY_ADDRESS is the head of a cluster"
@@ -79,7 +79,7 @@ JobServerOption = Annotated[
     str,
     typer.Option(
         "--address",
-        envvar=_JOB_SERVER_VARIABLES,
+        envvar=[*JOB_SERVER_VARIABLES],
         callback=_job_server,
         show_envvar=False,
         help="URL of the job server, http://HOST:8265, if neither RAY_API_SERVER_ADDRESS nor RAY_ADDRESS has it.",

@@ -294,9 +294,9 @@ def export(
 
     if best and step is not None:
         exit_with("error: --best and --step name different checkpoints; give one of them", USER_ERROR)
-    source = library.model_of(run_folder, step=step, best=best, average=average)
-    folder = library.export(run_folder, target, step=step, best=best, average=average, merge=merge)
+    named = library.export_checkpoint(run_folder, target, step=step, best=best, average=average, merge=merge)
+    checkpoint, folder = named
     if as_json:
-        echo_json({"checkpoint": source.parent.name, "folder": folder})
+        echo_json({"checkpoint": checkpoint, "folder": folder})
     else:
         typer.echo(f"wrote {folder}")

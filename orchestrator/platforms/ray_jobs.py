@@ -13,7 +13,7 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import Any
 
 import yaml
 
+from troupe.orchestrator.cluster.ray_environment import JOB_SERVER_VARIABLES
 from troupe.orchestrator.errors import StopRequested, TroupeError, UsageError, first_line
 from troupe.orchestrator.platforms.job_files import copy_folder
 from troupe.orchestrator.spec.base import RunSpec
@@ -102,7 +103,7 @@ class JobServer:
         for name in _CHATTY:
             logging.getLogger(f"ray.{name}").setLevel(logging.WARNING)
         self._address = address
-        with self._reported():
+        with self._reported(), _hidden(JOB_SERVER_VARIABLES):  # Ray's client prefers them to its argument
             self._client = JobSubmissionClient(address, headers=token_header())
 
     def submit(self, spec: RunSpec | ChainDocument, submission: Submission, note: Echo) -> str:
@@ -181,6 +182,16 @@ class JobServer:
             if isinstance(error, TroupeError):
                 raise
             raise TroupeError(f"--address {self._address}: {said(error)}") from error
+
+
+@contextmanager
+def _hidden(names: Iterable[str]) -> Iterator[None]:
+    """Removes these environment variables for the block."""
+    found = {name: os.environ.pop(name) for name in names if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(found)
 
 
 def said(error: BaseException) -> str:

@@ -85,13 +85,18 @@ def write_model(source: Path, target: Path) -> Path:
     return target
 
 
+def require_new(target: Path) -> None:
+    """Raises CheckpointError if there is something at `target`."""
+    if os.path.lexists(target):
+        raise CheckpointError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
+
+
 @contextmanager
 def _new_folder(target: Path) -> Iterator[Path]:
     """A name beside `target`, for a folder that gets the final name when the block has written it."""
     scratch = target.with_name(f".{target.name}-{os.getpid()}")
     try:
-        if os.path.lexists(target):
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+        require_new(target)
         yield scratch
         os.rename(scratch, target)
     except CheckpointError:

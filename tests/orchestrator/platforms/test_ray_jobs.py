@@ -85,11 +85,18 @@ def test_the_entry_point_falls_back_to_the_clusters_python(monkeypatch: pytest.M
     assert done.stdout == "-m troupe run x.yaml --resume --supervise\n"
 
 
-def test_a_job_server_that_does_not_answer_gives_a_one_line_error() -> None:
+@pytest.mark.parametrize("variable", ["", "RAY_API_SERVER_ADDRESS", "RAY_ADDRESS"])
+def test_the_job_server_of_the_address_is_asked_whatever_the_environment_says(
+    variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With Ray's own client, which prefers the variables. Nothing answers, in one line."""
+    for name in ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS"):
+        monkeypatch.setenv(name, "http://127.0.0.1:2") if name == variable else monkeypatch.delenv(name, raising=False)
     with pytest.raises(TroupeError) as caught:
         JobServer("http://127.0.0.1:1")
     said = "Failed to connect to Ray at address: http://127.0.0.1:1."
     assert str(caught.value) == f"--address http://127.0.0.1:1: {said}"
+    assert not variable or os.environ[variable] == "http://127.0.0.1:2"
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:8265", "ray://127.0.0.1:10001", "auto"])
