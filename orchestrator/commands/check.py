@@ -14,7 +14,6 @@ import typer
 
 from troupe.orchestrator.commands.options import (
     FAILURE,
-    USER_ERROR,
     AddressOption,
     JsonOption,
     SetOption,
@@ -125,7 +124,7 @@ def plan(
     nodes = _nodes(cluster, address, cpus_per_node, gib_per_node)
     plans = list(plan_stages(runs, nodes, advise=True))
     if as_json:
-        typer.echo(json.dumps([plan_json(planned.spec.name, found) for planned, found in plans], indent=2))
+        echo_json([plan_json(planned.spec.name, found) for planned, found in plans])
     else:
         for planned, found in plans:
             if planned.stage:
@@ -230,13 +229,13 @@ def algorithms(
     if name is not None and is_custom(name):
         _custom_algorithm(name, args, check, as_json)
     elif check:
-        exit_with("error: --check is for a custom algorithm, package.module:attribute", USER_ERROR)
+        raise UsageError("--check is for a custom algorithm, package.module:attribute")
     elif name is None:
         _echo(listed(), listing(), as_json)
     elif name in ALGORITHMS or name in OFFLINE_ALGORITHMS:
         _echo(described_row(named(name)), description(name), as_json)
     else:
-        exit_with(f"error: {unknown_algorithm(name)}", USER_ERROR)
+        raise UsageError(unknown_algorithm(name))
 
 
 def _echo(value: Any, text: str, as_json: bool) -> None:

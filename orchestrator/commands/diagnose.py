@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -12,14 +11,14 @@ import typer
 
 from troupe.orchestrator.commands.options import (
     FAILURE,
-    USER_ERROR,
     AddressOption,
     JsonOption,
     RunArgument,
     SetOption,
     echo_json,
-    exit_with,
+    json_text,
 )
+from troupe.orchestrator.errors import UsageError
 
 if TYPE_CHECKING:
     from troupe.orchestrator.insight.replay import Repeated, ReplayOutcome
@@ -42,7 +41,7 @@ def why(
 
     report = ask(run_folder, timeout_s)
     if as_json:
-        typer.echo(json.dumps({**asdict(report.diagnosis), "time": report.time, "seconds": report.seconds}, indent=2))
+        echo_json({**asdict(report.diagnosis), "time": report.time, "seconds": report.seconds})
     else:
         typer.echo(text_of(report, run_folder))
 
@@ -78,7 +77,7 @@ def audit(
     runs = plan_counted(document, announce, target if is_run else None)
     planned = runs[0]
     if planned.stage:
-        exit_with(f"{target}: cannot audit a file with stages; name a stage's run folder", USER_ERROR)
+        raise UsageError(f"{target}: cannot audit a file with stages; name a stage's run folder")
     if problems := planned.missing():
         raise SpecError(problems)
     if uses_hub(planned.spec):
@@ -90,7 +89,7 @@ def audit(
         report = audit_run(RunRequest(planned.spec, planned.out, is_run, address), console)
     finally:
         console.close()
-    typer.echo(json.dumps(report.as_json(), indent=2) if as_json else "\n".join(report.lines()))
+    typer.echo(json_text(report.as_json()) if as_json else "\n".join(report.lines()))
     if not report.passed:
         sys.exit(FAILURE)
 

@@ -23,7 +23,9 @@ from troupe.orchestrator.commands.options import (
     disk_folder,
     echo_json,
     exit_with,
+    json_text,
 )
+from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.platforms.flags import KubernetesFlags, NodeFlags, SlurmFlags, with_flags
 
 if TYPE_CHECKING:
@@ -46,7 +48,7 @@ def submit(
 ) -> None:
     """Submit a spec to a cluster as a Ray job."""
     if as_json and follow:
-        exit_with("error: --json prints one object: follow the job with `troupe logs`", USER_ERROR)
+        raise UsageError("--json prints one object: follow the job with `troupe logs`")
     from troupe.orchestrator.platforms.ray_jobs import JobServer, Submission
     from troupe.orchestrator.spec.chain import to_send
     from troupe.orchestrator.spec.load import plan_runs, read_document
@@ -117,11 +119,13 @@ def stop(
     job: JobArgument,
     address: JobServerOption,
     timeout_s: Annotated[float, typer.Option(min=0, help="Timeout for the job to end, in seconds.")] = 600.0,
+    as_json: JsonOption = False,
 ) -> None:
     """Stop a job: it saves and exits. Submitting the spec again resumes it."""
     from troupe.orchestrator.platforms.ray_jobs import JobServer
 
-    typer.echo(JobServer(address).stop(job, timeout_s).line())
+    state = JobServer(address).stop(job, timeout_s)
+    typer.echo(json_text(state) if as_json else state.line())
 
 
 @with_flags
@@ -188,7 +192,7 @@ def apply(
 
     wanted: RolloutSpec | None = runs[0].spec.rollouts
     if runs[0].stage or wanted is None:
-        exit_with(f"{spec}: only a run with rollouts and without stages can change while it is active", USER_ERROR)
+        raise UsageError(f"{spec}: only a run with rollouts and without stages can change while it is active")
     comparison = compare(runs[0].out, wanted)
     if not as_json:
         for line in comparison.lines():

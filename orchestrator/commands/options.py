@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -145,17 +146,25 @@ AddressOption = Annotated[
 
 
 def echo_json(value: Any) -> None:
-    """Print a value as JSON; dataclasses become objects, and paths text."""
+    """Print a value as JSON; dataclasses become objects, paths text, and nan and infinity null."""
     typer.echo(json_text(value))
 
 
 def json_text(value: Any) -> str:
     """See `echo_json`."""
-    return json.dumps(value, indent=2, ensure_ascii=False, default=_plain)
+    return json.dumps(_plain(value), indent=2, ensure_ascii=False, allow_nan=False)
 
 
 def _plain(value: Any) -> Any:
-    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else str(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        value = asdict(value)
+    if isinstance(value, Mapping):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, str | int) else str(value)
 
 
 def exit_with(text: str, code: int) -> NoReturn:

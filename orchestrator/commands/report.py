@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -116,21 +115,11 @@ def samples(
 
 
 def _echo(run: RunFolder, query: SampleQuery, columns: Sequence[str] | None) -> None:
-    """Print the samples as a list of objects; JSON has neither nan nor infinity: they become null."""
+    """Print the samples as a list of objects."""
     from troupe.orchestrator.insight.sample_view import CONVERSATION_COLUMNS
     from troupe.orchestrator.insight.samples import select_samples
 
-    rows = select_samples(run, query, columns or CONVERSATION_COLUMNS).to_pylist()
-    echo_json(_finite(rows))
-
-
-def _finite(value: Any) -> Any:
-    """The value with null for numbers that JSON does not have."""
-    if isinstance(value, dict):
-        return {name: _finite(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    echo_json(select_samples(run, query, columns or CONVERSATION_COLUMNS).to_pylist())
 
 
 def _show_samples(run: RunFolder, query: SampleQuery, columns: Sequence[str] | None) -> None:

@@ -11,15 +11,14 @@ from typing import Annotated
 import typer
 
 from troupe.orchestrator.commands.options import (
-    USER_ERROR,
     SetOption,
     algorithm_names,
     disk_folder,
     echo_json,
-    exit_with,
     read_mapping,
 )
 from troupe.orchestrator.commands.train import train
+from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.spec.examples import DEFAULT, MODELS_VARIABLE, RECIPES, examples, models_folder
 
 
@@ -46,7 +45,7 @@ def demo(
     The default teaches SmolLM2-135M one-digit sums with GRPO, in some minutes on two cores.
     """
     if as_json and not list_:
-        exit_with("error: --json is for --list", USER_ERROR)
+        raise UsageError("--json is for --list")
     if as_json:
         echo_json([{"name": name, "summary": summary} for name, summary in examples().items()])
         return
@@ -71,10 +70,10 @@ def demo(
 def _columns(listed: list[str]) -> dict[str, str] | None:
     """The columns of `--column`, by field; None without any."""
     if wrong := next((one for one in listed if not all(one.partition("="))), None):
-        exit_with(f"error: --column: expected FIELD=COLUMN, got {wrong!r}", USER_ERROR)
+        raise UsageError(f"--column: expected FIELD=COLUMN, got {wrong!r}")
     columns = dict(one.split("=", 1) for one in listed)
     if len(columns) < len(listed):
-        exit_with("error: --column: a field is named twice", USER_ERROR)
+        raise UsageError("--column: a field is named twice")
     return columns or None
 
 
@@ -120,7 +119,7 @@ def init(
     from troupe.orchestrator.starter.environments import write_rows
 
     if output.exists() and not force:
-        exit_with(f"error: {output} exists; --force overwrites it, --output names another file", USER_ERROR)
+        raise UsageError(f"{output} exists; --force overwrites it, --output names another file")
 
     def ask(question: str, default: str) -> str:
         return str(typer.prompt(question, default=default or None))
@@ -130,7 +129,7 @@ def init(
         model, data, algorithm, gpus, gpu_type, name, steps, max_tokens, environment, values, _columns(column)
     )
     if from_ is not None and recipe is not None:
-        exit_with("error: --from and --recipe name different specs; give one of them", USER_ERROR)
+        raise UsageError("--from and --recipe name different specs; give one of them")
     copied = from_ if recipe is None else f"{RECIPES}{recipe}"
     if copied is not None:
         text = copy_of(copied, flags, output)

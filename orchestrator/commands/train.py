@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from troupe.orchestrator.commands.options import (
-    USER_ERROR,
     AddressOption,
     JsonOption,
     OutOption,
@@ -21,9 +20,8 @@ from troupe.orchestrator.commands.options import (
     SetOption,
     SpecArgument,
     echo_json,
-    exit_with,
 )
-from troupe.orchestrator.errors import StopRequested
+from troupe.orchestrator.errors import StopRequested, UsageError
 from troupe.orchestrator.signals import STOPPED, exit_on_signals, taken
 
 if TYPE_CHECKING:
@@ -293,7 +291,7 @@ def export(
     from troupe.orchestrator import library
 
     if best and step is not None:
-        exit_with("error: --best and --step name different checkpoints; give one of them", USER_ERROR)
+        raise UsageError("--best and --step name different checkpoints; give one of them")
     named = library.export_checkpoint(run_folder, target, step=step, best=best, average=average, merge=merge)
     checkpoint, folder = named
     if as_json:

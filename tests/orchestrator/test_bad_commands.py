@@ -17,10 +17,12 @@ from pathlib import Path
 
 import pytest
 import yaml
+from typer.main import get_command
 
 from tests.conftest import ROOT
+from tests.orchestrator.commands.test_json import commands
 from tests.orchestrator.spec.test_bad_specs import CASES
-from troupe.orchestrator.cli import main
+from troupe.orchestrator.cli import app, main
 
 USAGE, FAILED = 2, 1
 SERVER = "--address http://127.0.0.1:1"
@@ -218,6 +220,12 @@ COMMANDS = [
     ("demo --models file/x --prepare", FAILED, "file/x: Not a directory; use another path"),
     ("demo laptop-ppo", USAGE, "; --spec chooses the example; see `troupe demo --help`"),
     ("algorithms zzz", USAGE, "no algorithm 'zzz'"),
+    ("report none", USAGE, "none is not the folder of a run: there is no such folder"),
+    ("trace none", USAGE, "none is not the folder of a run"),
+    ("why none", USAGE, "none: no such folder"),
+    ("replay none --step 1", USAGE, "none"),
+    ("audit two.yaml", USAGE, "two.yaml: cannot audit a file with stages"),
+    ("doctor --fix", USAGE, "No such option: --fix"),
     ("algorithms --check", USAGE, "--check is for a custom algorithm"),
     ("algorithms grpo --check", USAGE, "--check is for a custom algorithm"),
     ("algorithms no.such:thing", USAGE, "cannot import no.such"),
@@ -312,6 +320,42 @@ def test_a_bad_command_gives_one_line(
     ended, errors = ended_with(shlex.split(line), capsys, monkeypatch)
     assert (ended, len(errors)) == (code, 1), errors
     assert words in errors[0] and "Traceback" not in errors[0]
+
+
+JSON = {name for name, one in commands(get_command(app)) if any("--json" in each.opts for each in one.params)}
+"""Commands that print JSON."""
+
+
+def command_of(line: str) -> str:
+    return next((name for name in JSON if f"{line} ".startswith(f"{name} ")), "")
+
+
+JSON_COMMANDS = [
+    *(one for one in COMMANDS if (name := command_of(one[0])) and name != "demo"),
+    ("demo", USAGE, "--json is for --list"),
+    (f"submit good.yaml {SERVER} --follow", USAGE, "--json prints one object"),
+]
+
+
+def test_every_command_that_prints_json_is_refused_once() -> None:
+    assert {command_of(line) for line, _, _ in JSON_COMMANDS} == JSON
+
+
+@pytest.mark.parametrize(("line", "code", "words"), JSON_COMMANDS, ids=[line for line, _, _ in JSON_COMMANDS])
+def test_with_json_the_error_is_an_object_on_standard_output(
+    inside: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    line: str,
+    code: int,
+    words: str,
+) -> None:
+    name = command_of(line)
+    monkeypatch.setattr(sys, "argv", shlex.split(f"troupe {name} --json {line.removeprefix(name)}"))
+    with pytest.raises(SystemExit) as ended:
+        main()
+    said = json.loads(capsys.readouterr().out)
+    assert (ended.value.code, said["exit_code"]) == (code, code) and words.removeprefix("error: ") in said["error"]
 
 
 # Machines that lack something: (how, command, exit code, words).

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -12,6 +14,8 @@ from typer.testing import CliRunner
 from troupe.orchestrator.algorithms.offline import OFFLINE_ALGORITHMS
 from troupe.orchestrator.algorithms.table import ALGORITHMS
 from troupe.orchestrator.cli import app
+from troupe.orchestrator.commands.options import json_text
+from troupe.orchestrator.platforms.ray_jobs import JobState
 from troupe.orchestrator.spec.examples import examples
 
 NO_TABLE = {
@@ -19,7 +23,6 @@ NO_TABLE = {
     "init",  # writes a spec
     "schema",  # prints JSON
     "logs",  # prints the log as it is
-    "stop",
     "watch",  # serves a page
     "deploy",  # writes a manifest or a script
     "env install",  # progress
@@ -70,4 +73,10 @@ def test_what_is_printed_as_text_and_as_json_is_the_same() -> None:
 
 def test_examples() -> None:
     assert {row["name"]: row["summary"] for row in printed("demo", "--list")} == examples()
-    assert CliRunner().invoke(app, ["demo", "--json"]).exit_code == 2
+
+
+def test_numbers_that_json_does_not_have_are_null() -> None:
+    state = JobState("j", "n", "FAILED", -math.inf, "m")
+    found = {"a": math.nan, "b": [math.inf, 1.5, True], "c": state, "d": Path("x")}
+    job = {"job": "j", "name": "n", "status": "FAILED", "seconds": None, "message": "m"}
+    assert json.loads(json_text(found)) == {"a": None, "b": [None, 1.5, True], "c": job, "d": "x"}
