@@ -86,7 +86,7 @@ def describe(spec: RunSpec, misfit: Misfit, found: Sequence[MisfitRemedy], gpus:
     if texts:
         return f"{misfit.problem}: {', or '.join(texts)}"
     larger = "nodes with more memory" if misfit.kind == "host" else "larger GPUs"
-    role = data["roles"].get(misfit.roles[0]) if misfit.kind in ("cache", "gpu") else None
+    role = _value(data, f"roles.{misfit.roles[0]}") if misfit.kind in ("cache", "gpu") else None
     divided = role is not None and not {"tensor_parallel_size", "shards"}.isdisjoint(role) and role["gpus"] >= 1
     limit = f" on the {gpus:g} GPUs of a node" if divided else ""
     return f"{misfit.problem}: no setting makes it fit{limit}; use {larger} or a smaller model"
@@ -144,8 +144,8 @@ def _alternatives(spec: RunSpec, misfit: Misfit) -> Iterator[Iterator[Changes]]:
             yield from _of_trainer(spec, role, misfit.kind == "gpu")
         elif role in spec.roles.present() and row_of(spec, role).engine and misfit.kind != "placement":
             yield from _of_engine(spec, role, misfit.kind == "gpu")
-        elif role == "reference" and misfit.kind == "gpu":
-            yield _more_shards(spec)
+        elif role in spec.roles.present() and misfit.kind == "gpu":
+            yield _more_shards(spec, role)
         elif role == "batch":
             yield _halves(spec, "schedule.prompts_per_step", 1)
             yield _halves(spec, "schedule.examples_per_step", 1)
@@ -181,7 +181,8 @@ def _fewer_ranks(spec: RunSpec, role: str) -> Iterator[Changes]:
 
 def _more_ranks(spec: RunSpec, role: str) -> Iterator[Changes]:
     """An engine over ever more GPUs."""
-    data, path = spec.model_dump(mode="json")["roles"][role], f"roles.{role}"
+    path = f"roles.{role}"
+    data = _value(spec.model_dump(mode="json"), path)
     for ranks in (data["tensor_parallel_size"] * 2**power for power in (1, 2, 3)):
         yield {f"{path}.tensor_parallel_size": ranks, **_gpus(spec, role, data, ranks)}
 
@@ -198,12 +199,13 @@ def _gpus(spec: RunSpec, role: str, data: Mapping[str, Any], ranks: int) -> Chan
     return {f"{path}.workers": max(1, policies // ranks), **own}
 
 
-def _more_shards(spec: RunSpec) -> Iterator[Changes]:
-    """A reference divided over ever more GPUs, unless it is inside the policy's workers."""
-    reference = spec.roles.reference
-    if reference is not None and reference.colocate_with is None:
-        for shards in _doublings(reference.shards, _MOST_SHARDS):
-            yield {"roles.reference.shards": shards, "roles.reference.gpus": shards}
+def _more_shards(spec: RunSpec, role: str) -> Iterator[Changes]:
+    """A frozen model divided over ever more GPUs, if its role divides it and it is not inside the policy's workers."""
+    path = f"roles.{role}"
+    data = _value(spec.model_dump(mode="json"), path) or {}
+    if "shards" in data and data["colocate_with"] is None:
+        for shards in _doublings(data["shards"], _MOST_SHARDS):
+            yield {f"{path}.shards": shards, f"{path}.gpus": shards}
 
 
 def _of_trainer(spec: RunSpec, role: str, gpu: bool) -> Iterator[Iterator[Changes]]:

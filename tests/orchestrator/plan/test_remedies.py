@@ -231,6 +231,11 @@ FROZEN = (
     "algorithm.kl.coef=0.01",
     "roles.reference={gpus: 1, model: {path: given}}",
 )
+TEACHERS = (
+    "algorithm.distill={coef: 0.1}",
+    "roles.teacher.a={kind: engine, gpus: 1, max_model_len: 4097, model: {path: given}}",
+    "roles.teacher.b={gpus: 1, model: {path: given}}",
+)
 SIXTEEN = ("roles.rollout.tensor_parallel_size=16", "roles.rollout.gpus=16", "roles.rollout.workers=2")
 ZERO_3 = ("roles.policy.zero_stage=3", "roles.policy.gradient_checkpointing=true", "roles.policy.workers=64")
 EIGHT = ("roles.rollout.tensor_parallel_size=8", "roles.rollout.gpus=8", "roles.rollout.workers=2")
@@ -238,7 +243,7 @@ EIGHT = ("roles.rollout.tensor_parallel_size=8", "roles.rollout.gpus=8", "roles.
 
 @pytest.mark.parametrize("name", [*MODELS, "mixtral-8x7b"])
 @pytest.mark.parametrize("cluster", ["1x1xT4", "1x1xH100", "1x8xH100", "2x8xA100-40G", "4x4xL4", "16x8xH200"])
-@pytest.mark.parametrize("given_", [(), EIGHT, (*EIGHT, *ZERO_3), SIXTEEN, FROZEN])
+@pytest.mark.parametrize("given_", [(), EIGHT, (*EIGHT, *ZERO_3), SIXTEEN, FROZEN, TEACHERS])
 def test_remedies_end(tmp_path: Path, name: str, cluster: str, given_: tuple[str, ...]) -> None:
     """Every chain of remedies reaches a spec without another, and none asks for a worker that no node can hold."""
     config = MODELS[name] if name in MODELS else REAL[name][0]
