@@ -14,7 +14,7 @@ from rich.table import Table
 from troupe.orchestrator.commands.options import UNBOUNDED, fitting_table, output_width
 from troupe.orchestrator.plan.fit import MemoryPlan, SharedUse, UnknownModel, gib
 from troupe.orchestrator.plan.memory import HEADROOM
-from troupe.orchestrator.plan.plan import AMX, Plan
+from troupe.orchestrator.plan.plan import FASTER_BFLOAT16, Plan
 from troupe.orchestrator.plan.worker_memory import PERIODS, Part, Where, WorkerMemory
 from troupe.orchestrator.roles.names import role_of
 
@@ -127,7 +127,7 @@ def notes(memory: MemoryPlan) -> Iterator[str]:
 def predictions(plan: Plan) -> Iterator[str]:
     """The predicted speed of a step, and the division of its GPUs."""
     if plan.faster_dtype:
-        yield f"model.dtype: {AMX} (--set model.dtype={plan.faster_dtype})"
+        yield f"model.dtype: {FASTER_BFLOAT16} (--set model.dtype={plan.faster_dtype})"
     speed = plan.predicted
     if speed is None:
         return

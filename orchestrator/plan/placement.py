@@ -121,8 +121,8 @@ class Node:
     """Type of its GPUs, if no other label is known."""
     id: str = ""
     """Ray's id of the node; empty if unknown."""
-    amx: bool = False
-    """Whether it is known that its processors multiply matrices of bfloat16 by AMX."""
+    fast_bfloat16: bool = False
+    """Whether it is known that its processors have instructions for products of bfloat16."""
 
     @property
     def gpu_type(self) -> str:

@@ -17,7 +17,7 @@ from troupe.orchestrator.algorithms.offline import OFFLINE_ALGORITHMS
 from troupe.orchestrator.errors import UsageError, nearest
 from troupe.orchestrator.plan.nvidia import graphics
 from troupe.orchestrator.plan.placement import CPUS_PER_NODE, GPU_GIB
-from troupe.orchestrator.plan.plan import AMX, has_amx
+from troupe.orchestrator.plan.plan import FASTER_BFLOAT16, has_fast_bfloat16
 from troupe.orchestrator.spec.errors import models_in
 from troupe.orchestrator.spec.examples import PREFIX, example_text
 from troupe.orchestrator.spec.offline import OfflineSpec
@@ -129,8 +129,8 @@ def text_of(choices: Choices, output: Path, say: Callable[[str], None] = lambda 
         say(note)
     if data.without_evaluation:
         heading.append(f"No evaluation: {data.without_evaluation} (data.eval).")
-    if not choices.gpus and has_amx() and document["model"]["dtype"] == "bfloat16":
-        heading.append(f"bfloat16: {AMX} (model.dtype).")
+    if not choices.gpus and has_fast_bfloat16() and document["model"]["dtype"] == "bfloat16":
+        heading.append(f"bfloat16: {FASTER_BFLOAT16} (model.dtype).")
     if adapters:
         heading.append("All weights do not fit this machine in training: the spec trains adapters (roles.policy.lora).")
     if choices.gpus and not choices.gpu_type:

@@ -16,7 +16,7 @@ from troupe.orchestrator.errors import DoesNotFit, UsageError
 from troupe.orchestrator.model_facts.families import undivided
 from troupe.orchestrator.model_facts.model_size import ModelSize, SizeUnknown, config_or_empty, read_size
 from troupe.orchestrator.plan.placement import GPU_GIB, Node
-from troupe.orchestrator.plan.plan import Plan, described_nodes, has_amx, plan_stages
+from troupe.orchestrator.plan.plan import Plan, described_nodes, has_fast_bfloat16, plan_stages
 from troupe.orchestrator.spec.chain import PlannedRun
 from troupe.orchestrator.spec.checks.models import ATTENTION, has_experts, has_latent_attention
 from troupe.orchestrator.spec.errors import Place, Source, SpecError
@@ -204,7 +204,7 @@ def _layout_groups(choices: Choices, tokens: int) -> Iterator[list[Sizing]]:
     critic = row is not None and ("critic" in row.required or row.advantage.compares_reference)
     if not choices.gpus:
         small = [n for n in micro if n <= max(2048, micro[-1])]
-        dtypes = ("bfloat16",) if has_amx() else ("float32", "bfloat16")
+        dtypes = ("bfloat16",) if has_fast_bfloat16() else ("float32", "bfloat16")
         options = product(dtypes, (False, True), small, (1.0, 0.5, 0.25))
         yield [
             Sizing(dtype, size, checkpointing, critics=int(critic), kv_cache_gib=cache)

@@ -14,7 +14,15 @@ from tests.orchestrator.plan.test_remedies import NODE
 from troupe.orchestrator.commands.plan_table import predictions
 from troupe.orchestrator.plan.memory import Sizes
 from troupe.orchestrator.plan.placement import GPU_GIB
-from troupe.orchestrator.plan.plan import AMX, Plan, as_json, described_nodes, has_amx, local_node, plan
+from troupe.orchestrator.plan.plan import (
+    FASTER_BFLOAT16,
+    Plan,
+    as_json,
+    described_nodes,
+    has_fast_bfloat16,
+    local_node,
+    plan,
+)
 from troupe.orchestrator.plan.speed import DRAIN, Prediction, decode_seconds, token_seconds
 from troupe.orchestrator.spec.load import plan_runs, read_document
 from troupe.workers.contract.gpus import GpuPeaks, gpu_peaks
@@ -192,17 +200,18 @@ def test_in_turn_sampling_waits_for_the_longest_response() -> None:
     assert in_turn.step_s == pytest.approx(in_turn.sampling_s + in_turn.training_s + in_turn.transfer_s)
 
 
-def test_a_processor_with_amx_is_known_by_its_flags(tmp_path: Path) -> None:
-    assert not has_amx(tmp_path / "none")
-    info = tmp_path / "cpuinfo"
-    info.write_text("model name\t: amx_bf16\nflags\t\t: fpu amx_bf16 amx_tile\n")
-    assert has_amx(info)
-    (other := tmp_path / "other").write_text("model name\t: amx_bf16\nflags\t\t: fpu avx512_bf16 amx_bf16x\n")
-    assert not has_amx(other)
+@pytest.mark.parametrize(
+    ("flags", "fast"),
+    [("amx_bf16 amx_tile", True), ("avx512f avx512_bf16", True), ("avx512f amx_tile amx_bf16x", False)],
+)
+def test_a_processor_with_products_of_bfloat16_is_known_by_its_flags(flags: str, fast: bool, tmp_path: Path) -> None:
+    (info := tmp_path / "cpuinfo").write_text(f"model name\t: amx_bf16\nflags\t\t: fpu {flags}\n")
+    assert has_fast_bfloat16(info) is fast
+    assert not has_fast_bfloat16(tmp_path / "none")
 
 
 @pytest.mark.parametrize(
-    ("amx", "changes", "faster"),
+    ("fast", "changes", "faster"),
     [
         (True, (), "bfloat16"),
         (False, (), ""),
@@ -211,10 +220,10 @@ def test_a_processor_with_amx_is_known_by_its_flags(tmp_path: Path) -> None:
         (True, ("trpo",), ""),
     ],
 )
-def test_a_processor_with_amx_is_told_its_faster_dtype(amx: bool, changes: tuple[str, ...], faster: str) -> None:
+def test_a_processor_is_told_its_faster_dtype(fast: bool, changes: tuple[str, ...], faster: str) -> None:
     name, *settings = changes or ("grpo",)
     spec = plan_runs(read_document(ROOT / f"deploy/specs/algorithms/{name}.yaml", settings))[0].spec
-    found = plan(spec, [replace(local_node(2, spec), amx=amx)])
+    found = plan(spec, [replace(local_node(2, spec), fast_bfloat16=fast)])
     assert as_json("run", found)["faster_dtype"] == (faster or None)
     lines = list(predictions(found))
-    assert lines == ([f"model.dtype: {AMX} (--set model.dtype=bfloat16)"] if faster else [])
+    assert lines == ([f"model.dtype: {FASTER_BFLOAT16} (--set model.dtype=bfloat16)"] if faster else [])

@@ -213,17 +213,17 @@ def test_where_all_weights_do_not_fit_the_spec_trains_adapters(algorithm: str, r
     assert "lora" not in check(text_of(small, tmp_path / "x.yaml"), tmp_path / "x.yaml", small)["roles"]["policy"]
 
 
-@pytest.mark.parametrize("amx", [False, True])
+@pytest.mark.parametrize("fast", [False, True])
 def test_a_spec_for_cpus_has_the_dtype_that_they_multiply_faster(
-    amx: bool, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fast: bool, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in ("sizing", "command"):
-        monkeypatch.setattr(f"troupe.orchestrator.starter.{module}.has_amx", lambda: amx)
+        monkeypatch.setattr(f"troupe.orchestrator.starter.{module}.has_fast_bfloat16", lambda: fast)
     choices = chosen(tiny_model)
     text = text_of(choices, tmp_path / "run.yaml")
     document = check(text, tmp_path / "run.yaml", choices)
-    assert document["model"]["dtype"] == ("bfloat16" if amx else "float32")
-    assert ("# bfloat16: this processor multiplies" in text) is amx
+    assert document["model"]["dtype"] == ("bfloat16" if fast else "float32")
+    assert ("# bfloat16: this processor has instructions" in text) is fast
 
 
 def test_on_one_gpu_adapters_train_beside_the_engine(tmp_path: Path) -> None:
