@@ -26,6 +26,8 @@ PAGE = ROOT / "docs" / "explanation" / "shared-gpus.md"
 SPEC = ROOT / "deploy" / "specs" / "node-8gpu-grpo.yaml"
 SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
 GPUS = (1, 8, 16)
+RANKS = (1, 2, 4, 8)
+"""GPUs of an engine."""
 SLEEPS = ("none", "kv_cache", "weights")
 QWEN = {
     "7B": {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28},
@@ -34,7 +36,7 @@ QWEN = {
 }
 """Configurations of Qwen2.5. What they have in common is added."""
 _KV_HEADS = {"7B": 4, "32B": 8, "72B": 8}
-_SHOWN = (("7B", 8, "kv_cache"), ("32B", 16, "weights"))
+_SHOWN = (("7B", 8, "shared, kv_cache"), ("32B", 16, "shared, weights"))
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class Row:
     model: str
     gpus: int
     layout: str
-    """`apart`, or `shared` and what the engines release."""
+    """`apart`, or `shared`, of how many GPUs an engine is if of more than one, and what the engines release."""
     share: float
     offloads: bool
     """Whether the optimizer stays in host memory."""
@@ -53,6 +55,8 @@ class Row:
     """The fullest GPU. Apart, all periods are those of the policy's GPU."""
     engine: int = 0
     """Apart: what an engine's GPU needs."""
+    ranks: int = 1
+    """GPUs of an engine."""
 
     @property
     def fits(self) -> bool:
@@ -100,20 +104,27 @@ def _first(spec: RolloutSpec, model: str, gpus: int) -> tuple[float, bool, Plan]
 
 
 def _shared(model: str, gpus: int, sleep: str) -> Row:
-    engine = f"colocate_with: policy, workers: {gpus}, cpus: 1, gpus: 0.5, sleep: {sleep}"
-    spec = _spec(gpus, engine, 0.5)
-    share, offloads, found = _first(spec, model, gpus)
+    """Every engine on the GPUs of as few policy workers as everything fits with."""
+    return _fewest([_divided(model, gpus, sleep, ranks) for ranks in RANKS if ranks <= gpus])
+
+
+def _divided(model: str, gpus: int, sleep: str, ranks: int) -> Row:
+    """Engines over the GPUs of so many policy workers each."""
+    engine = f"colocate_with: policy, workers: {gpus // ranks}, cpus: 1, sleep: {sleep}"
+    engine += f", gpus: {ranks}, tensor_parallel_size: {ranks}" if ranks > 1 else ", gpus: 0.5"
+    share, offloads, found = _first(_spec(gpus, engine, 1 if ranks > 1 else 0.5), model, gpus)
+    layout = f"shared by {ranks}, {sleep}" if ranks > 1 else f"shared, {sleep}"
     if found.memory.shared:
-        return Row(model, gpus, f"shared, {sleep}", share, offloads, found, found.memory.shared[0])
+        return Row(model, gpus, layout, share, offloads, found, found.memory.shared[0], ranks=ranks)
     needs = _gpu(found, "policy-0").total + _gpu(found, "rollout-0").total
     use = SharedUse(("policy-0", "rollout-0"), dict.fromkeys(PERIODS, needs), needs, 0)
-    return Row(model, gpus, f"shared, {sleep}", share, offloads, found, use)
+    return Row(model, gpus, layout, share, offloads, found, use, ranks=ranks)
 
 
 def _apart(model: str, gpus: int) -> Row:
     """Half of the GPUs for each; an engine has as few as it fits on."""
     rows: list[Row] = []
-    for ranks in (1, 2, 4, 8):
+    for ranks in RANKS:
         if ranks > gpus // 2:
             break
         engine = f"workers: {gpus // 2 // ranks}, cpus: 1, gpus: {ranks}, tensor_parallel_size: {ranks}"
@@ -121,9 +132,12 @@ def _apart(model: str, gpus: int) -> Row:
         needs = _gpu(found, "policy-0").total
         use = SharedUse(("policy-0",), dict.fromkeys(PERIODS, needs), needs, 0)
         name = f"apart, engines on {ranks}"
-        rows.append(Row(model, gpus, name, share, offloads, found, use, _gpu(found, "rollout-0").total))
-        if rows[-1].fits:
-            break
+        rows.append(Row(model, gpus, name, share, offloads, found, use, _gpu(found, "rollout-0").total, ranks))
+    return _fewest(rows)
+
+
+def _fewest(rows: Sequence[Row]) -> Row:
+    """The first row that fits; else the first whose engines have a cache, or the last."""
     cached = (row for row in rows if row.plan.memory.caches["rollout-0"].sequences)
     return next((row for row in rows if row.fits), next(cached, rows[-1]))
 
@@ -173,9 +187,9 @@ def _result(row: Row) -> str:
 def arithmetic() -> str:
     """Some of the sums, part by part."""
     lines: list[str] = []
-    for model, gpus, sleep in _SHOWN:
-        row = next(r for r in rows() if (r.model, r.gpus, r.layout) == (model, gpus, f"shared, {sleep}"))
-        lines += [f"Qwen2.5-{model} on {gpus} GPUs, `sleep: {sleep}`, a share of {row.share:g}, in GiB:", "", "```"]
+    for model, gpus, layout in _SHOWN:
+        row = next(r for r in rows() if (r.model, r.gpus, r.layout) == (model, gpus, layout))
+        lines += [f"Qwen2.5-{model} on {gpus} GPUs, {layout}, a share of {row.share:g}, in GiB:", "", "```"]
         for period in PERIODS:
             sums = [f"{w} {_sum(_gpu(row.plan, f'{w}-0'), period)}" for w in ("policy", "rollout")]
             lines += [f"{period}: {gib(row.use.periods[period])}", *(f"  {text}" for text in sums)]
