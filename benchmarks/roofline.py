@@ -1,6 +1,6 @@
 """The phases of a step beside what this machine can do at most: its matrix products and its memory.
 
-    python -m benchmarks.roofline                    # bfloat16, which processors with AMX multiply fastest
+    python -m benchmarks.roofline                    # bfloat16, which most processors multiply faster
     python -m benchmarks.roofline --dtype float32
 
 Each turn measures the peaks and the phases. The peak of matrix products is the highest rate among the shapes of the
@@ -67,10 +67,11 @@ KINDS = {
     ),
     "attention": ("aten::_scaled_dot", "aten::scaled_dot"),
     "conversions and copies": ("aten::copy_", "aten::cat", "aten::clone", "aten::index", "aten::gather", "aten::embed"),
+    "optimizer": ("aten::_fused_adam",),
     "element-wise and sums": ("aten::",),
 }
 """Beginnings of the names of operators, by kind; the first one that fits counts."""
-REST = "Python, the optimizer and other code"
+REST = "Python and other code"
 
 
 @dataclass(frozen=True)
@@ -94,12 +95,18 @@ def training(size: ModelSize, sequences: int, passes: int) -> Work:
     return Work(2 * passes * (parameters + attention) / 1e9)
 
 
-def decoding(size: ModelSize, width: int, sequences: int, prompt: float, tokens: int) -> Work:
-    """Work of sampling so many tokens of each sequence at once, behind prompts in the cache."""
+def decoding(size: ModelSize, width: int, prompts: int, samples: int, prompt: float, tokens: int) -> Work:
+    """Work of sampling so many tokens of each of a prompt's samples, all at once, with each prompt computed once.
+
+    The first token comes from the prompt's pass, and the head multiplies the last token of a prompt only.
+    """
+    sequences, head = prompts * samples, size.vocabulary * size.hidden
     spans = sequences * (tokens * prompt + tokens * tokens / 2)
-    attention = 4 * size.layers * size.heads * size.head_dim * spans
+    attention = 4 * size.layers * size.heads * size.head_dim * (spans + prompts * prompt * prompt / 2)
+    passed = prompts * prompt + sequences * (tokens - 1)
+    products = 2 * ((size.multiplied() - head) * passed + head * sequences * tokens)
     read = tokens * width * size.multiplied() + size.layers * kv_bytes(size, width) * spans
-    return Work((2 * size.multiplied() * sequences * tokens + attention) / 1e9, read / 1e9)
+    return Work((products + attention) / 1e9, read / 1e9)
 
 
 def kind_of_operator(name: str) -> str | None:
@@ -235,7 +242,7 @@ async def measure(given: argparse.Namespace) -> Report:
     least = {
         UPDATE: training(size, GROUPS * GROUP, 3),
         LOGPROBS: training(size, GROUPS * GROUP, 1),
-        DECODE: decoding(size, WIDTHS[given.dtype], settings.sequences, mean_prompt, given.max_tokens),
+        DECODE: decoding(size, WIDTHS[given.dtype], given.groups, given.samples, mean_prompt, given.max_tokens),
     }
     checks = {"responses": f"all {settings.sequences} of a turn have {given.max_tokens} tokens"}
     return Report("roofline", at_the_peak(taken, least), PRODUCTS, checks, ROOFLINE)

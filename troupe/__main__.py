@@ -9,7 +9,7 @@ from troupe.orchestrator.signals import exit_on_signals
 
 def main() -> NoReturn:
     """Run the command and exit."""
-    exit_on_signals()  # loading the command line takes a second
+    exit_on_signals()  # also one that comes while the command line is loaded
     from troupe.orchestrator.cli import main as run
 
     run()
