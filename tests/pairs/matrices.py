@@ -18,6 +18,9 @@ _ENGINE = {"cpus": 0.2, "threads": 1, "max_num_seqs": 32, "max_model_len": 256, 
     "kv_cache_gib": 0.1
 }
 _TRAINER = {"cpus": 0.2, "threads": 1, "micro_batch_tokens": 2048, "learning_rate": 0.01}
+_UNRATED = {name: value for name, value in _TRAINER.items() if name != "learning_rate"}
+_RATED: Fields = {"roles.policy.learning_rate": 0.01}
+"""`trpo` finds the length of its steps itself."""
 _VOWELS = {"name": "letter_share", "label": "vowels", "args": {"letters": "aeiou"}}
 _JUDGED = {
     "name": "judge",
@@ -46,6 +49,7 @@ _EVERY_STEP: Fields = {
 }
 _OTHER_REFERENCE = {"cpus": 0.2, "threads": 1, "model": _TINY | {"dtype": "bfloat16"}}
 _TEACHER = {"cpus": 0.2, "threads": 1, "model": _TINY | {"path": ".cache/models/tiny-teacher"}}
+_TEACHER_ENGINE = _ENGINE | {"kind": "engine", "max_model_len": 257, "model": _TEACHER["model"]}
 _TEXTS = {"kind": "jsonl", "path": "deploy/specs/data/texts.jsonl", "max_tokens": 64, "texts_per_step": 4}
 _TRAINERS: dict[str, Fields] = {
     "one": {},
@@ -130,7 +134,7 @@ ROLLOUTS = Matrix(
         "seed": 7,
         "model": _TINY,
         "roles.rollout": _ENGINE,
-        "roles.policy": _TRAINER,
+        "roles.policy": _UNRATED,
         "roles.reward": {"cpus": 0.1, "functions": [_VOWELS]},
         "algorithm": {"name": "grpo", "group_size": 4},
         "schedule": {"steps": 2, "prompts_per_step": 4},
@@ -140,17 +144,22 @@ ROLLOUTS = Matrix(
     },
     factors={
         "algorithm": {
-            "grpo": {},
-            "ppo": {"algorithm.name": "ppo", "algorithm.kl.coef": 0, "roles.critic": _TRAINER},
-            "gspo": {"algorithm.name": "gspo"},
-            "raft": {"algorithm.name": "raft"},
-            "xpo": {
+            "grpo": _RATED,
+            "ppo": _RATED | {"algorithm.name": "ppo", "algorithm.kl.coef": 0, "roles.critic": _TRAINER},
+            "trpo": {"algorithm.name": "trpo", "algorithm.kl.coef": 0, "roles.critic": _TRAINER},
+            "gspo": _RATED | {"algorithm.name": "gspo"},
+            "raft": _RATED | {"algorithm.name": "raft"},
+            "xpo": _RATED
+            | {
                 "algorithm.name": "xpo",
                 "roles.reference": {"colocate_with": "policy"},
                 "roles.reference_engine": _ENGINE,
             },
-            "distill": {"algorithm.name": "distill", "roles.teacher": {"other": _TEACHER}},
-            "average": {
+            "distill": _RATED | {"algorithm.name": "distill", "roles.teacher": {"other": _TEACHER}},
+            "distill from an engine": _RATED
+            | {"algorithm.name": "distill", "roles.teacher": {"other": _TEACHER_ENGINE}},
+            "average": _RATED
+            | {
                 "algorithm.name": "gkd",
                 "roles.teacher": {"own": {"colocate_with": "policy", "average": True, "prompt": "{prompt}!"}},
                 "roles.policy.ema_decay": 0.5,

@@ -17,8 +17,14 @@ from tests.pairs.features import Matrix
 from tests.pairs.matrices import OFFLINE, ROLLOUTS
 from tests.pairs.runs import check, run_row, shared_cluster
 
-SUITE = {"rollouts": {3}, "offline": {2, 3}}
-"""Rows that run with `make test`: a critic, a reference, environments and divided rows; adapters on two ranks."""
+SUITE: dict[str, list[dict[str, str]]] = {
+    "rollouts": [{"algorithm": "ppo", "trainers": "sequence"}],
+    "offline": [
+        {"trainers": "two", "weights": "adapters"},
+        {"trainers": "sequence", "weights": "given adapters"},
+    ],
+}
+"""Values of rows that run with `make test`, the first with each: a critic and divided rows; adapters on two ranks."""
 
 
 @pytest.fixture(scope="module")
@@ -49,12 +55,13 @@ def places(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> dict[s
 
 def rows(matrix: Matrix) -> list[Any]:
     """The rows of a matrix as parameters of a test."""
+    suite = [next(row for row in matrix.rows if values.items() <= row.items()) for values in SUITE[matrix.name]]
     return [
         pytest.param(
             matrix,
             row,
             id=f"{matrix.name}-{number}",
-            marks=pytest.mark.real if number in SUITE[matrix.name] else pytest.mark.pairs,
+            marks=pytest.mark.real if row in suite else pytest.mark.pairs,
         )
         for number, row in enumerate(matrix.rows, 1)
     ]
