@@ -234,6 +234,10 @@ def check_network(machine: Machine) -> Iterator[Finding]:
         remedy = packages if rdma.missing == IBVERBS else "add AWS's EFA installer to the image"
         found = f"{', '.join(rdma.devices)}: NCCL cannot use RDMA without {rdma.missing}, and takes TCP between nodes"
         yield Finding("network", "note", found, remedy)
+    elif rdma.forbidden and machine.graphics.gpus:
+        name = rdma.forbidden.partition("=")[0]
+        found = f"{', '.join(rdma.devices)}: NCCL takes TCP between nodes, as {rdma.forbidden} is set"
+        yield Finding("network", "note", found, f"unset {name}")
     elif rdma.devices:
         yield Finding("network", "ok", str(rdma))
 

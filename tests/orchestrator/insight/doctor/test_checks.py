@@ -139,6 +139,10 @@ BROKEN: list[tuple[Callable[[Machine], Machine], str, str, str, str]] = [
         around(rdma=Rdma(("mlx5_0",), IBVERBS)),
         *("network", "note", "mlx5_0: NCCL cannot use RDMA without libibverbs.so.1", "apt-get install libibverbs1 "),
     ),
+    (
+        around(rdma=Rdma(("mlx5_0",), forbidden="NCCL_NET=Socket")),
+        *("network", "note", "NCCL takes TCP between nodes, as NCCL_NET=Socket is set", "unset NCCL_NET"),
+    ),
     (around(rdma=Rdma(("efa_0",), EFA)), "network", "note", "without libnccl-net-ofi.so", "EFA installer"),
     (around(proxy="http_proxy"), "network", "note", "http_proxy also applies", "no_proxy=localhost,127.0.0.1"),
 ]
