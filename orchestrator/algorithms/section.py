@@ -7,6 +7,7 @@ A row is data. The loop, the advantages and the losses know no algorithm by name
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -30,7 +31,6 @@ from troupe.orchestrator.algorithms.table import (
 from troupe.orchestrator.errors import nearest
 from troupe.workers.contract.algorithm_config import (
     AdvantageConfig,
-    Aggregation,
     CriticLossConfig,
     CustomConfig,
     NaturalGradientConfig,
@@ -144,23 +144,33 @@ class AlgorithmConfig(Frozen):
         return self
 
 
+_OF_UPDATE = frozenset(("kl_coef", "kl_estimator", "entropy_coef", "importance", "distill", "observation_coef"))
+"""Fields of a loss that a source with the loss of another algorithm has from the run's."""
+
+
+@overrides({PolicyLossConfig: ""}, without=ROW_ONLY | _OF_UPDATE)
 class SourceAlgorithm(Frozen):
-    """What a source of a mixture replaces of the algorithm for its samples. A field left out has the run's value."""
+    """What a source of a mixture replaces of the algorithm for its samples. A field left out has the run's value, or,
+    of `loss`, that algorithm's default."""
 
     consequences: ClassVar = NEXT_STEP
     advantage: str | None = None
     """Name of an algorithm without a critic, whose estimator computes the advantages, by its defaults and without a KL
     term in the reward."""
-    clip_low: float | None = Field(default=None, gt=0.0, lt=1.0)
-    """As `algorithm.clip_low`."""
-    clip_high: float | None = Field(default=None, gt=0.0)
-    """As `algorithm.clip_high`."""
-    dual_clip: float | None = Field(default=None, gt=1.0)
-    """As `algorithm.dual_clip`."""
-    aggregation: Aggregation | None = None
-    """As `algorithm.aggregation`, with the totals of the whole mini-batch."""
+    loss: str | None = None
+    """Name of an algorithm whose loss the samples have: objective, ratio, clips and aggregation, by its defaults. Its
+    other terms and the correction for the sampler are the run's."""
     kl_coef: float | None = Field(default=None, ge=0.0)
     """As `algorithm.kl.coef`, of a KL term in the loss."""
+    kl_estimator: Literal["k1", "k2", "k3"] | None = None
+    """As `algorithm.kl.estimator`."""
+
+    @field_validator("advantage", "loss")
+    @classmethod
+    def _known(cls, name: str | None) -> str | None:
+        if name is not None and name not in ALGORITHMS:
+            raise ValueError(unknown_algorithm(name))
+        return name
 
 
 REWARDS_ONLY = frozenset({"group", "smooth_group", "decoupled_group", "max_likelihood", "best_of_subsets", "returns"})
@@ -172,6 +182,41 @@ def from_rewards(advantage: AdvantageConfig) -> bool:
     others = ("greedy", "player_average", "optimal_token")
     plain = advantage.kl_coef == 0 and advantage.covariance == "keep" and advantage.baseline not in others
     return plain and advantage.estimator in REWARDS_ONLY
+
+
+RUN_LOSSES: tuple[tuple[str, Callable[[Algorithm], bool]], ...] = (
+    ("has no ratio and trains at temperature 1", lambda row: not row.loss.has_ratio),
+    ("limits the step of a whole update", lambda row: bool(row.kl_penalty or row.trust_region or row.natural_gradient)),
+    ("chooses tokens of a whole batch", lambda row: row.advantage.covariance != "keep"),
+    ("trains on pairs", lambda row: row.advantage.estimator in ("preference_pair", "reference_pair")),
+    ("has no loss besides the divergence from a teacher", lambda row: row.advantage.estimator == "none"),
+    ("has a loss with metrics of its own", lambda row: row.loss.objective == "custom"),
+)
+"""Why all sources of a mixture have the loss of an algorithm, and which algorithms these are."""
+
+
+def run_loss(row: Algorithm) -> str | None:
+    """Why all sources have the loss of this algorithm, or None if they may have different ones."""
+    return next((why for why, applies in RUN_LOSSES if applies(row)), None)
+
+
+def named_losses() -> list[str]:
+    """Algorithms whose loss a source may have, one of each kind."""
+    return _of_each_kind({name: row.loss for name, row in ALGORITHMS.items() if run_loss(row) is None})
+
+
+def named_advantages() -> list[str]:
+    """Algorithms whose advantages a source may have, one of each kind."""
+    own = {name: row.advantage.model_copy(update={"kl_coef": 0.0}) for name, row in ALGORITHMS.items()}
+    return _of_each_kind({name: one for name, one in own.items() if from_rewards(one)})
+
+
+def _of_each_kind(configs: Mapping[str, Frozen]) -> list[str]:
+    """The first name of each kind of configuration."""
+    kinds: dict[tuple[object, ...], str] = {}
+    for name, config in configs.items():
+        kinds.setdefault(tuple(value for field, value in config if field in ROW_ONLY), name)
+    return list(kinds.values())
 
 
 def is_custom(name: str) -> bool:
@@ -236,11 +281,12 @@ def policy_loss(config: AlgorithmConfig) -> PolicyLossConfig:
     return overridden(row.loss, clips | _given(config) | own)
 
 
-def of_source(config: AlgorithmConfig, own: SourceAlgorithm) -> AlgorithmConfig:
-    """The algorithm with what a source of a mixture replaces."""
-    given = own.model_dump(exclude={"kl_coef", "advantage"}, exclude_none=True)
-    kl = {} if own.kl_coef is None else {"kl": config.kl.model_copy(update={"coef": own.kl_coef})}
-    return config.model_copy(update=given | kl)
+def source_loss(config: AlgorithmConfig, own: SourceAlgorithm) -> PolicyLossConfig:
+    """The loss of a source of a mixture: the run's, or that of the algorithm that it names, with its own fields."""
+    loss = policy_loss(config)
+    if own.loss is not None:
+        loss = ALGORITHMS[own.loss].loss.model_copy(update={name: vars(loss)[name] for name in _OF_UPDATE})
+    return overridden(loss, dict(own))
 
 
 def corrects_sampler(config: AlgorithmConfig) -> bool:

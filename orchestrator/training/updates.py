@@ -16,7 +16,7 @@ from troupe.orchestrator.algorithms.table import KlPenalty
 from troupe.orchestrator.cluster.worker_group import CriticGroup, ExampleGroup, PolicyGroup, TrainerGroup
 from troupe.orchestrator.errors import TrainingDiverged, WorkerError
 from troupe.orchestrator.spec.base import RunSpec
-from troupe.orchestrator.spec.derived.training import kl_penalty, skips_zero_advantage
+from troupe.orchestrator.spec.derived.training import kl_penalty, needs_whole_samples, skips_zero_advantage
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.sections import ProfileConfig
 from troupe.orchestrator.telemetry.console import Console
@@ -185,7 +185,7 @@ class RolloutUpdates(Updates):
         self._critic_warmup = spec.critic_warmup
         self._skips_zero_advantage = skips_zero_advantage(spec)
         self._kl_penalty = kl_penalty(spec)
-        self._needs_whole_samples = algorithms.policy_loss(spec.algorithm).needs_whole_samples
+        self._needs_whole_samples = needs_whole_samples(spec)
         self._trust_region = algorithms.trust_region(spec.algorithm)
         self._aligns = spec.model.dtype == "float16"
         self._policy = policy

@@ -10,6 +10,8 @@ import pytest
 from tests.fakes import FakePolicy, FakeTable, FaultyReward
 from tests.orchestrator.test_controller import RolloutRun
 from troupe.orchestrator.spec.derived.sampling import held_out_sets
+from troupe.orchestrator.training import updates
+from troupe.orchestrator.training.micro_batches import plan_update
 from troupe.workers.contract.messages import PrepareRequest, RankPlan, RewardSummary, ScoreSummary, TrainSummary
 
 STEPS, GROUPS = 6, 5
@@ -252,3 +254,20 @@ def test_batch_statistics_are_taken_within_sources_unless_the_spec_says_otherwis
     over_all.change(algorithm={"by_source": False})
     over_all.run()
     assert over_all.policies[0].sources == over_all.policies[0].algorithms == [{}] * STEPS
+
+
+@pytest.mark.parametrize("loss", ["gspo", "cispo"])
+def test_rows_of_a_sample_stay_together_if_the_loss_of_a_source_needs_them(
+    loss: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: set[bool] = set()
+
+    def noted(*args: Any, whole_samples: bool, **options: Any) -> list[RankPlan]:
+        asked.add(whole_samples)
+        return plan_update(*args, whole_samples=whole_samples, **options)
+
+    run = run_of(tmp_path)
+    run.change(data={"train": [TRAIN[0], TRAIN[1] | {"algorithm": {"loss": loss}}]}, algorithm={"kl_states": 0})
+    monkeypatch.setattr(updates, "plan_update", noted)
+    run.run()
+    assert asked == {loss == "gspo"}

@@ -114,7 +114,7 @@ LEFT_OUT = {
     **dict.fromkeys(("output.sinks", "output.prometheus", "output.profile"), "another place for what is written"),
     **dict.fromkeys(
         (
-            *("algorithm.aggregation", "algorithm.by_source", "algorithm.kl*", "algorithm.normalize_by_std"),
+            *("algorithm.aggregation", "algorithm.by_source", "*algorithm.kl*", "algorithm.normalize_by_std"),
             *("algorithm.distill*", "algorithm.compares"),
             *("algorithm.reward_scale", "algorithm.trust_region", "algorithm.whiten", "algorithm.natural_gradient"),
         ),

@@ -7,6 +7,7 @@ from typing import Any
 
 from troupe.orchestrator.algorithms import section as algorithms
 from troupe.orchestrator.algorithms.section import SourceAlgorithm
+from troupe.orchestrator.algorithms.table import unread_options
 from troupe.orchestrator.errors import Finding, nearest
 from troupe.orchestrator.spec.checks.components import (
     NOT_NORMALIZED,
@@ -274,34 +275,47 @@ def _mixture(spec: RolloutSpec) -> Iterator[Finding]:
 
 
 def _source_algorithm(spec: RolloutSpec, path: str, own: SourceAlgorithm) -> Iterator[Finding]:
-    """Settings of a source's loss that nothing reads, or that the run has no role for."""
-    row = algorithms.row_of(spec.algorithm)
+    """Settings of a source's algorithm that nothing reads, or that the run excludes."""
+    run = algorithms.row_of(spec.algorithm)
+    row = run if own.loss is None else algorithms.ALGORITHMS[own.loss]
     given = {name for name, value in own if value is not None}
-    for name in sorted(given & {*algorithms.unused_options(algorithms.of_source(spec.algorithm, own))}):
+    for name in sorted(given & unread_options(row)):
         yield f"{path}.{name}", f"{row.name} does not use it; remove it"
     if not given:
         yield path, "replaces nothing; remove it, or set a field"
     if own.advantage is not None:
         yield from _source_advantage(spec, f"{path}.advantage", own.advantage)
-    if own.kl_coef is None:
-        return
-    if row.kl_in != "loss" or not row.loss.has_ratio:
-        yield (
-            f"{path}.kl_coef",
-            f"{row.name} has no KL term in a loss with a ratio; set algorithm.kl.coef for all sources",
-        )
+    if own.loss is not None:
+        yield from _source_loss(spec, f"{path}.loss", own)
+    of_kl = sorted(given & {"kl_coef", "kl_estimator"})
+    if of_kl and (run.kl_in != "loss" or not run.loss.has_ratio):
+        why = f"{run.name} has no KL term in a loss with a ratio; set algorithm.kl.coef for all sources"
+        yield f"{path}.{of_kl[0]}", why
     elif own.kl_coef and spec.roles.reference is None:
         yield f"{path}.kl_coef", "needs a role `reference`; add it, or set 0"
+    elif own.kl_estimator is not None and not algorithms.source_loss(spec.algorithm, own).kl_coef:
+        yield f"{path}.kl_estimator", "the source has no KL term; set kl_coef above 0, or remove this"
+
+
+def _source_loss(spec: RolloutSpec, path: str, own: SourceAlgorithm) -> Iterator[Finding]:
+    """A loss of another algorithm that is not a source's, or not another one."""
+    run, row = algorithms.row_of(spec.algorithm), algorithms.ALGORITHMS[own.loss or spec.algorithm.name]
+    if why := algorithms.run_loss(row):
+        others = ", ".join(algorithms.named_losses())
+        yield path, f"{row.name} {why}: no source has its loss alone; use one of {others}"
+    if why := algorithms.run_loss(run):
+        yield path, f"the run's {run.name} {why}: all sources have its loss; remove it, or change algorithm.name"
+    elif algorithms.source_loss(spec.algorithm, own) == algorithms.policy_loss(spec.algorithm):
+        yield path, "has no effect: it is the run's loss; remove it"
 
 
 def _source_advantage(spec: RolloutSpec, path: str, name: str) -> Iterator[Finding]:
     """Advantages of a source that need more than its rewards, or that the run's own algorithm excludes."""
-    if (other := algorithms.ALGORITHMS.get(name)) is None:
-        yield path, algorithms.unknown_algorithm(name)
-        return
-    advantage, run = other.advantage, algorithms.advantage(spec.algorithm)
+    other, run = algorithms.ALGORITHMS[name], algorithms.advantage(spec.algorithm)
+    advantage = other.advantage
     if not algorithms.from_rewards(advantage.model_copy(update={"kl_coef": 0.0})):
-        yield path, f"{name} computes advantages from more than rewards: only the algorithm of the run may be {name}"
+        why = f"computes advantages from more than rewards: only the algorithm of the run may be {name}"
+        yield path, f"{name} {why}; use one of {', '.join(algorithms.named_advantages())}"
     if not algorithms.from_rewards(run):
         why = "a KL term" if run.kl_coef else "more than rewards"
         yield path, f"the run's {spec.algorithm.name} computes advantages with {why}: all sources have its advantages"

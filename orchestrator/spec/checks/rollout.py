@@ -18,7 +18,7 @@ from troupe.orchestrator.spec.checks.shared import (
     unread_distill,
 )
 from troupe.orchestrator.spec.derived.sampling import reward_functions
-from troupe.orchestrator.spec.derived.training import resolved_backend
+from troupe.orchestrator.spec.derived.training import resolved_backend, source_losses
 from troupe.orchestrator.spec.engine_options import refused_options
 from troupe.orchestrator.spec.errors import show
 from troupe.orchestrator.spec.locations import url_problem
@@ -204,8 +204,11 @@ def check_algorithm(spec: RolloutSpec) -> Iterator[Finding]:
     if spec.sampling.structured is not None and uncorrected and not spec.sampling.truncates:
         why = "samples come from the permitted tokens (sampling.structured), and only the correction accounts for that"
         yield "algorithm.importance.mode", f"{why}; use truncate or mask"
-    if spec.sampling.structured is not None and row.loss.objective == "divergence" and not spec.sampling.truncates:
-        why = f"{row.name} compares a token's probability with the sampler's, which is among the permitted tokens"
+    compares = "divergence" in {row.loss.objective, *(one.objective for one in source_losses(spec).values())}
+    if spec.sampling.structured is not None and compares and not spec.sampling.truncates:
+        why = (
+            "dppo_tv and dppo_kl compare a token's probability with the sampler's, which is among the permitted tokens"
+        )
         yield "sampling.structured", f"{why}; set sampling.top_p below 1 too, or use another algorithm"
     if algorithms.advantage(config).reads_square_sums and (spec.sampling.truncates or spec.sampling.structured):
         why = f"{row.name} weighs tokens by the whole distribution: remove sampling.top_p, top_k, min_p and structured"

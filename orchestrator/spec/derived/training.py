@@ -37,7 +37,13 @@ def kl_penalty(spec: RunSpec) -> KlPenalty | None:
 def source_losses(spec: RolloutSpec) -> dict[str, PolicyLossConfig]:
     """The losses of the sources that have their own, by name."""
     own = {source.name: source.algorithm for source in spec.data.mixture if source.algorithm is not None}
-    return {name: section.policy_loss(section.of_source(spec.algorithm, one)) for name, one in own.items()}
+    return {name: section.source_loss(spec.algorithm, one) for name, one in own.items()}
+
+
+def needs_whole_samples(spec: RolloutSpec) -> bool:
+    """Whether the rows of a sample share a micro-batch: a loss of the run or of a source needs it."""
+    losses = section.policy_loss(spec.algorithm), *source_losses(spec).values()
+    return any(loss.needs_whole_samples for loss in losses)
 
 
 def source_advantages(spec: RolloutSpec) -> dict[str, AdvantageConfig]:

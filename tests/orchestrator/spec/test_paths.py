@@ -55,7 +55,7 @@ NEITHER = {
         "metric",
         "players",
     ),
-    *("steps", "step_labels", "separator", "offset", "where", "options", "advantage"),
+    *("steps", "step_labels", "separator", "offset", "where", "options", "advantage", "loss"),
     *(
         "response",
         "messages",

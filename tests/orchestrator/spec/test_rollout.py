@@ -15,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 
 from tests.conftest import NO_WEIGHTS
 from troupe.orchestrator.algorithms.section import policy_loss
+from troupe.orchestrator.algorithms.table import ALGORITHMS
 from troupe.orchestrator.roles.settings import (
     critic_config,
     policy_config,
@@ -28,6 +29,7 @@ from troupe.orchestrator.spec.derived.paths import with_sections
 from troupe.orchestrator.spec.derived.sampling import evaluation_metrics, group_settings, held_out_sets, solved_at
 from troupe.orchestrator.spec.derived.sizes import group_scoring_s, prompt_room
 from troupe.orchestrator.spec.derived.training import (
+    needs_whole_samples,
     resolved_backend,
     resolved_sleep,
     skips_zero_advantage,
@@ -493,6 +495,23 @@ def test_a_source_replaces_settings_of_the_loss(tmp_path: Path) -> None:
     assert source_losses(spec) == {"b": expected} and expected.clip_low == 0.1 and expected.kl_estimator == "k2"
     assert not skips_zero_advantage(spec)
     assert skips_zero_advantage(load(tmp_path, GRPO, run, reference, sources % 0.0))
+    assert load(tmp_path, spec.as_yaml()) == spec
+
+
+def test_a_source_has_the_loss_of_another_algorithm(tmp_path: Path) -> None:
+    """With its defaults and what the source adds; the correction and the terms of the update stay the run's."""
+    rows = "kind: jsonl, path: a.jsonl, answer: answer"
+    own = "algorithm: {loss: gspo, clip_high: 0.5, kl_estimator: k1}"
+    sources = f"data.train=[{{name: a, {rows}}}, {{name: b, {rows}, {own}}}]"
+    run = "algorithm={name: grpo, clip_range: 0.1, entropy_coef: 0.2, importance: {cap: 3.0}, kl: {coef: 0.3}}"
+    spec = load(tmp_path, GRPO, "roles.reference={colocate_with: policy}", run, sources)
+    shared = {name: getattr(policy_loss(spec.algorithm), name) for name in ("entropy_coef", "importance", "kl_coef")}
+    expected = ALGORITHMS["gspo"].loss.model_copy(update={**shared, "clip_high": 0.5, "kl_estimator": "k1"})
+    assert source_losses(spec) == {"b": expected}
+    assert shared["kl_coef"] == 0.3 and shared["importance"].cap == 3.0 and shared["entropy_coef"] == 0.2
+    assert needs_whole_samples(spec) and not needs_whole_samples(
+        load(tmp_path, GRPO, run, sources.replace("gspo", "dapo"), "roles.reference={colocate_with: policy}")
+    )
     assert load(tmp_path, spec.as_yaml()) == spec
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
+from troupe.orchestrator.algorithms.section import named_advantages, named_losses
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.derived.warnings import warnings_of
 from troupe.orchestrator.spec.errors import SpecError
@@ -96,6 +97,40 @@ REFUSED: list[tuple[str, tuple[str, ...], str]] = [
     ("tiny-mixture", ("data.train.0.algorithm={kl_coef: 0.1}",), "data.train.0.algorithm.kl_coef: needs a role"),
     (
         "tiny-mixture",
+        ("data.train.0.algorithm={kl_estimator: k2}",),
+        "data.train.0.algorithm.kl_estimator: the source has no KL term",
+    ),
+    *(
+        ("tiny-mixture", (f"data.train.0.algorithm={{{fields}}}", *run), f"data.train.0.algorithm.{message}")
+        for fields, message, *run in (
+            ("loss: grpo", "loss: has no effect: it is the run's loss"),
+            ("loss: cispo, clip_low: 0.1", "clip_low: cispo does not use it"),
+            ("loss: grop", "loss: no algorithm 'grop' (did you mean 'grpo'"),
+            (
+                "loss: raft",
+                "loss: raft has no ratio and trains at temperature 1: no source has its loss alone",
+            ),
+            ("loss: ppo_penalty", "loss: ppo_penalty limits the step of a whole update: no source"),
+            ("loss: trpo", "loss: trpo limits the step of a whole update: no source"),
+            ("loss: kl_cov", "loss: kl_cov chooses tokens of a whole batch: no source"),
+            ("loss: online_dpo", "loss: online_dpo trains on pairs: no source"),
+            ("loss: gkd", "loss: gkd has no loss besides the divergence from a teacher: no source"),
+            (
+                "loss: cispo",
+                "loss: the run's clip_cov chooses tokens of a whole batch: all",
+                "algorithm={name: clip_cov}",
+            ),
+            ("loss: cispo", "loss: the run's raft has no ratio", "algorithm={name: raft}"),
+            ("loss: cispo", f"loss: the run's {OWN}:detached has a loss with", f"algorithm={{name: '{OWN}:detached'}}"),
+        )
+    ),
+    (
+        "tiny-mixture",
+        ("sampling.structured={regex: '[a-z]+'}", "data.train.0.algorithm={loss: dppo_kl}"),
+        "sampling.structured: dppo_tv and dppo_kl compare a token's probability",
+    ),
+    (
+        "tiny-mixture",
         ("algorithm={name: rloo, kl: {coef: 0}}", "data.train.0.algorithm={kl_coef: 0.1}"),
         "data.train.0.algorithm.kl_coef: rloo has no KL term in a loss with a ratio",
     ),
@@ -162,6 +197,14 @@ ACCEPTED: list[tuple[str, tuple[str, ...]]] = [
         for one in ("reverse, k: 2", "skewed, alpha: 0.1", "jensen_shannon, beta: 0.1")
     ),
     ("tiny-mixture", ("algorithm={name: reinforce, by_source: false}",)),
+    *(("tiny-mixture", (f"data.train.0.algorithm={{loss: {name}}}",)) for name in named_losses() if name != "grpo"),
+    *(
+        (
+            "tiny-mixture",
+            (f"data.train.0.algorithm={{advantage: {name}}}", "data.train.0.group_size=8", "data.train.1.group_size=8"),
+        )
+        for name in named_advantages()
+    ),
     ("tiny-mixture", ("algorithm={name: rloo, kl: {coef: 0}, whiten: true, by_source: false}",)),
     ("tiny-mixture", ("algorithm={name: rloo, kl: {coef: 0}, reward_scale: batch, by_source: false}",)),
     ("tiny-grpo", ("failures.replay_steps=5",)),

@@ -1,44 +1,99 @@
 """Losses by source: the gradient of a mixed batch is the sum of the gradients of the sources, each by its own loss.
 
-The reference is a loop in float64 over the samples, with PPO's clip (arXiv 1707.06347, eq. 7) and the k3 estimate of
-the KL divergence in the settings of the sample's source, divided by the tokens or samples of the whole batch.
+The reference is a loop in float64 over sources, samples and tokens (`rollout_loops`): the loss of each source's samples
+with its estimate of the KL divergence, divided by the tokens or samples of the whole batch.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from dataclasses import replace
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from statistics import fmean, stdev
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 import torch
 from transformers import PreTrainedModel
 
+from tests.workers.algorithms import rollout_loops as loops
+from tests.workers.algorithms.rollout_loops import LOOPS
 from tests.workers.algorithms.test_train_batch import Key, reward_table, rollout_table, scores
 from tests.workers.algorithms.test_truncated import Sample, exact_logprobs, old_logprobs, samples, small_model
+from troupe.orchestrator.algorithms.section import AlgorithmConfig, SourceAlgorithm, policy_loss, source_loss
 from troupe.orchestrator.training.micro_batches import plan_update
-from troupe.workers.algorithms.advantages import STD_EPS
 from troupe.workers.algorithms.policy_loss import LossOutput, loss_by_source, policy_tokens
 from troupe.workers.algorithms.train_batch import prepare
 from troupe.workers.contract.advantage_state import AdvantageState, Moments, PromptHistory
-from troupe.workers.contract.algorithm_config import AdvantageConfig, ImportanceConfig, PolicyLossConfig
+from troupe.workers.contract.algorithm_config import AdvantageConfig, PolicyLossConfig
 from troupe.workers.contract.messages import PrepareRequest, RankPlan, TrainSummary
 from troupe.workers.models.capabilities import adapt
 from troupe.workers.models.modeling import CausalLogprobs
 from troupe.workers.models.token_batch import TokenTable
 
-RUN = PolicyLossConfig(clip_low=0.1, clip_high=0.1, importance=ImportanceConfig(mode="none"))
-LOSSES: Mapping[str, PolicyLossConfig] = {
-    "": RUN,
-    "wide": RUN.model_copy(update={"clip_low": 0.3, "clip_high": 0.5, "kl_coef": 0.2}),
-    "whole": RUN.model_copy(update={"aggregation": "sequence_mean", "kl_coef": 0.05}),
+
+@dataclass(frozen=True)
+class Own:
+    """The loss of a source, in the spec's words and as a loop."""
+
+    given: dict[str, Any]
+    """Fields of the run's algorithm, or what the source replaces."""
+    token: Callable[[loops.Sample, int, float], torch.Tensor]
+    reduce: Callable[[Sequence[Sequence[torch.Tensor]], loops.Batch], torch.Tensor]
+    kl_coef: float = 0.0
+    estimator: str = "k3"
+
+
+def named(name: str, **own: Any) -> Own:
+    """The loss of another algorithm; `own`: what the run or the source adds."""
+    loop, kl = LOOPS[name], {"kl_coef": own.get("kl_coef", 0.0), "estimator": own.get("kl_estimator", "k3")}
+    return Own({"loss": name, **own}, loop.token, loop.reduce, **kl)
+
+
+def run(name: str, estimator: str = "k3") -> Own:
+    return Own(
+        {"name": name, "kl": {"coef": 0.1, "estimator": estimator}},
+        LOOPS[name].token,
+        LOOPS[name].reduce,
+        0.1,
+        estimator,
+    )
+
+
+def clipped(low: float, high: float, reduce: Any, **given: Any) -> Own:
+    return Own(given, loops.clipped(low, high), reduce, given.get("kl_coef", 0.0))
+
+
+MIXES: Mapping[str, dict[str, Own]] = {
+    "clips": {
+        "": clipped(0.1, 0.1, loops.token_mean, name="dapo", clip_range=0.1),
+        "b": clipped(0.3, 0.5, loops.token_mean, clip_low=0.3, clip_high=0.5, kl_coef=0.2),
+        "c": clipped(0.1, 0.1, loops.sequence_mean, aggregation="sequence_mean", kl_coef=0.05),
+    },
+    "sequence": {"": run("dapo"), "b": named("gspo", kl_coef=0.0), "c": named("cispo", kl_coef=0.3, kl_estimator="k2")},
+    "soft": {
+        "": run("gmpo", "k2"),
+        "b": named("sapo", kl_coef=0.2, kl_estimator="k1"),
+        "c": named("dppo_tv", kl_coef=0),
+    },
+    "bounds": {"": run("cispo"), "b": named("dcpo", kl_coef=0.0), "c": named("gmpo", kl_coef=0.4)},
+    "plain": {
+        "": run("gspo", "k1"),
+        "b": named("reinforce", kl_coef=0.1, kl_estimator="k3"),
+        "c": named("gspo_token", kl_coef=0),
+    },
 }
-SOURCES = {"a": "", "b": "wide", "c": "whole"}
-"""The loss of each group."""
+"""The losses of the groups a (the run's), b and c."""
+
+
+def configured(mix: Mapping[str, Own]) -> dict[str, PolicyLossConfig]:
+    """The losses as the policy gets them, by source."""
+    of_run = AlgorithmConfig.model_validate(mix[""].given)
+    sources = {name: SourceAlgorithm.model_validate(mix[name].given) for name in "bc"}
+    return {"": policy_loss(of_run), **{name: source_loss(of_run, own) for name, own in sources.items()}}
 
 
 def prepared(
@@ -48,6 +103,7 @@ def prepared(
     columns: dict[str, Any] = {
         "prompt_ids": [one.prompt for one in given],
         "response_ids": [one.response for one in given],
+        "rollout_logprobs": [rollout_logprobs(old[key]) for key in keys],
     }
     tables = [
         rollout_table(keys, [len(sample.response) for sample in given], **columns),
@@ -55,29 +111,58 @@ def prepared(
         scores("old_logprobs", keys, [old[key] for key in keys]),
         scores("ref_logprobs", keys, [reference[key] for key in keys]),
     ]
-    losses = {uid: source for uid, source in SOURCES.items() if source}
-    return prepare(AdvantageConfig(estimator="group"), PrepareRequest(tuple(keys), algorithms=losses), tables)
+    request = PrepareRequest(tuple(keys), algorithms={"b": "b", "c": "c"})
+    return prepare(AdvantageConfig(estimator="group"), request, tables)
+
+
+def rollout_logprobs(old: Sequence[float]) -> list[float]:
+    """Log-probs that the engine sampled with; some importance weights are cut."""
+    return [float(np.float32(value + 0.5 * math.sin(7 * place) - 0.4)) for place, value in enumerate(old)]
+
+
+def kl(sample: loops.Sample, t: int, estimator: str) -> torch.Tensor:
+    """Schulman, "Approximating KL divergence"; k1 with the gradient of k2."""
+    gap = sample.new[t] - sample.ref[t]
+    k2 = gap * gap / 2
+    return {"k1": gap.detach() + k2 - k2.detach(), "k2": k2, "k3": torch.exp(-gap) - 1 + gap}[estimator]
 
 
 def loop(
-    exact: PreTrainedModel, given: list[Sample], old: dict[Key, list[float]], reference: dict[Key, list[float]]
+    mix: Mapping[str, Own],
+    exact: PreTrainedModel,
+    given: list[Sample],
+    old: dict[Key, list[float]],
+    reference: dict[Key, list[float]],
 ) -> torch.Tensor:
-    tokens, loss = sum(len(sample.response) for sample in given), torch.zeros((), dtype=torch.double)
-    for sample in given:
-        config = LOSSES[SOURCES[sample.key[0]]]
-        rewards = [other.reward for other in given if other.key[0] == sample.key[0]]
-        advantage = (sample.reward - fmean(rewards)) / (stdev(rewards) + STD_EPS)
-        logprobs = exact_logprobs(exact, sample)
-        ratio = (logprobs - torch.tensor(old[sample.key], dtype=torch.double)).exp()
-        clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
-        gap = torch.tensor(reference[sample.key], dtype=torch.double) - logprobs
-        terms = config.kl_coef * (gap.exp() - 1 - gap) - torch.minimum(ratio * advantage, clipped * advantage)
-        by_tokens = config.aggregation == "token_mean"
-        loss = loss + (terms.sum() / tokens if by_tokens else terms.mean() / len(given))
-    return loss
+    made = [
+        loops.Sample(
+            prompt="abc".index(one.key[0]),
+            reward=one.reward,
+            greedy=0.0,
+            new=exact_logprobs(exact, one).unbind(),
+            old=old[one.key],
+            ref=reference[one.key],
+            rollout=rollout_logprobs(old[one.key]),
+            values=(),
+        )
+        for one in given
+    ]
+    batch, zero, total = loops.Batch(made, max_tokens=6), torch.zeros((), dtype=torch.double), []
+    for group, own in enumerate(mix.values()):
+        rows = [
+            [
+                own.token(s, t, a[t]) + own.kl_coef * kl(s, t, own.estimator) if s.prompt == group else zero
+                for t in range(len(s))
+            ]
+            for s, a in zip(made, loops.grpo(batch), strict=True)
+        ]
+        total.append(own.reduce(rows, batch))
+    return torch.stack(total).sum()
 
 
-def found(model: PreTrainedModel, table: pa.Table, plans: list[RankPlan]) -> list[LossOutput]:
+def found(
+    losses: Mapping[str, PolicyLossConfig], model: PreTrainedModel, table: pa.Table, plans: list[RankPlan]
+) -> list[LossOutput]:
     """The losses of the micro-batches of all ranks."""
     tokens, module, outputs = TokenTable(table), CausalLogprobs(model, temperature=1.0, chunks=2), list[LossOutput]()
     assert adapt(module, model, "cpu", plans[0].packed) == plans[0].packed
@@ -86,21 +171,24 @@ def found(model: PreTrainedModel, table: pa.Table, plans: list[RankPlan]) -> lis
             batch = tokens.cut(rows, plan)
             logprobs, entropy = module(batch=batch)
             inputs = partial(policy_tokens, tokens, batch, plan, max_tokens=6, logprobs=logprobs, entropy=entropy)
-            outputs.append(loss_by_source(LOSSES, tokens, batch, lambda own, made=inputs: made(config=own)))
+            outputs.append(loss_by_source(losses, tokens, batch, lambda own, made=inputs: made(config=own)))
     return outputs
 
 
 @pytest.mark.parametrize("budget", [24, 4096])
 @pytest.mark.parametrize(("ranks", "layout"), [(1, "padded"), (2, "packed"), (2, "shared")])
-def test_a_mixed_batch_has_the_gradients_of_its_sources(ranks: int, layout: str, budget: int) -> None:
+@pytest.mark.parametrize("name", MIXES)
+def test_a_mixed_batch_has_the_gradients_of_its_sources(name: str, ranks: int, layout: str, budget: int) -> None:
+    mix, losses = MIXES[name], configured(MIXES[name])
     model, given = small_model(), [replace(sample, truncated=False) for sample in samples()]
     exact = copy.deepcopy(model).double()
     old, reference = old_logprobs(exact, given), old_logprobs(exact, given[::-1])
     summary, table = prepared(given, old, reference)
     packed, shared = layout != "padded", layout == "shared"
-    how = {"skip_zero_advantage": False, "packed": packed, "share_prompts": shared}
-    outputs = found(model, table, plan_update(summary.rows, range(len(summary.rows)), ranks, budget, **how))
-    loss, expected = torch.stack([one.loss for one in outputs]).sum(), loop(exact, given, old, reference)
+    whole = any(loss.needs_whole_samples for loss in losses.values())
+    how = {"skip_zero_advantage": False, "packed": packed, "share_prompts": shared, "whole_samples": whole}
+    outputs = found(losses, model, table, plan_update(summary.rows, range(len(summary.rows)), ranks, budget, **how))
+    loss, expected = torch.stack([one.loss for one in outputs]).sum(), loop(mix, exact, given, old, reference)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     loss.backward()
     expected.backward()
@@ -108,7 +196,7 @@ def test_a_mixed_batch_has_the_gradients_of_its_sources(ranks: int, layout: str,
         assert mine.grad is not None and theirs.grad is not None
         torch.testing.assert_close(mine.grad.double(), theirs.grad, rtol=1e-3, atol=1e-6)
     names = {(*one.terms, *one.sums, *one.maxima) for one in outputs}
-    assert len(names) == 1 and "kl_loss" in names.pop(), "ranks add up the same metrics"
+    assert len(names) == 1 and {"kl_loss", "clip_fraction"} < {*names.pop()}, "ranks add up the same metrics"
     assert sum(float(one.sums["tokens"]) for one in outputs) == sum(len(sample.response) for sample in given)
 
 
