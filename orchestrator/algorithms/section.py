@@ -190,7 +190,7 @@ RUN_LOSSES: tuple[tuple[str, Callable[[Algorithm], bool]], ...] = (
     ("chooses tokens of a whole batch", lambda row: row.advantage.covariance != "keep"),
     ("trains on pairs", lambda row: row.advantage.estimator in ("preference_pair", "reference_pair")),
     ("has no loss besides the divergence from a teacher", lambda row: row.advantage.estimator == "none"),
-    ("has a loss with metrics of its own", lambda row: row.loss.objective == "custom"),
+    ("has a custom loss, with its metrics", lambda row: row.loss.objective == "custom"),
 )
 """Why all sources of a mixture have the loss of an algorithm, and which algorithms these are."""
 

@@ -419,7 +419,8 @@ ALGORITHMS: dict[str, Algorithm] = {
         _of_groups(
             name="maxrl",
             summary="GRPO that divides by the group's mean reward: towards the likelihood of a right answer.",
-            formula=f"A = (reward - group mean) / group mean; loss {_CLIP}, {_R_TOKEN}, mean over tokens",
+            formula="A = (reward - group mean) / group mean, of rewards that are 0 or more; "
+            f"loss {_CLIP}, {_R_TOKEN}, mean over tokens",
             source="MaxRL, arXiv 2602.02710; division and aggregation as in its published code",
             advantage=AdvantageConfig(estimator="max_likelihood"),
             loss=PolicyLossConfig(aggregation="token_mean"),

@@ -198,11 +198,11 @@ def max_likelihood_advantages(rewards: torch.Tensor, groups: torch.Tensor) -> to
 
     For rewards of 0 and 1 the expected gradient is that of the first terms of the log-likelihood of a right answer, as
     many as the group has samples. Arguments as in `group_advantages`. Raises ValueError if a reward is negative: a mean
-    below 0 would reverse the gradient.
+    below 0 would reverse the gradient. A mean of 0 is then that of rewards that are all 0.
     """
     lowest = float(rewards.min()) if len(rewards) else 0.0
     if lowest < 0.0:
-        raise ValueError(f"the max_likelihood estimator needs rewards of 0 or more (chances of success), got {lowest}")
+        raise ValueError(f"maxrl divides by a group's mean reward and needs rewards of 0 or more, got {lowest}")
     centred = group_advantages(rewards, groups, normalize_by_std=False)
     return torch.where(centred == 0.0, 0.0, centred / (rewards.double() - centred))
 
@@ -210,7 +210,8 @@ def max_likelihood_advantages(rewards: torch.Tensor, groups: torch.Tensor) -> to
 def best_of_subsets_advantages(rewards: torch.Tensor, groups: torch.Tensor, k: int) -> torch.Tensor:
     """float64 [n]: the mean best reward of the subsets of k samples that a sample is in, standardised over all subsets.
 
-    Pass@k training by its analytical derivation (arXiv 2508.10751), for any rewards instead of 0 and 1. With rewards in
+    Pass@k training by its analytical derivation (arXiv 2508.10751), for any rewards, negative ones included, instead of
+    0 and 1: a constant that is added to all changes nothing. With rewards in
     ascending order, the j-th of n, counted from 0, is the best of C(j, k-1) subsets, and of C(j-1, k-2) of those with a
     given sample below it. A group of k samples or fewer has no two subsets to compare and gets 0. Arguments as in
     `group_advantages`.

@@ -26,16 +26,16 @@ from troupe.orchestrator.spec.checks.shared import (
     template_problems,
 )
 from troupe.orchestrator.spec.derived.sampling import group_settings, held_out_sets, reward_functions, scored_models
-from troupe.orchestrator.spec.derived.training import resolved_sleep
+from troupe.orchestrator.spec.derived.training import resolved_sleep, source_advantages
 from troupe.orchestrator.spec.errors import show
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.sections import CurriculumConfig, EvaluationConfig
-from troupe.orchestrator.spec.sources import DataSource, HeldOut, MixedSource, ReasoningGymSource
+from troupe.orchestrator.spec.sources import DataSource, HeldOut, Mixed, MixedSource, ReasoningGymSource
 from troupe.workers.contract.algorithm_config import STEP_ESTIMATORS
 from troupe.workers.contract.config import EvalSampling
 from troupe.workers.contract.judges import TEMPLATE_FIELDS, is_file, template_fields
 from troupe.workers.contract.reward_config import RewardFunctionConfig
-from troupe.workers.contract.rewards import COMPARED, JUDGE_REWARD, REWARD_FUNCTIONS, STEP_FUNCTIONS
+from troupe.workers.contract.rewards import COMPARED, JUDGE_REWARD, REWARD_FUNCTIONS, SHIPPED, STEP_FUNCTIONS
 
 NEEDS_ANSWER = frozenset(COMPARED)
 
@@ -62,6 +62,8 @@ def reward_problems(spec: RolloutSpec) -> Iterator[Finding]:
                 lacks = "no reward to report" if is_held_out(path) else "nothing to learn"
                 yield path, f"every weight is 0: there is {lacks}"
             yield from _functions(spec, path, functions)
+        if all(function.name in SHIPPED for function in functions):  # of others the values are unknown
+            yield from _below_zero(spec, path, functions)
     yield from _judge(spec)
 
 
@@ -94,6 +96,20 @@ def _functions(spec: RolloutSpec, section: str, components: Sequence[RewardFunct
             if function.name in REWARD_FUNCTIONS and function.name not in STEP_FUNCTIONS:
                 why = f"{function.name} returns no steps; shipped functions that do: {', '.join(STEP_FUNCTIONS)}"
                 yield f"{path}.process", why
+
+
+def _below_zero(spec: RolloutSpec, section: str, functions: Sequence[RewardFunctionConfig]) -> Iterator[Finding]:
+    """Components that make rewards negative, where advantages are divided by the mean reward."""
+    run, own = algorithms.advantage(spec.algorithm), source_advantages(spec)
+    scored = [source for split, source in _scored_by(spec, section).items() if split.startswith("train")]
+    estimators = {own.get(one.name if isinstance(one, Mixed) else "", run).estimator for one in scored}
+    if "max_likelihood" not in estimators:
+        return
+    for index, one in enumerate(functions):
+        # Only `overlong` is at most 0; all others are at least 0.
+        if one.weight and (one.name == "overlong") != (one.weight < 0):
+            why = "makes rewards negative, and maxrl divides by their mean: it ends the run at a reward below 0"
+            yield f"{section}.{index}.weight", f"{one.component} {why}; use another algorithm, or set weight to 0"
 
 
 def _judge(spec: RolloutSpec) -> Iterator[Finding]:

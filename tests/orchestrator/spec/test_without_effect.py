@@ -94,6 +94,16 @@ REFUSED: list[tuple[str, tuple[str, ...], str]] = [
         ("data.train.0.rewards=[{name: length, normalize: true}]", "data.train.0.algorithm={advantage: maxrl}"),
         "data.train.0.algorithm.advantage: maxrl divides by the mean reward of a group",
     ),
+    (
+        "tiny-grpo",
+        ("algorithm.name=maxrl", f"roles.reward.functions=[{{name: numeric}}, {PRICED}]"),
+        "roles.reward.functions.1.weight: overlong makes rewards negative, and maxrl divides by their mean",
+    ),
+    (
+        "tiny-mixture",
+        ("data.train.0.rewards=[{name: length, weight: -1}]", "data.train.0.algorithm={advantage: maxrl}"),
+        "data.train.0.rewards.0.weight: length makes rewards negative",
+    ),
     ("tiny-mixture", ("data.train.0.algorithm={kl_coef: 0.1}",), "data.train.0.algorithm.kl_coef: needs a role"),
     (
         "tiny-mixture",
@@ -121,7 +131,7 @@ REFUSED: list[tuple[str, tuple[str, ...], str]] = [
                 "algorithm={name: clip_cov}",
             ),
             ("loss: cispo", "loss: the run's raft has no ratio", "algorithm={name: raft}"),
-            ("loss: cispo", f"loss: the run's {OWN}:detached has a loss with", f"algorithm={{name: '{OWN}:detached'}}"),
+            ("loss: cispo", f"loss: the run's {OWN}:detached has a custom loss", f"algorithm={{name: '{OWN}:detached'}}"),
         )
     ),
     (
@@ -196,6 +206,12 @@ ACCEPTED: list[tuple[str, tuple[str, ...]]] = [
         ("tiny-grpo", (f"algorithm.distill={{coef: 1, divergence: {one}}}", _TEACHER))
         for one in ("reverse, k: 2", "skewed, alpha: 0.1", "jensen_shannon, beta: 0.1")
     ),
+    (
+        "tiny-mixture",
+        ("data.train.1.algorithm={advantage: maxrl}", "data.train.0.rewards=[{name: length, weight: -1}]"),
+    ),
+    ("tiny-grpo", ("algorithm.name=maxrl", "roles.reward.functions=[{name: overlong, weight: 0}, {name: numeric}]")),
+    ("tiny-grpo", ("algorithm.name=maxrl", "roles.reward.functions=[{name: numeric}, {name: 'm:f', weight: -1}]")),
     ("tiny-mixture", ("algorithm={name: reinforce, by_source: false}",)),
     *(("tiny-mixture", (f"data.train.0.algorithm={{loss: {name}}}",)) for name in named_losses() if name != "grpo"),
     *(

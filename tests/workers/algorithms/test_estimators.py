@@ -611,8 +611,16 @@ def test_maxrl_weighs_the_rare_success_by_hand() -> None:
     )
     expected = [3.0, -1.0, -1.0, -1.0, *[1 / 3] * 3, -1.0, 0.0, 0.0]
     assert max_likelihood_advantages(rewards, groups).tolist() == pytest.approx(expected)
-    with pytest.raises(ValueError, match="rewards of 0 or more"):
+    with pytest.raises(ValueError, match=r"rewards of 0 or more, got -0\.5"):
         max_likelihood_advantages(rewards - 0.5, groups)
+
+
+def test_pass_at_k_is_the_same_for_rewards_below_zero() -> None:
+    """The mean and the deviation of the best rewards shift with them."""
+    rewards, groups = torch.tensor([1.0, 0.0, 0.25, 0.0, 0.5, 2.0]).double(), torch.zeros(6, dtype=torch.int64)
+    expected = best_of_subsets_advantages(rewards, groups, 3)
+    torch.testing.assert_close(best_of_subsets_advantages(rewards - 1.0, groups, 3), expected)
+    assert expected[5] > 0 > expected[1]
 
 
 def test_best_of_group_by_hand() -> None:
