@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import peft
 import pyarrow as pa
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.workers.algorithms.test_train_batch import rollout_table
@@ -93,6 +96,37 @@ def test_the_responses_scores_are_those_behind_the_teachers_prompt(model: ModelC
     same, others = scored(model, table, prompt="{prompt}")[0], scored(model, table)[0]
     assert all(same[key]["teacher.math"] == pytest.approx(others[key]["teacher.math"], abs=1e-5) for key in KEYS)
     assert any(rows[key]["teacher.math"] != pytest.approx(others[key]["teacher.math"], abs=1e-2) for key in KEYS)
+
+
+def test_a_teacher_with_an_adapter_scores_with_the_sum_of_both(model: ModelConfig, tmp_path: Path) -> None:
+    """Against the plain weights plus the product of the adapter's, in float64."""
+    torch.manual_seed(3)
+    plain = AutoModelForCausalLM.from_pretrained(model.path, dtype=torch.float64).eval()
+    below = AutoModelForCausalLM.from_pretrained(model.path, dtype=torch.float32)
+    adapted: Any = peft.get_peft_model(
+        below, peft.LoraConfig(r=2, lora_alpha=6, target_modules=["q_proj", "down_proj"])
+    )
+    for name, parameter in adapted.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    adapted.save_pretrained(tmp_path)
+    factors = load_file(tmp_path / "adapter_model.safetensors")
+    for name in [name for name in factors if ".lora_A." in name]:
+        layer = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+        product = factors[name.replace("lora_A", "lora_B")].double() @ factors[name].double()
+        plain.get_submodule(layer).weight.data += 6 / 2 * product
+    table = samples(load_chat_tokenizer(model))
+    rows, failed = scored(model.model_copy(update={"adapter": str(tmp_path)}), table)
+    bare = scored(model, table)[0]
+    assert failed == {}
+    for row in table.to_pylist():
+        prompt, response = row["prompt_ids"], row["response_ids"]
+        with torch.no_grad():
+            logits = plain(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1] / 0.7
+        expected = logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0].tolist()
+        key = (row["prompt_uid"], row["sample_index"])
+        assert rows[key]["teacher.math"] == pytest.approx(expected, abs=1e-4)
+        assert bare[key]["teacher.math"] != pytest.approx(expected, abs=1e-2)
 
 
 @pytest.mark.parametrize("average", [False, True])

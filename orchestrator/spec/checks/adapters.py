@@ -14,6 +14,7 @@ from troupe.orchestrator.model_facts.model_size import METADATA, SizeUnknown, re
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.checks.models import reads_tokens, scores_text
 from troupe.orchestrator.spec.derived.training import resolved_backend
+from troupe.orchestrator.spec.roles import EngineRole, ReferenceRole
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.workers.contract.adapter_config import (
     ADAPTER_CONFIG,
@@ -67,21 +68,23 @@ def adapter_problems(spec: RunSpec) -> Iterator[Finding]:
 
 def _given_adapters(spec: RunSpec) -> Iterator[Finding]:
     """Adapters of models (`model.adapter`) in roles that cannot take them up."""
-    models, policy, reference = spec.models(), spec.roles.policy, spec.roles.reference
+    models, policy = spec.models(), spec.roles.policy
     if spec.model.adapter is not None and policy.lora is None:
         yield (
             "model.adapter",
             "needs roles.policy.lora with its rank, alpha and targets, to train on; or merge it first",
         )
-    judge = models.get("roles.judge.model")
-    if judge is not None and judge.adapter is not None:
-        yield "roles.judge.model.adapter", f"is not supported in the engine of a judge; {_MERGE}"
     divided = "an adapter cannot be added to a model that is divided over workers"
-    if reference is not None and spec.reference_model.adapter is not None:
-        if spec.reference_in_policy and policy.zero_stage == 3:
-            yield "roles.policy.zero_stage", f"{divided}, as the reference would be; {_MERGE}"
-        elif not spec.reference_in_policy and reference.shards > 1:
-            yield "roles.reference.shards", f"{divided}; {_MERGE}"
+    if spec.reference_in_policy and spec.reference_model.adapter is not None and policy.zero_stage == 3:
+        yield "roles.policy.zero_stage", f"{divided}, as the reference would be; {_MERGE}"
+    for name, role in spec.roles.present().items():
+        if name in spec.in_policy:
+            continue
+        own = models.get(f"roles.{name}.model")
+        if isinstance(role, EngineRole) and own is not None and own.adapter is not None:
+            yield f"roles.{name}.model.adapter", f"is not supported in an engine with a frozen model; {_MERGE}"
+        elif isinstance(role, ReferenceRole) and role.shards > 1 and (own or spec.model).adapter is not None:
+            yield f"roles.{name}.shards", f"{divided}; {_MERGE}"
     for name, role in spec.roles.trainers().items():
         starts_from = models.get(f"roles.{name}.model", spec.model)
         if name != "policy" and starts_from.adapter is not None and role.lora is None and role.zero_stage == 3:

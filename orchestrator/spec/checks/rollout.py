@@ -107,8 +107,6 @@ def _sequence_teacher(spec: RolloutSpec, path: str, teacher: SequenceTeacherRole
             limit = f"schedule.score_timeout_s ({spec.schedule.score_timeout_s:g}), after which its worker is replaced"
             yield f"{path}.timeout_s", f"must be less than {limit}"
         return
-    if teacher.model.adapter is not None:
-        yield f"{path}.model.adapter", "is not supported in the engine of a teacher; merge it, or set kind to forward"
     longest = spec.roles.rollout.max_model_len
     if teacher.max_model_len <= longest:
         why = f"for sequences of roles.rollout.max_model_len ({longest}) and a token that vLLM samples behind them"

@@ -13,7 +13,8 @@ import yaml
 from safetensors.numpy import save_file
 
 from troupe.orchestrator.roles.settings import critic_config, offline_config, policy_config, rollout_config
-from troupe.orchestrator.spec.checks.adapters import adapter_template
+from troupe.orchestrator.spec.base import RunSpec
+from troupe.orchestrator.spec.checks.adapters import adapter_problems, adapter_template
 from troupe.orchestrator.spec.checks.machine import missing, model_problems
 from troupe.orchestrator.spec.derived.paths import model_overrides, without_adapters
 from troupe.orchestrator.spec.derived.training import resolved_backend, resolved_sleep
@@ -22,6 +23,7 @@ from troupe.orchestrator.spec.errors import SpecError
 from troupe.orchestrator.spec.former_fields import without_former_fields
 from troupe.orchestrator.spec.load import load_rollout_spec, parse_spec, plan_runs, read_document
 from troupe.orchestrator.spec.offline import OfflineSpec
+from troupe.orchestrator.spec.roles import RoleResources, TrainerRole
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.workers.contract.config_base import ModelConfig
 from troupe.workers.contract.trainer_config import LoraConfig
@@ -332,3 +334,49 @@ def test_adapters_are_refused_where_they_cannot_be_loaded() -> None:
     assert "roles.policy.zero_stage: an adapter cannot be added to a model that is divided over workers" in found
     found = refusals(*starts, "roles.reference={workers: 1, cpus: 2, shards: 2}")
     assert "roles.reference.shards: an adapter cannot be added to a model that is divided" in found
+
+
+_DIVIDED, _IN_AN_ENGINE = "an adapter cannot be added to a model that is divided", "is not supported in an engine"
+_FROZEN: list[tuple[str, str, str, str]] = [
+    ("tiny-grpo.yaml", "roles.reference", "{model: MODEL, shards: 2}", f"shards: {_DIVIDED}"),
+    ("tiny-dpo.yaml", "roles.reference", "{model: MODEL, shards: 2}", f"shards: {_DIVIDED}"),
+    ("tiny-grpo.yaml", "roles.teacher.t", "{model: MODEL, shards: 2}", f"shards: {_DIVIDED}"),
+    ("tiny-grpo.yaml", "roles.teacher.t", "{kind: engine, model: MODEL}", f"model.adapter: {_IN_AN_ENGINE}"),
+    ("tiny-grpo.yaml", "roles.judge", "{model: MODEL}", f"model.adapter: {_IN_AN_ENGINE}"),
+]
+"""Each role with a frozen model, where no adapter can be added to it: spec, path, section and refusal."""
+
+
+def constructed(spec: str, path: str, section: str, *others: str) -> RunSpec:
+    """A spec with this section, whose fields are valid, whatever its combinations."""
+    document = read_document(SPECS / spec, [*others, f"{path}={section}"]).data
+    return (OfflineSpec if spec == "tiny-dpo.yaml" else RolloutSpec).model_validate(document)
+
+
+@pytest.mark.parametrize(("spec", "path", "section", "refusal"), _FROZEN)
+def test_an_adapter_is_refused_in_every_role_whose_frozen_model_cannot_take_it(
+    spec: str, path: str, section: str, refusal: str
+) -> None:
+    def found(section: str, *others: str) -> list[str]:
+        given = constructed(spec, path, section, *others)
+        return [f"{field}: {why}" for field, why in adapter_problems(given) if field.startswith(path)]
+
+    (said,) = found(section.replace("MODEL", "{path: m, adapter: a}"))
+    assert said.startswith(f"{path}.{refusal}")
+    assert found(section.replace("MODEL", "{path: m}"), "model.adapter=a") == []
+    if "shards" in section:
+        assert found(section.replace("MODEL", "null"), "model.adapter=a") == [said], "it starts from the trained model"
+        assert found("{model: {path: m, adapter: a}, shards: 1}") == []
+
+
+def test_no_role_with_a_frozen_model_is_left_out() -> None:
+    def below(role: type[RoleResources]) -> set[type[RoleResources]]:
+        return {role}.union(*map(below, role.__subclasses__()))
+
+    frozen = {
+        role
+        for role in below(RoleResources) - below(TrainerRole)
+        if "model" in role.model_fields and role.model_fields["model"].annotation in (ModelConfig, ModelConfig | None)
+    }
+    given = [constructed(spec, path, section.replace("MODEL", "{path: m}")) for spec, path, section, _ in _FROZEN]
+    assert frozen <= {type(role) for one in given for role in one.roles.present().values()}
