@@ -167,6 +167,11 @@ w_i D_i` over the teachers of its sample, and `distill`'s advantage `sum_i w_i (
 `kl_teacher.NAME` is `kl_ref` of one teacher. A sample for which a teacher, the reference or another model that scores
 tokens has no finite log-prob is dropped and counted, like one whose reward fails.
 
+A source that no teacher names learns from its rewards alone: with `algorithm: {name: grpo, distill: {coef: 1.0}}` its
+samples have GRPO's loss, and `D` is 0 at their tokens. With `algorithm: {advantage: gkd}` a source has no advantages
+and learns from its teachers alone, so that one update distils chat and trains maths by GRPO. A source with neither is
+refused.
+
 ```yaml
 roles:
   teacher:

@@ -173,7 +173,9 @@ class SourceAlgorithm(Frozen):
         return name
 
 
-REWARDS_ONLY = frozenset({"group", "smooth_group", "decoupled_group", "max_likelihood", "best_of_subsets", "returns"})
+REWARDS_ONLY = frozenset(
+    {"group", "smooth_group", "decoupled_group", "max_likelihood", "best_of_subsets", "returns", "none"}
+)
 """Advantage estimators that may compute a part of a batch from its rewards alone."""
 
 

@@ -52,12 +52,15 @@ def sample_reader(spec: OfflineSpec, source: ExampleSource) -> Callable[[RawValu
 
 
 def _require_scores(row: Mapping[str, Any], scores: Sequence[str], k: int) -> None:
-    """Raises WrongForm for a row without these scores of a teacher, or with another number of likeliest tokens."""
+    """Raises WrongForm for a row without these scores of a teacher, or with another number of likeliest tokens, and
+    SkippedRow for one of a source without a teacher."""
     compute = "roles.reference computes them here"
     if absent := [name for name in scores if row.get(name) is None]:
         keeps = "a run with a reference has them" if absent == [_LOGPROBS] else "output.teacher_tokens keeps them"
         raise WrongForm("path", f"the samples have no {absent[0]}: {keeps}, and {compute}")
     if scores == _TOP_TOKENS:
+        if not any(row["teacher_weights"]):
+            raise SkippedRow("rows that no teacher has scored")
         ids, tokens, teachers = (len(row[name]) for name in ("teacher_ids", "response_ids", "teacher_weights"))
         if ids != tokens * teachers * k:
             there = f"the samples have the teacher's {ids / max(tokens * teachers, 1):g} likeliest tokens"

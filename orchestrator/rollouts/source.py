@@ -351,7 +351,7 @@ class RolloutSource(BatchSource):
         settings = {uid: self._components.scheduler.settings[row] for uid, row in rows.items()}
         sources = {uid: own.source for uid, own in settings.items() if own.source}
         by_source = sources if self._spec.algorithm.by_source else {}
-        teachers = {uid: own.teachers for uid, own in settings.items() if own.teachers}
+        teachers = {uid: own.teachers for uid, own in settings.items()} if self._spec.roles.teacher else {}
         algorithms = {uid: own.source for uid, own in settings.items() if own.own_algorithm}
         compares = advantage(self._spec.algorithm).compares_reference
         compared = {g.summary.prompt_uid: len(g.rewards.rewards) for g in groups} if compares else {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,7 @@ class Student(FakePolicy):
     def __init__(self) -> None:
         super().__init__()
         self.lessons: list[list[FakeTable]] = []
+        self.weights: list[Mapping[str, Mapping[str, float]]] = []
 
     async def teacher_logprobs(self, plan: RankPlan, name: str, *rollouts: FakeTable) -> tuple[ScoreSummary, FakeTable]:
         _, table = await super().teacher_logprobs(plan, name, *rollouts)
@@ -118,6 +120,7 @@ class Student(FakePolicy):
     async def prepare(self, request: PrepareRequest, *tables: object) -> tuple[TrainSummary, FakeTable]:
         found = [table for table in tables if isinstance(table, FakeTable) and table.kind.startswith("teacher.")]
         self.lessons.append(found)
+        self.weights.append(request.teachers)
         return await super().prepare(request, *tables)
 
 
@@ -145,6 +148,22 @@ def test_the_policy_teaches_the_samples_of_its_sources_before_the_updates_of_the
         assert taught.get("teacher.average", set()) == by_source["math"]
         assert taught.get("teacher.informed", set()) == by_source["chat"]
         assert {table.versions for table in tables} == {(updates * step,)}
+
+
+def test_a_source_without_a_teacher_is_trained_beside_one_that_has_one(tmp_path: Path) -> None:
+    """The batch says so, also one without a taught sample: with no word of teachers the reference would be one."""
+    run = run_of(tmp_path)
+    itself = {"colocate_with": "policy", "prompt": "{prompt}!", "sources": ["chat"], "weight": 0.5}
+    roles = run.spec.roles.model_dump() | {"teacher": {"itself": itself}}
+    run.change(roles=roles, algorithm={"name": "grpo", "group_size": 4, "distill": {"coef": 1.0, "k": 8}})
+    run.policies = [student := Student()]
+    run.run()
+    assert len(student.weights) == STEPS
+    for tables, weights, batch in zip(student.lessons, student.weights, trained(run), strict=True):
+        assert weights == {uid: {"teacher.itself": 0.5} if uid.startswith("chat") else {} for uid in batch}
+        assert {uid for table in tables for uid in table.uids} == {uid for uid in batch if uid.startswith("chat")}
+    taught = [any(weights.values()) for weights in student.weights]
+    assert any(taught) and len({uid for weights in student.weights for uid in weights}) == STEPS * GROUPS
 
 
 def test_samples_of_a_source_are_episodes_unless_it_says_otherwise(tmp_path: Path) -> None:

@@ -53,15 +53,17 @@ def kl_metrics(
 
 def train_columns(teachers: Sequence[Teacher], lengths: torch.Tensor) -> dict[str, pa.Array]:
     """The columns of TRAIN that have the teachers' likeliest tokens and weights, or none if none are compared. Every
-    row has room for as many teachers as the row with the most. Those without a teacher have weight 0. `lengths`: int64
-    [rows], response tokens."""
-    if not teachers or not teachers[0].tokens:
+    row has room for as many teachers as the row with the most, and for one in a batch that no teacher scores. What no
+    teacher has written has weight 0. `lengths`: int64 [rows], response tokens."""
+    if teachers and not teachers[0].tokens:
         return {}
-    given = torch.stack([one.weights > 0 for one in teachers])
-    places, slots = given.long().cumsum(0) - 1, int(given.long().sum(0).max())
+    given = torch.stack([one.weights > 0 for one in teachers]) if teachers else torch.zeros(0, len(lengths)).bool()
+    places, slots = given.long().cumsum(0) - 1, max(1, int(given.long().sum(0).max()))
     sequence = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-    tokens = max(1, int(lengths[given[0]].sum()))
-    widths = [len(one.values) // tokens for one in teachers[0].tokens]
+    widths = [1, 2]
+    if teachers:
+        tokens = max(1, int(lengths[given[0]].sum()))
+        widths = [len(one.values) // tokens for one in teachers[0].tokens]
     weights = torch.zeros(len(lengths), slots)
     columns = [
         torch.arange(widths[0], dtype=torch.int32).repeat(len(sequence), slots, 1),

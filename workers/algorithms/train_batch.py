@@ -180,7 +180,8 @@ class _Batch:
         old = scores.get("old_logprobs")
         given = old is not None and SQUARE_SUMS.name in old.column_names
         self.square_sums = self._column(SQUARE_SUMS.name, old).values if given else None
-        given = teachers or {name: table for name, table in scores.items() if name == "ref_logprobs"}
+        reference = {name: table for name, table in scores.items() if name == "ref_logprobs"}
+        given = teachers if request.teachers else reference
         self.teachers = [self._teacher(name, table) for name, table in given.items()]
         self.reward = torch.tensor(rewards.column("reward").to_pylist(), dtype=torch.double)
         _require_finite(keep, "reward", self.reward, torch.ones(len(keep), dtype=torch.int64))
@@ -407,7 +408,8 @@ def _summary(batch: _Batch, advantages: torch.Tensor, metrics: dict[str, float],
 
 
 def _train_table(batch: _Batch, rollouts: pa.Table, estimated: dict[str, torch.Tensor]) -> pa.Table:
-    floats, taught = batch.scores | estimated, train_columns(batch.teachers, batch.lengths)
+    floats, compared = batch.scores | estimated, batch.teachers or batch.request.teachers
+    taught = train_columns(batch.teachers, batch.lengths) if compared else {}
     columns = []
     for field in TRAIN:
         if field.name == "reward":

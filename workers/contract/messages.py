@@ -512,7 +512,8 @@ class PrepareRequest:
     """Source of the data of each prompt_uid, within which batch-wide statistics are computed; if empty, they are
     computed over the whole batch."""
     teachers: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """Weights of the teachers of each prompt_uid by name; if empty, the reference is the teacher."""
+    """Weights of the teachers of each prompt_uid by name, none of one without a teacher; if empty, the reference is the
+    teacher."""
     algorithms: Mapping[str, str] = field(default_factory=dict)
     """Source of each prompt_uid whose source has settings of the algorithm."""
     compared: Mapping[str, int] = field(default_factory=dict)

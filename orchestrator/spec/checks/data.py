@@ -332,6 +332,8 @@ def _source_advantage(spec: RolloutSpec, path: str, name: str) -> Iterator[Findi
     if not algorithms.from_rewards(advantage.model_copy(update={"kl_coef": 0.0})):
         why = f"computes advantages from more than rewards: only the algorithm of the run may be {name}"
         yield path, f"{name} {why}; use one of {', '.join(algorithms.named_advantages())}"
+    if advantage.estimator == "none" and not algorithms.policy_loss(spec.algorithm).distill.coef:
+        yield path, f"{name} has no advantages, and no teacher is compared: set algorithm.distill.coef, or remove it"
     if not algorithms.from_rewards(run):
         why = "a KL term" if run.kl_coef else "more than rewards"
         yield path, f"the run's {spec.algorithm.name} computes advantages with {why}: all sources have its advantages"

@@ -31,7 +31,7 @@ from troupe.orchestrator.spec.roles import (
     TeacherRole,
 )
 from troupe.orchestrator.spec.rollout import RolloutSpec
-from troupe.orchestrator.spec.sources import Mixed, ReasoningGymSource
+from troupe.orchestrator.spec.sources import Mixed, MixedSource, ReasoningGymSource
 from troupe.workers.contract.judges import TEACHER_FIELDS, template_fields
 from troupe.workers.contract.weight_backends import BACKENDS, backend_problem
 
@@ -71,7 +71,8 @@ def _teachers(spec: RolloutSpec) -> Iterator[Finding]:
     if distill.in_process:
         why = "needs the teacher's logits in the policy's workers"
         yield "algorithm.distill.support", f"{distill.support} {why}: set it to teacher_top_k, or use roles.reference"
-    sources = [source.name for source in spec.data.mixture]
+    mixture = spec.data.mixture
+    sources = [source.name for source in mixture]
     for name, teacher in spec.roles.teachers().items():
         for number, source in enumerate(teacher.sources or ()):
             if source not in sources:
@@ -84,9 +85,17 @@ def _teachers(spec: RolloutSpec) -> Iterator[Finding]:
             yield from _policy_as_teacher(spec, f"roles.{name}", teacher)
         elif teacher.average:
             yield f"roles.{name}.average", "is the policy's average: set colocate_with to policy, or remove it"
-    for number, source in enumerate(sources):
-        if not spec.roles.teachers(source):
-            yield f"data.train.{number}.name", f"{source} has no teacher: name it in a teacher's sources"
+    for number, source in enumerate(mixture):
+        if not spec.roles.teachers(source.name) and not _rewarded(spec, source):
+            why = "has no teacher, and learns from nothing else: name it in a teacher's sources, or set an"
+            yield f"data.train.{number}.name", f"{source.name} {why} algorithm.advantage that compares rewards"
+
+
+def _rewarded(spec: RolloutSpec, source: MixedSource) -> bool:
+    """Whether the samples of a source have advantages of their rewards."""
+    named = algorithms.ALGORITHMS.get((source.algorithm and source.algorithm.advantage) or "")
+    advantage = algorithms.advantage(spec.algorithm) if named is None else named.advantage
+    return advantage.estimator not in ("distill", "none")
 
 
 def _sequence_teacher(spec: RolloutSpec, path: str, teacher: SequenceTeacherRole) -> Iterator[Finding]:

@@ -15,6 +15,7 @@ from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.derived.warnings import warnings_of
 from troupe.orchestrator.spec.errors import SpecError
 from troupe.orchestrator.spec.load import plan_runs, read_document
+from troupe.orchestrator.spec.rollout import RolloutSpec
 
 SPECS = ROOT / "deploy" / "specs"
 OWN = "tests.orchestrator.algorithms.own_algorithms"
@@ -72,6 +73,7 @@ def test_what_may_not_be_meant_is_a_warning(name: str, changes: tuple[str, ...],
 
 
 _TEACHER = "roles.reference={colocate_with: policy}"
+_ONE_SOURCE = "roles.teacher={large: {sources: [games], model: {path: .cache/models/tiny-teacher}}}"
 REFUSED: list[tuple[str, tuple[str, ...], str]] = [
     ("tiny-mixture", ("data.train.0.algorithm={}",), "data.train.0.algorithm: replaces nothing; remove it"),
     (
@@ -104,6 +106,11 @@ REFUSED: list[tuple[str, tuple[str, ...], str]] = [
         ("data.train.0.rewards=[{name: length, weight: -1}]", "data.train.0.algorithm={advantage: maxrl}"),
         "data.train.0.rewards.0.weight: length makes rewards negative",
     ),
+    (
+        "tiny-mixture",
+        ("data.train.0.algorithm={advantage: gkd}",),
+        "data.train.0.algorithm.advantage: gkd has no advantages, and no teacher is compared: set algorithm.distill",
+    ),
     ("tiny-mixture", ("data.train.0.algorithm={kl_coef: 0.1}",), "data.train.0.algorithm.kl_coef: needs a role"),
     (
         "tiny-mixture",
@@ -131,7 +138,11 @@ REFUSED: list[tuple[str, tuple[str, ...], str]] = [
                 "algorithm={name: clip_cov}",
             ),
             ("loss: cispo", "loss: the run's raft has no ratio", "algorithm={name: raft}"),
-            ("loss: cispo", f"loss: the run's {OWN}:detached has a custom loss", f"algorithm={{name: '{OWN}:detached'}}"),
+            (
+                "loss: cispo",
+                f"loss: the run's {OWN}:detached has a custom loss",
+                f"algorithm={{name: '{OWN}:detached'}}",
+            ),
         )
     ),
     (
@@ -220,6 +231,7 @@ ACCEPTED: list[tuple[str, tuple[str, ...]]] = [
             (f"data.train.0.algorithm={{advantage: {name}}}", "data.train.0.group_size=8", "data.train.1.group_size=8"),
         )
         for name in named_advantages()
+        if name != "gkd"  # needs a teacher
     ),
     ("tiny-mixture", ("algorithm={name: rloo, kl: {coef: 0}, whiten: true, by_source: false}",)),
     ("tiny-mixture", ("algorithm={name: rloo, kl: {coef: 0}, reward_scale: batch, by_source: false}",)),
@@ -257,3 +269,30 @@ def test_what_has_an_effect_is_accepted_without_a_warning(name: str, changes: tu
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_a_shipped_spec_has_no_warnings(path: Path) -> None:
     assert [line for spec in specs(path) for line in warnings_of(spec)] == []
+
+
+_BOTH, _ALONE = (
+    "algorithm={name: grpo, distill: {coef: 1, k: 8}}",
+    "algorithm={name: gkd, group_size: 4, distill: {k: 8}}",
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "learns"),
+    [
+        ((_BOTH,), True),
+        ((_BOTH, "data.train.1.algorithm={advantage: gkd}"), True),
+        ((_ALONE, "data.train.0.algorithm={advantage: grpo}"), True),
+        ((_ALONE,), False),
+        (("algorithm={name: distill}",), False),
+        ((_BOTH, "data.train.0.algorithm={advantage: gkd}"), False),
+    ],
+)
+def test_a_source_without_a_teacher_needs_its_rewards(changes: tuple[str, ...], learns: bool) -> None:
+    path = SPECS / "tiny-mixture.yaml"
+    if learns:
+        (spec,) = specs(path, _ONE_SOURCE, *changes)
+        assert isinstance(spec, RolloutSpec) and not spec.roles.teachers("sums") and spec.roles.teachers("games")
+        return
+    with pytest.raises(SpecError, match=r"data\.train\.0\.name: sums has no teacher, and learns from nothing else"):
+        specs(path, _ONE_SOURCE, *changes)

@@ -78,6 +78,16 @@ def test_tokens_masks_and_scores_are_those_of_the_run(tmp_path: Path, tiny_model
     assert only["ref_logprobs"] == first["ref_logprobs"] and only["teacher_ids"] is None
 
 
+def test_samples_that_no_teacher_has_scored_are_left_out(tmp_path: Path, tiny_model: Path) -> None:
+    """Of a source without a teacher, beside others or in a step without any; a recorded reference has scored them."""
+    taught = sample(tiny_model)
+    untaught = [sample(tiny_model, "no", teacher_weights=[0.0, 0.0]), sample(tiny_model, "none", teacher_weights=[0.0])]
+    path = written(tmp_path, [taught, *untaught])
+    found = pool(spec(path))
+    assert (found.rows, found.bad_rows, found.skipped) == (1, 0, {"rows that no teacher has scored": 2})
+    assert pool(spec(path, **SAMPLED_ONLY)).rows == 3
+
+
 def test_samples_are_the_same_from_parquet_as_from_json_lines(tmp_path: Path, tiny_model: Path) -> None:
     """Parquet is read without a Python object for each token, also beside a row without scores."""
     rows = [sample(tiny_model), sample(tiny_model, "no"), sample(tiny_model, "none", trained=False, teacher_ids=None)]
