@@ -93,6 +93,10 @@ class DoesNotFit(TroupeError):
     """The cluster does not have the resources that the spec asks for."""
 
 
+class NeverFits(DoesNotFit, UsageError):
+    """The cluster will never have the resources that the spec asks for: starting the run again is of no use."""
+
+
 class ClusterUnreachable(TroupeError):
     """There is no Ray cluster at the address, or it refuses the connection."""
 

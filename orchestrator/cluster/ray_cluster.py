@@ -32,13 +32,14 @@ from troupe.orchestrator.errors import (
     DataLost,
     DoesNotFit,
     JudgeLost,
+    NeverFits,
     UpdateDamaged,
     WorkerDied,
     WorkerError,
     WorkerRaised,
     WorkerTimeout,
 )
-from troupe.orchestrator.plan.placement import Node, Placement, WorkerPlacement, fit, misfit
+from troupe.orchestrator.plan.placement import Node, Placement, WorkerPlacement, fit, impossible, misfit
 from troupe.orchestrator.telemetry.event_log import EventLog
 from troupe.orchestrator.telemetry.metrics import PeakMemory
 from troupe.orchestrator.telemetry.timeline import CallLog
@@ -66,8 +67,10 @@ from troupe.workers.preload.forked_worker import ENGINE_VARIABLE, SERVER_VARIABL
 
 logger = logging.getLogger(__name__)
 
-_OWN_ROOM_TIMEOUT_S = 60.0
-"""Longest wait for resources in a cluster started by the run, which does not grow."""
+_ROOM_TIMEOUT_S = 60.0
+"""Longest wait for resources in a cluster that does not grow."""
+_LOOK_S = 1.0
+"""Time between two looks at the nodes."""
 _ASYNC_CALLS = 100_000
 """Concurrent calls of an asynchronous actor; the engine pool enforces the effective limit."""
 
@@ -394,11 +397,26 @@ class Cluster:
         with self.calls.during(name, name, timeout_s):
             return await _run_on_node(nodes[placed.bundle], env, function, timeout_s, args, name)
 
+    async def refuse_impossible(self, placements: Sequence[Placement], say: Callable[[str], object]) -> None:
+        """Raises NeverFits if the nodes cannot hold these placement groups, not even without anything else on them,
+        and no autoscaler adds nodes. Nodes that join within `_ROOM_TIMEOUT_S` count; `say` gets why it waits."""
+        deadline = time.monotonic() + (0.0 if self._owned else _ROOM_TIMEOUT_S)
+        told = ""
+        while problem := impossible(placements, ray_nodes.nodes()):
+            if time.monotonic() >= deadline:
+                if self._owned or ray_nodes.fixed():
+                    raise NeverFits(f"{problem}; see `troupe plan`")
+                return
+            if problem != told:
+                say(f"waiting for nodes: {problem}")
+            told = problem
+            await asyncio.sleep(_LOOK_S)
+
     async def reserve(self, placements: Sequence[Placement], timeout_s: float) -> None:
         """Reserves every placement group, waiting for resources for at most `timeout_s` seconds in total. In a cluster
-        started by the run, the wait is at most `_OWN_ROOM_TIMEOUT_S`. Raises DoesNotFit if a group could not be
+        started by the run, the wait is at most `_ROOM_TIMEOUT_S`. Raises DoesNotFit if a group could not be
         reserved in time; the message lists requested and free resources."""
-        limit_s = min(timeout_s, _OWN_ROOM_TIMEOUT_S) if self._owned else timeout_s
+        limit_s = min(timeout_s, _ROOM_TIMEOUT_S) if self._owned else timeout_s
         deadline = time.monotonic() + limit_s
         for placement in placements:
             group = self._reserve(placement)

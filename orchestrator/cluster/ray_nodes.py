@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import secrets
@@ -18,8 +19,11 @@ import ray
 from ray._private import auto_init_hook, services, worker
 from ray._private import utils as ray_utils
 from ray._private.node import Node as RayNode
+from ray._private.ray_constants import DEBUG_AUTOSCALING_STATUS
 from ray._private.state import available_resources_per_node
+from ray.autoscaler._private.util import format_readonly_node_type
 from ray.exceptions import RayError
+from ray.experimental import internal_kv
 
 from troupe.orchestrator.cluster.ray_environment import (
     ADDRESS_VARIABLE,
@@ -133,6 +137,14 @@ def free() -> list[Node]:
     """Live nodes with the resources that are not reserved."""
     left = available_resources_per_node()
     return _nodes([{**node, "Resources": left.get(node["NodeID"], {})} for node in ray.nodes()])
+
+
+def fixed() -> bool:
+    """Whether it is known that no autoscaler adds nodes: Ray's monitor gives each node a type of its own if nodes are
+    started by hand. False if no monitor reports, as under an autoscaler of another program."""
+    report: Any = internal_kv._internal_kv_get(DEBUG_AUTOSCALING_STATUS)
+    types: dict[str, str] = json.loads(report or "{}").get("autoscaler_report", {}).get("node_type_mapping") or {}
+    return bool(types) and all(kind == format_readonly_node_type(node) for node, kind in types.items())
 
 
 def one_line(error: BaseException) -> str:

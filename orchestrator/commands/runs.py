@@ -66,7 +66,9 @@ def read_data(runs: Sequence[PlannedRun]) -> list[list[str]]:
     from troupe.orchestrator.data.prompt_check import check_prompts
     from troupe.orchestrator.data.summary import describe, load_data
     from troupe.orchestrator.errors import DataError
+    from troupe.workers.contract.arrow import spare_pandas
 
+    spare_pandas()
     problems = []
     described = []
     for planned in runs:

@@ -34,7 +34,7 @@ from troupe.orchestrator.spec.sources import (
     RecipeConfig,
     TableFile,
 )
-from troupe.workers.contract.imports import missing_package, without_collections
+from troupe.workers.contract.imports import gym_factory, missing_package, without_collections
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -488,10 +488,12 @@ def file_format(name: str) -> str:
 def _library(name: str, label: str) -> Any:
     """A library of an extra, imported when it is used."""
     try:
+        if name == "reasoning_gym":
+            return gym_factory()
         with without_collections():
             return importlib.import_module(name)
     except ImportError as error:
-        problem = missing_package(name.partition(".")[0]) or f"{name} cannot be imported ({error})"
+        problem = missing_package(name) or f"{name} cannot be imported ({error})"
         raise DataError(f"{label}.kind: {problem}") from None
 
 
@@ -524,8 +526,8 @@ def _reasoning_gym(source: ReasoningGymSource, label: str) -> Iterator[RawRow]:
 
 def _tasks(recipe: RecipeConfig, size: int, seed: int, label: str) -> Any:
     """A task family. Its errors (TypeError, bare AssertionError) become a DataError that names the field."""
-    reasoning_gym = _library("reasoning_gym", label)
-    families = _library("reasoning_gym.factory", label).DATASETS
+    factory = _library("reasoning_gym", label)
+    families = factory.DATASETS
     if recipe.name not in families:
         hint = nearest(recipe.name, families)
         raise DataError(f"{label}.name: reasoning-gym has no task '{recipe.name}'" + (f" ({hint})" if hint else ""))
@@ -535,7 +537,7 @@ def _tasks(recipe: RecipeConfig, size: int, seed: int, label: str) -> Any:
             hint = nearest(key, takes) or f"it has: {', '.join(takes)}"
             raise DataError(f"{label}.args.{key}: {recipe.name} has no such setting ({hint})")
     try:
-        return reasoning_gym.create_dataset(recipe.name, size=size, seed=seed, **recipe.args)
+        return factory.create_dataset(recipe.name, size=size, seed=seed, **recipe.args)
     except Exception as error:  # wrong values end in AssertionError, TypeError, ValueError, KeyError, ...
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise DataError(f"{label}.args: {recipe.name} rejects its settings: {reason}") from None

@@ -22,6 +22,8 @@ Strategy = Literal["PACK", "SPREAD"]
 ACCELERATOR = "ray.io/accelerator-type"
 """Ray's label for the type of a node's GPUs."""
 
+_ROUNDING = 1e-4
+"""Ray counts resources in units of this size."""
 CPUS_PER_NODE = 128
 """CPUs of a node with GPUs whose cores are not known."""
 
@@ -205,6 +207,24 @@ def too_large(placement: Placement, nodes: Sequence[Node]) -> str:
             return (
                 f"no node is large enough for {placement.name}: a worker needs {bundle['CPU']:g} CPU "
                 f"{bundle['GPU']:g} GPU on one node, and the largest has {most.cpus:g} CPU {most.gpus:g} GPU"
+            )
+    return ""
+
+
+def impossible(placements: Sequence[Placement], nodes: Sequence[Node]) -> str:
+    """Error message for placement groups that no division of the nodes can hold; empty if there may be one."""
+    for placement in placements:
+        if problem := too_large(placement, nodes):
+            return problem
+    for labels in sorted({placement.labels for placement in placements} | {()}):
+        asked = demand([one for one in placements if one.labels == labels or not labels])
+        able = [node for node in nodes if node.may_have(labels)]
+        has = {"CPU": sum(node.cpus for node in able), "GPU": sum(node.gpus for node in able)}
+        if not able or any(asked[kind] > has[kind] + _ROUNDING for kind in has):
+            on = " with " + ", ".join(f"{key}={value}" for key, value in labels) if labels else ""
+            return (
+                f"the workers need {asked['CPU']:g} CPU {asked['GPU']:g} GPU in all on nodes{on}, and these have "
+                f"{has['CPU']:g} CPU {has['GPU']:g} GPU"
             )
     return ""
 

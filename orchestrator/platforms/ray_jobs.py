@@ -84,9 +84,11 @@ class JobState:
     message: str
 
     def last_step(self, log: str) -> str:
-        """The line of the last step in the job's log, without the time left if it runs no more; empty before a step."""
-        line = next((line for line in reversed(log.splitlines()) if _STEP.match(line)), "")
+        """The line of the last step in the job's log, without the time left if it runs no more; before a step, the last
+        line of a job that runs, which says what it waits for."""
+        lines = log.splitlines()
         ended = self.status in ("STOPPED", "SUCCEEDED", "FAILED")
+        line = next((line for line in reversed(lines) if _STEP.match(line)), "" if ended else (lines or [""])[-1])
         return line.rpartition("  ")[0] if ended and line.endswith(" left") else line
 
     def line(self) -> str:

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -25,7 +25,7 @@ from troupe.orchestrator.errors import StopRequested, TroupeError, UsageError, W
 from troupe.orchestrator.hub.resolve import LocalFiles, fetch
 from troupe.orchestrator.launcher import WorkerLauncher
 from troupe.orchestrator.live.scaling import CLOSE_TIMEOUT_S
-from troupe.orchestrator.plan.placement import role_sizes, room
+from troupe.orchestrator.plan.placement import RoleSize, place, role_sizes, room
 from troupe.orchestrator.pools.workers import Workers
 from troupe.orchestrator.roles.table import SAMPLERS
 from troupe.orchestrator.runs.checkpoints import RunCheckpoints, open_checkpoints
@@ -177,8 +177,9 @@ async def open_session(
         stack.enter_context(recorded_failure(cluster.events))
         launcher = WorkerLauncher(local.spec, cluster, local.snapshots, request.classes)
         reporting = nullcontext if observer is None else observer.reporting
+        first_of = cluster if checkpoints.found is None else None
         with reporting():
-            workers = await unless_stopped(stop, _launch(request.spec, launcher, roles, console, checks))
+            workers = await unless_stopped(stop, _launch(request.spec, launcher, roles, console, checks, first_of))
         stack.push_async_callback(_close_workers, cluster, console, stop)
         stack.enter_context(reporting())
         if data is not None and checks is not None:
@@ -294,12 +295,27 @@ async def _launch(
     roles: frozenset[str] | None,
     console: Console,
     checks: asyncio.Task[PromptCheck] | None,
+    first_of: Cluster | None,
 ) -> Workers:
-    """Starts the workers, unless the checks fail first."""
+    """Starts the workers, unless the checks fail first. `first_of`: the cluster of a first start, which
+    fails without room. Later, a node may be away for a while, and the start waits."""
     started = [size for size in role_sizes(spec) if roles is None or size.role in roles]
     console.message("starting " + ", ".join(f"{size.workers} {size.role}" for size in started))
     opened = launcher.open(roles, partial(console.phase, "start workers"))
+    if first_of is not None:
+        opened = _if_possible(first_of, started, console, opened)
     return await (opened if checks is None else unless_failed(checks, opened))
+
+
+async def _if_possible(
+    cluster: Cluster, sizes: Sequence[RoleSize], console: Console, work: Coroutine[object, object, T]
+) -> T:
+    """Awaits `work`, which is cancelled if the cluster will never have room for roles of these sizes."""
+    watch = asyncio.create_task(cluster.refuse_impossible(place(sizes), console.phase))
+    try:
+        return await unless_failed(watch, work)
+    finally:
+        watch.cancel()
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -25,7 +24,7 @@ from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.starter.choices import GYM, Choices, check_algorithm, check_environment
 from troupe.orchestrator.starter.data import read_data
 from troupe.orchestrator.starter.sizing import cluster, fitting_document
-from troupe.workers.contract.imports import missing_package
+from troupe.workers.contract.imports import gym_factory, missing_package
 
 _WIDTH = 110
 _SENTENCE_END = re.compile(r"(?<=[.])\s+(?=[A-Z`0-9])")
@@ -162,7 +161,7 @@ def check_task(name: str) -> None:
     """Raise UsageError unless reasoning-gym has this task."""
     if problem := missing_package("reasoning_gym"):
         raise UsageError(f"--data: {problem}")
-    known = importlib.import_module("reasoning_gym.factory").DATASETS
+    known = gym_factory().DATASETS
     if name not in known:
         raise UsageError(f"--data: reasoning-gym has no task '{name[:60]}' ({nearest(name, known) or 'see its list'})")
 

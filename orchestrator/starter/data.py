@@ -4,7 +4,6 @@ function that fits the answers."""
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -38,6 +37,7 @@ from troupe.orchestrator.spec.sources import DataSource, Examples, ExampleSource
 from troupe.orchestrator.starter.answers import asking, fitting_reward, fitting_tests
 from troupe.orchestrator.starter.choices import GYM, Choices, Data, Earned, needs_answer, own_tasks
 from troupe.orchestrator.starter.tables import Table, find_tables
+from troupe.workers.contract.imports import gym_factory
 
 _COLUMNS: Mapping[str, tuple[str, ...]] = {
     "prompt": (
@@ -298,14 +298,14 @@ def _is_small(model: str) -> bool:
 
 def trained_tasks(task: str, settings: Mapping[str, Any]) -> int:
     """Tasks to train on: half of the different ones if there are few, because a task is not evaluated on as well."""
-    made = importlib.import_module("reasoning_gym").create_dataset(task, size=_TASKS, seed=0, **settings)
+    made = gym_factory().create_dataset(task, size=_TASKS, seed=0, **settings)
     different = len({entry["question"] for entry in made})
     return _TASKS if different > _TASKS // 2 else max(1, different // 2)
 
 
 def easiest(task: str) -> dict[str, Any]:
     """Settings of a task at the first level of its curriculum; empty if it has none that the task takes."""
-    factory = importlib.import_module("reasoning_gym.factory")
+    factory = gym_factory()
     if not factory.has_curriculum(task):
         return {}
     try:

@@ -8,6 +8,8 @@ large table hands over its buffers in place. In both cases a reader reads the da
 from __future__ import annotations
 
 import copyreg
+import sys
+from importlib.abc import MetaPathFinder
 from typing import Any
 
 import pyarrow as pa
@@ -25,6 +27,25 @@ def pickle_tables() -> None:
     process that only reads tables needs nothing but this module.
     """
     copyreg.pickle(pa.Table, _reduce)
+
+
+class _NoPandas(MetaPathFinder):
+    """Finds no pandas, as if it were not installed."""
+
+    def find_spec(self, fullname: str, path: object, target: object = None) -> None:
+        if fullname == "pandas":
+            raise ImportError("not needed")
+
+
+def spare_pandas() -> None:
+    """Keep Arrow from importing pandas to see whether the first list that becomes a column is a Series. `to_pandas`
+    imports it nevertheless."""
+    finder = _NoPandas()
+    sys.meta_path.insert(0, finder)
+    try:
+        pa.array([None])
+    finally:
+        sys.meta_path.remove(finder)
 
 
 def _reduce(table: pa.Table) -> str | tuple[Any, ...]:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import difflib
 import gc
 import importlib
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from importlib.util import find_spec
+from types import ModuleType
 from typing import Any
 
 
@@ -86,6 +89,26 @@ def missing_package_for(error: ImportError) -> str:
     module = (error.name or "").partition(".")[0]
     known = any(module in modules for modules in EXTRAS.values())
     return missing_package(module) if known else ""
+
+
+class _Later(ModuleType):
+    """A module that is imported when something in it is looked up."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module(self.__name__), name)
+
+
+@cache
+def gym_factory() -> Any:
+    """The module `reasoning_gym.factory`. Its package imports every task, but here not cellpylib, which imports
+    matplotlib, and which two tasks use. Raises ImportError."""
+    later = sys.modules.setdefault("cellpylib", _Later("cellpylib"))
+    try:
+        with without_collections():
+            return importlib.import_module("reasoning_gym.factory")
+    finally:
+        if isinstance(later, _Later):
+            del sys.modules["cellpylib"]
 
 
 @contextmanager

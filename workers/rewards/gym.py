@@ -10,13 +10,13 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
-from reasoning_gym.factory import get_score_answer_fn
-
+from troupe.workers.contract.imports import gym_factory
 from troupe.workers.rewards.answer_text import answer_part, last_box, visible
 from troupe.workers.rewards.functions import find_last_number, parse_number
 
 Entry = dict[str, Any]
 
+_FACTORY = gym_factory()
 _NAMED = re.compile(r"\banswer(?:\s+is\b\s*:?|\s*[:=])\s*", re.IGNORECASE)
 
 # Families whose scorer evaluates the answer as Python ("python": `eval`; "sympy": `parse_expr`, which is `eval` too).
@@ -137,7 +137,7 @@ _OF_TUPLES = ("arc_agi", "rearc")
 @functools.cache
 def _scorer(family: str) -> Callable[[str, Entry], float]:
     """The family's scorer, which gives 0 for an answer that it raises on."""
-    scorer: Any = get_score_answer_fn(family)
+    scorer: Any = _FACTORY.get_score_answer_fn(family)
 
     def score(given: str, entry: Entry) -> float:
         if family in _OF_TUPLES:

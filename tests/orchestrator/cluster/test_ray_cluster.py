@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import sys
 import time
 from collections.abc import AsyncIterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Protocol
@@ -16,19 +18,23 @@ import pyarrow as pa
 import pytest
 import pytest_asyncio
 import ray
+from ray._private.ray_constants import DEBUG_AUTOSCALING_STATUS
+from ray.experimental import internal_kv
 
 from tests.processes import command_line, descendants
+from troupe.orchestrator.cluster import ray_cluster
 from troupe.orchestrator.cluster.actors import actor_class
 from troupe.orchestrator.cluster.ray_cluster import ActorSpec, ActorWorker, Cluster
 from troupe.orchestrator.errors import (
     ClusterUnreachable,
     DoesNotFit,
+    NeverFits,
     WorkerDied,
     WorkerError,
     WorkerRaised,
     WorkerTimeout,
 )
-from troupe.orchestrator.plan.placement import Placement, WorkerPlacement
+from troupe.orchestrator.plan.placement import Node, Placement, WorkerPlacement
 from troupe.workers.contract.messages import WorkerGone, WorkerHealth
 from troupe.workers.contract.roles import Reply, Worker
 
@@ -238,6 +244,42 @@ async def test_a_reservation_that_does_not_fit_reports_requested_and_available_r
     wide = Placement("policy", ({"CPU": 900.0, "GPU": 0.0},) * 2, "PACK", ())
     with pytest.raises(DoesNotFit, match=r"policy within 1 s: it asks for 2 bundle\(s\), 1800 CPU 0 GPU .* CPU 0 GPU"):
         await cluster.reserve([wide], 1.0)
+
+
+@pytest.mark.parametrize(
+    ("owned", "by_hand", "waits", "refused"),
+    [(True, False, False, True), (False, True, True, True), (False, False, True, False)],
+)
+async def test_a_first_start_is_refused_if_the_cluster_does_not_grow(
+    owned: bool, by_hand: bool, waits: bool, refused: bool, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that the run started; one of nodes that were started by hand, once others had time to join; no other."""
+    monkeypatch.setattr(ray_cluster, "_ROOM_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(ray_cluster, "_LOOK_S", 0.1)
+    (node,), type_of = ray.nodes(), "node_{}" if by_hand else "head-group"
+    mapping = {node["NodeID"]: type_of.format(node["NodeID"])}
+    report = json.dumps({"autoscaler_report": {"node_type_mapping": mapping}})
+    internal_kv._internal_kv_put(DEBUG_AUTOSCALING_STATUS, report, overwrite=True)
+    told: list[str] = []
+    wide = [Placement("policy", ({"CPU": 900.0, "GPU": 0.0},), "PACK", ())]
+    watching = Cluster(owned=owned, session=cluster.logs).refuse_impossible(wide, told.append)
+    expected = "no node is large enough for policy: a worker needs 900 CPU 0 GPU on one node, and the largest has"
+    with pytest.raises(NeverFits, match=f"^{expected} .*; see `troupe plan`") if refused else nullcontext():
+        await watching
+    assert [line.startswith(f"waiting for nodes: {expected}") for line in told] == [True] * waits
+
+
+async def test_a_node_that_joins_in_time_ends_the_wait_for_nodes(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_cluster, "_LOOK_S", 0.1)
+    small, large = Node("a", 1, 0, labels={}), Node("b", 900, 0, labels={})
+    seen = iter([[small], [small], [small, large]])
+    monkeypatch.setattr(ray_cluster.ray_nodes, "nodes", lambda: next(seen))
+    wide = [Placement("policy", ({"CPU": 900.0, "GPU": 0.0},), "PACK", ())]
+    told: list[str] = []
+    await Cluster(owned=False, session=cluster.logs).refuse_impossible(wide, told.append)
+    assert len(told) == 1 and next(seen, None) is None
 
 
 async def test_ending_a_worker_closes_it_and_ends_its_process(tmp_path: Path, cluster: Cluster) -> None:

@@ -117,6 +117,12 @@ def test_a_spec_is_completed_with_examples_and_a_run_with_the_folders_of_runs(
     assert found("troupe report runs/o") == ["runs/one"]
 
 
+def test_validation_of_tasks_imports_neither_what_draws_them_nor_pandas() -> None:
+    printed, modules = imported("validate", "deploy/specs/tiny-grpo.yaml")
+    assert "data.train: 32 rows" in printed and "reasoning_gym.algorithmic.game_of_life" in modules
+    assert sorted(modules & {"matplotlib", "cellpylib", "pandas", "torch", "transformers", "ray"}) == []
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_list_says_what_the_command_says(name: str) -> None:
     command = load(name, COMMANDS[name].home)

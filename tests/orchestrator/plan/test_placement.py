@@ -14,6 +14,7 @@ from troupe.orchestrator.plan.placement import (
     RoleSize,
     demand,
     fit,
+    impossible,
     place,
     place_one,
     role_sizes,
@@ -132,3 +133,32 @@ def test_an_added_worker_of_a_spread_role_goes_to_the_node_with_the_fewest() -> 
     nodes = [Node("a", 4, 0), Node("b", 4, 0), Node("full", 0, 0)]
     existing = Counter({("rollout", "a"): 2, ("rollout", "b"): 1, ("reward", "b"): 3})
     assert fit([place_one(role, 3)], nodes, existing).node_of == {("rollout-3", 0): "b"}
+
+
+@pytest.mark.parametrize(
+    ("roles", "problem"),
+    [
+        ([RoleSize("policy", 1, 4, 0), RoleSize("rollout", 2, 2, 0, separate=True)], ""),
+        (
+            [RoleSize("policy", 2, 5, 0)],
+            "no node is large enough for policy: a worker needs 5 CPU 0 GPU on one node, "
+            "and the largest has 4 CPU 0 GPU",
+        ),
+        (
+            [RoleSize("policy", 2, 4, 0), RoleSize("reward", 1, 0.5, 0)],
+            "the workers need 8.5 CPU 0 GPU in all on nodes, and these have 8 CPU 0 GPU",
+        ),
+        (
+            [RoleSize("policy", 2, 3, 0, labels=(("part", "keep"),))],
+            "the workers need 6 CPU 0 GPU in all on nodes with part=keep, and these have 4 CPU 0 GPU",
+        ),
+        (
+            [RoleSize("policy", 1, 1, 0, labels=(("part", "spot"),))],
+            "the workers need 1 CPU 0 GPU in all on nodes with part=spot, and these have 0 CPU 0 GPU",
+        ),
+        ([RoleSize("reward", 80, 0.1, 0, separate=True)], ""),
+    ],
+)
+def test_what_no_division_of_the_nodes_can_hold_is_known(roles: list[RoleSize], problem: str) -> None:
+    nodes = [Node("a", 4, 0, labels={"part": "keep"}), Node("b", 4, 0, labels={})]
+    assert impossible(place(roles), nodes) == problem
