@@ -23,6 +23,7 @@ import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 from typer.main import get_group
 
+from troupe.orchestrator.commands import bash_completion
 from troupe.orchestrator.commands.options import FAILURE, USER_ERROR, echo_json, exit_with
 from troupe.orchestrator.errors import StopRequested, TroupeError, UsageError
 from troupe.orchestrator.signals import STOPPED, STOPPED_LINE, interrupt_on_signals, taken
@@ -120,6 +121,7 @@ def _usage_of_argument(self: TyperArgument) -> str:
     return name if self.nargs == 1 else f"{name}..."
 
 
+bash_completion.install()
 TyperOption.display_type_rich = _type_of_option
 TyperArgument.display_type_rich = lambda self, ctx: None  # its name says it
 TyperArgument._usage_display_name = _usage_of_argument

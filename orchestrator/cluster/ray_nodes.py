@@ -140,7 +140,7 @@ def free() -> list[Node]:
 
 
 def fixed() -> bool:
-    """Whether it is known that no autoscaler adds nodes: Ray's monitor gives each node a type of its own if nodes are
+    """Whether it is known that no autoscaler adds nodes: Ray's monitor gives each node a separate type if nodes are
     started by hand. False if no monitor reports, as under an autoscaler of another program."""
     report: Any = internal_kv._internal_kv_get(DEBUG_AUTOSCALING_STATUS)
     types: dict[str, str] = json.loads(report or "{}").get("autoscaler_report", {}).get("node_type_mapping") or {}

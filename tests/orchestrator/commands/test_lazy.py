@@ -41,7 +41,7 @@ def imported(*arguments: str, **environment: str) -> tuple[str, set[str]]:
 def commands_of(modules: set[str]) -> set[str]:
     """The modules of commands among these."""
     prefix = "troupe.orchestrator.commands."
-    own = {"lazy", "options"}
+    own = {"bash_completion", "options"}
     return {name.removeprefix(prefix) for name in modules if name.startswith(prefix)} - own
 
 

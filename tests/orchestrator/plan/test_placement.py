@@ -145,7 +145,7 @@ def test_an_added_worker_of_a_spread_role_goes_to_the_node_with_the_fewest() -> 
             "and the largest has 4 CPU 0 GPU",
         ),
         (
-            [RoleSize("policy", 2, 4, 0), RoleSize("reward", 1, 0.5, 0)],
+            [RoleSize("policy", 1, 4, 0, labels=(("part", "keep"),)), RoleSize("reward", 3, 1.5, 0)],
             "the workers need 8.5 CPU 0 GPU in all on nodes, and these have 8 CPU 0 GPU",
         ),
         (
