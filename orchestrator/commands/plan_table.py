@@ -5,7 +5,8 @@ A table that is wider than the terminal is printed in another form, so that no n
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from textwrap import fill
 
 from rich import box
 from rich.console import Console
@@ -38,6 +39,7 @@ COLUMNS = {
     "proc": ("process",),
 }
 """Headings of the memory table, and the parts that each adds up."""
+_AT_SPACES: Mapping[str, bool] = {"break_long_words": False, "break_on_hyphens": False}
 
 
 def render(plan: Plan) -> Table:
@@ -51,11 +53,6 @@ def render(plan: Plan) -> Table:
         table.add_row(row.worker, f"{row.cpus:g}, {row.gpus:g}", place)
     for role, host in plan.in_process:
         table.add_row(role, "-", f"inside {host}")
-    asked, there = plan.asked, plan.there
-    table.caption = (
-        f"requested: {asked['CPU']:g} CPU, {asked['GPU']:g} GPU; "
-        f"the cluster has {there['CPU']:g} CPU, {there['GPU']:g} GPU"
-    )
     return table
 
 
@@ -171,5 +168,8 @@ def show(plan: Plan, console: Console | None = None) -> None:
             console.print(render_memory(plan.memory, where, console.width))
     if plan.memory.shared:
         console.print(render_periods(plan.memory, console.width))
-    for note in (*notes(plan.memory), *predictions(plan)):
-        console.print(note, markup=False, highlight=False, soft_wrap=console.width == UNBOUNDED)
+    asked, there = (f"{size['CPU']:g} CPU, {size['GPU']:g} GPU" for size in (plan.asked, plan.there))
+    requested = f"requested: {asked}; the cluster has {there}"
+    for note in (requested, *notes(plan.memory), *predictions(plan)):
+        lines = note if console.width == UNBOUNDED else fill(note, console.width, subsequent_indent="  ", **_AT_SPACES)
+        console.print(lines, markup=False, highlight=False, soft_wrap=True)

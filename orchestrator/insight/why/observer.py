@@ -88,6 +88,7 @@ class RunObserver:
         self._kills_before = out_of_memory_kills()
         self._closed = threading.Event()
         self._failed = False
+        self._refused = ""
         self._usual = (-1, 0.0)
         self._reported: set[object] = set()
         self._last_report = 0.0
@@ -116,7 +117,10 @@ class RunObserver:
         """An error that leaves the block is reported with all known facts, while the workers still exist."""
         try:
             yield
-        except (StopRequested, UsageError):
+        except StopRequested:
+            raise
+        except UsageError as error:  # no fact about processes explains it
+            self._refused = f"; {error}"
             raise
         except Exception as error:
             self._fail(error)
@@ -131,7 +135,7 @@ class RunObserver:
         if self._failed:
             return
         progress = self._console.progress()
-        summary = f"the run has ended: {progress.steps} of {progress.total} steps"
+        summary = f"the run has ended: {progress.steps} of {progress.total} steps{self._refused}"
         self._write_end(Diagnosis("ended", summary))
 
     def facts(self, error: str = "") -> Facts:

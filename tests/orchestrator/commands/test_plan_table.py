@@ -67,6 +67,16 @@ def test_no_number_is_cut(name: str, width: int) -> None:
     assert workers <= set(re.findall(r"[a-z]+-\d+", narrow))
 
 
+@pytest.mark.parametrize("width", [40, 80, 100, 140])
+def test_lines_below_the_tables_begin_at_the_margin_and_continue_behind_it(width: int) -> None:
+    found = planned("tiny-ppo.yaml", SPECS["tiny-ppo.yaml"])
+    said = [f"requested: {found.asked['CPU']:g} CPU, 0 GPU; the cluster has 8 CPU, 0 GPU", *notes(found.memory)]
+    lines = shown(found, width).splitlines()
+    below = lines[next(n for n, line in enumerate(lines) if line.startswith("requested")) :]
+    assert "\n".join(below).replace("\n  ", " ").splitlines() == said
+    assert (len(below) > len(said)) == any(len(line) > width for line in said)
+
+
 def test_the_form_depends_on_the_width() -> None:
     found = planned("node-8gpu-grpo.yaml", SPECS["node-8gpu-grpo.yaml"])
     assert [column.header for column in render_memory(found.memory, "gpu", 40).columns] == ["worker", "", ""]

@@ -17,7 +17,7 @@ from typing import Any, cast
 from tests import fork_server
 from troupe.orchestrator.cluster.inspection import InspectRequest, NodeReport, inspect_node
 from troupe.orchestrator.cluster.process_watch import Process
-from troupe.orchestrator.errors import WorkerDied
+from troupe.orchestrator.errors import NeverFits, WorkerDied
 from troupe.orchestrator.insight.why.observer import RunObserver
 from troupe.orchestrator.telemetry.console import Console
 from troupe.orchestrator.telemetry.event_log import EventLog
@@ -71,6 +71,9 @@ async def main(folder: Path, what: str) -> None:
                     time.sleep(300)
                 case "holds the interpreter":
                     re.match(r"(a+)+$", "a" * 60 + "b")
+                case "is refused":
+                    worker.kill()
+                    raise NeverFits("no node is large enough")
                 case _:
                     worker.kill()
                     await worker.wait()

@@ -131,6 +131,12 @@ def test_a_run_that_has_ended_says_so(tmp_path: Path) -> None:
         assert ask(tmp_path)["summary"] == "the run has ended: 0 of 0 steps"
 
 
+def test_a_run_that_was_refused_says_why(tmp_path: Path) -> None:
+    with observed(tmp_path, "is refused") as driver:
+        driver.wait(WAIT_S)
+        assert ask(tmp_path)["summary"] == "the run has ended: 0 of 0 steps; no node is large enough"
+
+
 def test_why_of_a_run_that_has_ended_names_the_report() -> None:
     report = DiagnosisReport(0.0, 1, Diagnosis("ended", "the run has ended: 2 of 2 steps"), 0.0)
     said = text_of(report, Path("runs/my run")).splitlines()[1:]
