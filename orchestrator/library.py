@@ -93,6 +93,10 @@ def run(
         SpecError: The spec, or what it names, is not valid.
         UsageError: `set` is not valid, `out` is a URL, there is no such example, or the file has stages, which are
             several runs.
+        StopRequested: The user asked the run to stop while its workers started. After that, `Outcome.interrupted` says
+            so.
+        KeyboardInterrupt: The user interrupted a notebook's cell, whose run has saved and stopped; or any run before
+            its workers started.
         TroupeError: The run cannot start or cannot continue.
     """
     stream = _stream(progress)

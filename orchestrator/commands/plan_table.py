@@ -5,7 +5,8 @@ A table that is wider than the terminal is printed in another form, so that no n
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from textwrap import fill
 
 from rich import box
@@ -39,7 +40,7 @@ COLUMNS = {
     "proc": ("process",),
 }
 """Headings of the memory table, and the parts that each adds up."""
-_AT_SPACES: Mapping[str, bool] = {"break_long_words": False, "break_on_hyphens": False}
+_wrapped = partial(fill, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def render(plan: Plan) -> Table:
@@ -171,5 +172,5 @@ def show(plan: Plan, console: Console | None = None) -> None:
     asked, there = (f"{size['CPU']:g} CPU, {size['GPU']:g} GPU" for size in (plan.asked, plan.there))
     requested = f"requested: {asked}; the cluster has {there}"
     for note in (requested, *notes(plan.memory), *predictions(plan)):
-        lines = note if console.width == UNBOUNDED else fill(note, console.width, subsequent_indent="  ", **_AT_SPACES)
+        lines = note if console.width == UNBOUNDED else _wrapped(note, console.width)
         console.print(lines, markup=False, highlight=False, soft_wrap=True)

@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
 from troupe.orchestrator.errors import TroupeError, nearest, nearest_word
 from troupe.orchestrator.spec.engine_options import engine_option
@@ -165,6 +166,10 @@ def from_validation(error: ValidationError, root: type[BaseModel], data: Any, so
             message = f"unknown field{hint}"
         else:
             message = _message(kind, item["msg"], item.get("input"), context)
+            if context.get("ge") == 0:  # other tools write -1 for what is 0 here
+                info = fields_at(root, item["loc"][:-1]).get(str(item["loc"][-1]))
+                zero = None if info is None else _ZERO.search(info.description or "")
+                message = message if zero is None else message.replace(", got", f" ({zero[0]}), got", 1)
         if kind in _EXPECTED and problems and problems[-1].path == format_path(path):  # another member of a union
             first = problems.pop().message.rpartition(", got")[0]
             message = message.replace("expected", f"{first} or", 1)
@@ -191,6 +196,8 @@ _EXPECTED = {
     "model_type": "a section",
     "model_attributes_type": "a section",
 }
+_ZERO = re.compile(r"\b0: [^.;]+")
+"""What 0 means, in the text of a field."""
 _BOUNDS = {
     "greater_than": ("greater than", "gt"),
     "greater_than_equal": ("at least", "ge"),
@@ -302,8 +309,8 @@ def _without_tags(location: Path, data: Any) -> Path:
     return tuple(path)
 
 
-def fields_at(root: type[BaseModel], location: Path) -> list[str]:
-    """Names of the fields a section may have, given pydantic's location of it."""
+def fields_at(root: type[BaseModel], location: Path) -> dict[str, FieldInfo]:
+    """The fields a section may have by name, given pydantic's location of it."""
     annotation: Any = root
     for part in location:
         if get_origin(annotation) is dict:
@@ -318,7 +325,7 @@ def fields_at(root: type[BaseModel], location: Path) -> list[str]:
             annotation = tagged[0]
         elif isinstance(part, str):
             annotation = next((m.model_fields[part].annotation for m in models if part in m.model_fields), None)
-    return [name for model in models_in(annotation) for name in model.model_fields]
+    return {name: info for model in models_in(annotation) for name, info in model.model_fields.items()}
 
 
 def _of_form(annotation: Any, form: str | int) -> Any:
