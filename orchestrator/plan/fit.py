@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 
 from troupe.orchestrator.model_facts.families import undivided
 from troupe.orchestrator.model_facts.model_size import ModelSize
@@ -107,12 +108,12 @@ def memory_plan(spec: RunSpec, everyone: Sequence[PlacedWorker], nodes: Sequence
             caches[placed.worker] = cache
     node_memories = tuple(_of_node(spec, number, node, everyone, workers, sizes) for number, node in enumerate(nodes))
     shared = list(_shared_gpus(everyone, workers, by_name))
-    misfits = (
-        *_undivided_engines(spec, sizes),
-        *_undivided_trainers(spec, sizes),
-        *_engines_without_cache(everyone, caches, by_name),
-        *(use.misfit(caches) for use in shared if use.total > use.capacity),
-        *(_full_node(node) for node in node_memories if node.capacity and node.total > node.capacity),
+    misfits = chain(
+        _undivided_engines(spec, sizes),
+        _undivided_trainers(spec, sizes),
+        _engines_without_cache(everyone, caches, by_name),
+        (use.misfit(caches) for use in shared if use.total > use.capacity),
+        (_full_node(node) for node in node_memories if node.capacity and node.total > node.capacity),
     )
     flat = tuple(memory for memories in workers.values() for memory in memories)
     warnings = (*_nearly_full_gpus(shared, caches), *_nearly_full_nodes(node_memories))
@@ -121,7 +122,7 @@ def memory_plan(spec: RunSpec, everyone: Sequence[PlacedWorker], nodes: Sequence
         caches=caches,
         nodes=node_memories,
         unknown=_unknown(spec, sizes),
-        misfit=next(iter(misfits), None),
+        misfit=next(misfits, None),
         warnings=warnings,
         shared=tuple(use.by_period for use in shared if use.alternates),
     )
@@ -225,7 +226,7 @@ class _SharedGpu:
     @cached_property
     def needs(self) -> Mapping[PlacedWorker, int]:
         """What each needs in the fullest period."""
-        return self._during(max(PERIODS, key=lambda period: sum(self._during(period).values())))
+        return max(map(self._during, PERIODS), key=lambda needs: sum(needs.values()))
 
     @property
     def total(self) -> int:

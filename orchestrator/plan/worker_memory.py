@@ -76,8 +76,10 @@ class WorkerMemory:
     def during(self, period: Period) -> int:
         """The most that is held at once in a period, in bytes. A pass and a step reuse each other's memory on a GPU;
         in host memory both count: buckets fill during the backward pass, and freed blocks below 1 MiB stay."""
-        held = [part for part in self.parts if period in part.periods]
-        phases = {phase: sum(part.bytes for part in held if part.phase == phase) for phase in _PHASES}
+        phases = dict.fromkeys(_PHASES, 0)
+        for part in self.parts:
+            if period in part.periods:
+                phases[part.phase] += part.bytes
         either = max if self.where == "gpu" else sum
         return phases["always"] + either((phases["pass"], phases["step"]))
 

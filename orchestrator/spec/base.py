@@ -150,9 +150,11 @@ class RunSpec(Frozen, frozen=True):  # pyright: ignore[reportGeneralTypeIssues]
         found = {"model": self.model}
         for name, role in self.roles.present().items():
             for field, value in role:
-                several = value if isinstance(value, dict) else {"": value}
-                models = {key: model for key, model in several.items() if isinstance(model, ModelConfig)}
-                found |= {f"roles.{name}.{field}.{key}".rstrip("."): model for key, model in models.items()}
+                if isinstance(value, ModelConfig):
+                    found[f"roles.{name}.{field}"] = value
+                elif isinstance(value, dict):
+                    models = {key: model for key, model in value.items() if isinstance(model, ModelConfig)}
+                    found |= {f"roles.{name}.{field}.{key}": model for key, model in models.items()}
         return found
 
     def updates_of(self, role: str) -> int:

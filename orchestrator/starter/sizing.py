@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import product
+from functools import cache
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -124,29 +126,41 @@ def _rank(candidate: tuple[Sizing | None, Plan | None]) -> tuple[bool, bool, flo
 def _first(choices: Choices, data: Data, group: list[Sizing]) -> tuple[Sizing, Plan]:
     """The first settings that fit and leave memory free, else the first that fit, else the last."""
 
+    @cache
     def planned(settings: Sizing) -> tuple[Sizing, Plan]:
         return settings, _plan(_document(choices, data, settings), choices)
 
-    smallest = [planned(settings) for settings in group[-_STAGES:]]
-    if all(found.misfit for _, found in smallest):
-        return smallest[-1]
+    last = planned(group[-1])
+    if all(planned(settings)[1].misfit for settings in reversed(group[-_STAGES:])):
+        return last
     tight: tuple[Sizing, Plan] | None = None
     for settings in group:
         one = planned(settings)
         if _rank(one) >= _ROOMY:
             return one
         tight = tight or (None if one[1].misfit else one)
-    return tight or smallest[-1]
+    return tight or last
 
 
 def _larger_gpus(choices: Choices, data: Data) -> str:
     """The smallest type of GPU that fits in the same number, as the end of a sentence; empty if there is none."""
-    for kind in sorted(GPU_GIB, key=GPU_GIB.__getitem__):
-        if choices.gpu_type and GPU_GIB[kind] > GPU_GIB[choices.gpu_type]:
-            _, found = _best(replace(choices, gpu_type=kind), data)
-            if found is not None and not found.misfit:
-                return f"; it fits {choices.gpus} {kind}"
-    return ""
+
+    def fits(kind: str) -> bool:
+        return _fits(replace(choices, gpu_type=kind), data)
+
+    least = GPU_GIB[choices.gpu_type] if choices.gpu_type else math.inf
+    larger = sorted((kind for kind in GPU_GIB if GPU_GIB[kind] > least), key=GPU_GIB.__getitem__)
+    if not larger or not fits(larger[-1]):
+        return ""
+    return f"; it fits {choices.gpus} {larger[bisect_left(larger, True, hi=len(larger) - 1, key=fits)]}"
+
+
+def _fits(choices: Choices, data: Data) -> bool:
+    """Whether any candidate fits, with all weights or with adapters."""
+    tokens = longest(choices, data)
+    groups = chain(candidates(choices, tokens), adapted_candidates(choices, tokens))
+    tried = (settings for group in groups for settings in reversed(group[-_STAGES:]))
+    return any(not _plan(_document(choices, data, settings), choices).misfit for settings in tried)
 
 
 def nodes(choices: Choices) -> list[Node] | None:

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import ROOT
-from tests.forked_commands import run_command
+from tests.forked_commands import Finished, run_command
 
 SPEC = ROOT / "deploy" / "specs" / "tiny-environment.yaml"
 
 
-def env_check(tiny_model: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def env_check(tiny_model: Path, *arguments: str) -> Finished:
     """Run the command on the tiny model."""
-    command = [sys.executable, "-m", "troupe", "env", "check", str(SPEC), *arguments]
-    command += ["--set", f"model.path={tiny_model}"]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    return run_command("env", "check", str(SPEC), *arguments, "--set", f"model.path={tiny_model}")
 
 
 @pytest.mark.real
@@ -42,7 +38,7 @@ def test_given_turns_are_played_then_random_ones(tiny_model: Path) -> None:
 
 @pytest.mark.real
 def test_the_episodes_as_json(tiny_model: Path) -> None:
-    done = run_command("env", "check", str(SPEC), "--say", "1", "--json", "--set", f"model.path={tiny_model}")
+    done = env_check(tiny_model, "--say", "1", "--json")
     assert done.returncode == 0, done.stderr
     given, drawn = json.loads(done.stdout)
     assert (given["turns"], drawn["turns"]) == ("turns as given", "turns of random tokens")

@@ -36,7 +36,7 @@ def measure(request: Mapping[str, Any]) -> Iterator[int | str]:
     request has `model` (a ModelConfig), `messages`, `tools` (or null) and `responses` (or null, else counted with
     their end) of every prompt, `answers`, `longest`, and `seconds`, after which prompts are left out. Raises
     ValueError."""
-    model = _model_without_torch(request)
+    model = model_without_torch(request)
     with without_collections():
         tokenizer = load_chat_tokenizer(model)
     yield turn_ends(tokenizer).unnamed
@@ -67,7 +67,7 @@ def decode(request: Mapping[str, Any]) -> Iterator[list[str]]:
     ValueError if the tokenizer cannot be loaded."""
     # A report makes no network requests. The variable is read when the tokenizer's library is imported.
     os.environ["HF_HUB_OFFLINE"] = "1"
-    model, ids = _model_without_torch(request), request["ids"]
+    model, ids = model_without_torch(request), request["ids"]
     tokenizer, piece_of = _in_file(model, ids) or _in_transformers(model)
     yield [_text(tokenizer, piece_of, token) for token in ids]
 
@@ -100,7 +100,7 @@ def _text(tokenizer: Any, piece_of: _Pieces, token: int) -> str:
     return text or f"<{token}>"
 
 
-def _model_without_torch(request: Mapping[str, Any]) -> ModelConfig:
+def model_without_torch(request: Mapping[str, Any]) -> ModelConfig:
     """The model of a request. Blocks the import of torch in this process, which takes two thirds of the time."""
     model = ModelConfig.model_validate(request["model"])
     if not model.trust_remote_code:

@@ -13,6 +13,7 @@ from troupe.workers.contract.config_base import ModelConfig
 from troupe.workers.contract.environments import dropped_note
 from troupe.workers.data.chat import sample_seed
 from troupe.workers.data.tokenizer import load_chat_tokenizer
+from troupe.workers.data.tokenizer_probe import model_without_torch
 from troupe.workers.engine.tool_calls import tool_parser
 from troupe.workers.environment import EnvironmentWorker
 
@@ -20,8 +21,8 @@ from troupe.workers.environment import EnvironmentWorker
 def report(request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield episodes as data and `lines`: with the turns `said`, if any, and with random tokens. The request has the
     fields of an EnvironmentConfig (`config`) and a ModelConfig (`model`). Raises ValueError."""
-    model = ModelConfig(**request["model"])
     config = EnvironmentConfig(**request["config"])
+    model = ModelConfig(**request["model"]) if config.tool_parser else model_without_torch(request)
     tokenizer = load_chat_tokenizer(model)
     reader = TurnReader(tokenizer, tool_parser(config.tool_parser, tokenizer))
     rehearsal = Rehearsal(config, reader, request["max_tokens"], request["max_model_len"])
