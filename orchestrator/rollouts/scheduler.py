@@ -114,6 +114,8 @@ class RolloutScheduler:
         self.min_group = algorithms.row_of(spec.algorithm).min_group_size
         self._greedy_baseline = algorithms.advantage(spec.algorithm).baseline == "greedy"
         """Whether a greedy response to every prompt is generated and scored as well; it is not trained on."""
+        self.compares = algorithms.advantage(spec.algorithm).compares_reference
+        """Whether a sample is compared with a response of the reference, without which it fails."""
         self._signal = SignalTest(group_filter(spec.algorithm))
         self.version = version
         self._served = version
@@ -360,6 +362,8 @@ class RolloutScheduler:
     def _settle(self, group: ScheduledGroup, scored: ScoredGroup) -> None:
         """Keeps or replaces a scored group, and drops its samples without reward. A group is replaced if too few of its
         samples have a reward, or if it has no signal and the budget for such replacements lasts (dynamic sampling)."""
+        if self.compares:
+            scored = scored.paired()
         failures = scored.failures
         if scored.least_rewarded < self.min_group:
             self._replace(group, failures[0][1], failed=True, scored=scored)

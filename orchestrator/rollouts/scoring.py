@@ -66,6 +66,14 @@ class ScoredGroup:
         unscored = {**self.unscored, **unscored}
         return replace(self, rewards=self.rewards.without(unscored), candidates=candidates, unscored=unscored)
 
+    def paired(self) -> ScoredGroup:
+        """The group without the rewards of samples whose partner, the reference's response of the same number, has
+        none: it gives them no advantage."""
+        partners = () if self.candidates is None else self.candidates.statuses
+        own = enumerate(zip(self.rewards.statuses, partners, strict=False))
+        alone = {i: f"response of the reference: {why}" for i, (status, why) in own if status == OK != why}
+        return self.without(alone) if alone else self
+
     @cached_property
     def truncated(self) -> frozenset[int]:
         """Indices of the samples that were cut at the longest response."""

@@ -13,7 +13,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from troupe.orchestrator.algorithms.section import advantage
 from troupe.orchestrator.cluster.event_loop import gather_all
 from troupe.orchestrator.cluster.worker_group import Scores, ScoreTokens, TrainerGroup
 from troupe.orchestrator.data.curriculum import Curriculum
@@ -329,14 +328,16 @@ class RolloutSource(BatchSource):
         for group in groups:
             uid, rewarded = group.summary.prompt_uid, (*group.rewarded, *group.rewarded_candidates)
             failed = {i: unscored[uid, i] for i in rewarded if (uid, i) in unscored}
-            found.append(group.without(failed) if failed else group)
+            left = group.without(failed) if failed else group
+            found.append(left.paired() if scheduler.compares else left)
             self._faults.note(Fault(why, f"{uid}[{i}]", 1) for i, why in failed.items())
-            for i in failed.keys() & {*group.rewarded}:
-                ledger.mark_dropped(uid, i, failed[i])
+            lost = {*group.rewarded}.difference(found[-1].rewarded)
+            for i in lost:
+                ledger.mark_dropped(uid, i, found[-1].rewards.statuses[i])
             if found[-1].least_rewarded < scheduler.min_group:
                 why = next(iter(failed.values()))
                 raise BatchFailed(f"{uid}: too few samples have finite scores ({found[-1].least_rewarded}): {why}")
-            scheduler.counts.fail(len(failed))
+            scheduler.counts.fail(len(lost))
         return found
 
     def _prepare_request(self, groups: Sequence[ScoredGroup]) -> PrepareRequest:
@@ -353,8 +354,11 @@ class RolloutSource(BatchSource):
         by_source = sources if self._spec.algorithm.by_source else {}
         teachers = {uid: own.teachers for uid, own in settings.items()} if self._spec.roles.teacher else {}
         algorithms = {uid: own.source for uid, own in settings.items() if own.own_algorithm}
-        compares = advantage(self._spec.algorithm).compares_reference
-        compared = {g.summary.prompt_uid: len(g.rewards.rewards) for g in groups} if compares else {}
+        compared = (
+            {g.summary.prompt_uid: len(g.rewards.rewards) for g in groups}
+            if self._components.scheduler.compares
+            else {}
+        )
         kept, others = tuple(keep + candidates), tuple(candidates)
         own = by_source, teachers, algorithms, compared
         return PrepareRequest(kept, state, rows, greedy, tuple(masked), others, *own)

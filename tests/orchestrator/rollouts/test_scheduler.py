@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -450,6 +450,58 @@ def test_a_candidate_gives_a_group_of_equal_rewards_a_signal() -> None:
         assert group.rewards.rewards == (0.0,) * 4 and group.rewards.components == {"all": (0.0,) * 4}
         assert group.candidates is not None and group.candidates.components == {"all": (1.0,)}
         assert (group.rewarded, group.rewarded_candidates) == ([0, 1, 2, 3], [4])
+
+
+class HalfFails(FakeReward):
+    """Rewards of samples; of the responses of the reference (samples 4 to 7), the ones of `failed` have none."""
+
+    def __init__(self, failed: Collection[int]) -> None:
+        super().__init__()
+        self.failed = failed
+
+    async def score(
+        self, rollouts: FakeTable, rewards: str = "", vote: bool = False
+    ) -> tuple[RewardSummary, FakeTable]:
+        values = tuple(None if i in self.failed else float(i % 2) for i in range(rollouts.samples))
+        statuses = tuple("error: no number" if value is None else "ok" for value in values)
+        return RewardSummary(rollouts.uids[0], rollouts.attempt, statuses, values, {}), rollouts
+
+
+def paired_rollouts(failed: Collection[int], name: str, **arguments: Any) -> FakeRollouts:
+    rollouts = FakeRollouts(steps=1, reward=HalfFails(failed), name=name, **arguments)
+    for engine in rollouts.engines:
+        engine.candidates = 4
+    return rollouts
+
+
+@pytest.mark.parametrize(("name", "dropped"), [("xpo", 5), ("raft", 0)])
+def test_a_sample_fails_with_the_response_of_the_reference_that_it_is_compared_with(name: str, dropped: int) -> None:
+    """Without its partner it would have no advantage. Other candidates stand beside the samples."""
+    rollouts = paired_rollouts({6}, name)
+    (batch,) = on_virtual_time(rollouts.train(1))
+    why = "response of the reference: error: no number"
+    assert rollouts.ledger.drop_reasons() == ({why: dropped} if dropped else {})
+    assert {tuple(group.rewarded) for group in batch} == {(0, 1, 3) if dropped else (0, 1, 2, 3)}
+    assert all(group.rewarded_candidates == [4, 5, 7] for group in batch)
+
+
+def test_responses_of_the_reference_that_fail_count_against_the_bound_on_failures() -> None:
+    rollouts = paired_rollouts({6}, "xpo", max_failed_fraction=0.1)
+    with pytest.raises(
+        BatchFailed, match=r"3 samples of this step failed, more than .* allows \(2\).*of the reference"
+    ):
+        on_virtual_time(rollouts.train(1))
+
+
+def test_a_partner_without_finite_scores_costs_its_sample_the_reward() -> None:
+    samples = tuple(SampleSummary(i, 1, 1, "stop", 0, 0) for i in range(2))
+    rewards, partners = (RewardSummary("e0-r0", 0, ("ok",) * 2, own, {}) for own in ((1.0, 0.0), (0.5, 0.25)))
+    summary, table = GroupSummary("e0-r0", 0, "rollout-0", samples, 1.0), FakeTable("rollouts", ("e0-r0",))
+    group = ScoredGroup(summary, rewards, table, table, (), candidates=partners)
+    left = group.without({3: "the score of a token is not finite"}).paired()
+    assert (left.rewarded, left.rewarded_candidates) == ([0], [2])
+    assert left.failures == [(1, "response of the reference: the score of a token is not finite")]
+    assert group.paired() is group
 
 
 def broken_scores(rollouts: FakeRollouts, failed: Callable[[str], Iterable[int]]) -> None:
