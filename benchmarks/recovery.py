@@ -1,6 +1,7 @@
 """Time to recover from the death of an engine, against the start of a bare engine.
 
     python -m benchmarks.recovery --turns 5
+    python -m benchmarks.recovery --running          # on a Ray cluster that was up before
 
 The engine's process is killed with SIGKILL while it samples. The pool detects the death and starts a new engine with
 the current weights, and the scheduler samples the lost groups again; the turn ends when all of them are back. The
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
@@ -22,6 +24,7 @@ from typing import TYPE_CHECKING
 from benchmarks.support.bare_engines import cold_start
 from benchmarks.support.harness import NotCorrect, Report, Turn, Unit, command_parser, run_benchmark, take_turns
 from benchmarks.support.processes import stopped
+from benchmarks.support.running_head import AUTH, running_head
 from benchmarks.support.workload import (
     MAX_GAP,
     MIN_CHANGE,
@@ -90,6 +93,8 @@ class RecoveryGate:
 
 async def measure(given: argparse.Namespace) -> Report:
     """Start the product, alternate the turns, check each of them. Raises NotCorrect."""
+    if given.running and not AUTH.keys() <= os.environ.keys():  # Ray reads the mode of its tokens when it is imported
+        os.execve(sys.executable, [sys.executable, "-m", "benchmarks.recovery", *sys.argv[1:]], os.environ | AUTH)
     # Imported here because engine processes import this module, and they do not need Ray.
     from benchmarks.support.recovery_setup import RecoverySetup
 
@@ -102,7 +107,12 @@ async def measure(given: argparse.Namespace) -> Report:
         pool, _ = load_pools(spec.data)
         prompt_ids = encode_prompts(model, pool.table, range(prompts), _LONGEST_PROMPT)
         work = groups_by_turn(settings, turns + 1, prompt_ids)
-        setup = await stack.enter_async_context(RecoverySetup.open(spec, pool.table, work))
+        roots = [os.getpid()]
+        if given.running:
+            head = stack.enter_context(running_head())
+            os.environ["RAY_ADDRESS"] = head.address
+            roots.append(head.process.pid)
+        setup = await stack.enter_async_context(RecoverySetup.open(spec, pool.table, work, roots))
         gate = RecoveryGate(settings)
 
         async def recover(turn: int) -> Turn:
@@ -123,6 +133,7 @@ async def measure(given: argparse.Namespace) -> Report:
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse the command line."""
     parser = command_parser("recovery", __doc__, 5)
+    parser.add_argument("--running", action="store_true", help="join a Ray head that was up before")
     add_settings(parser, groups=2, samples=4, max_tokens=32, threads=2, seed=17)
     return parser.parse_args(arguments)
 

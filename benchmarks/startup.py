@@ -19,14 +19,13 @@ import argparse
 import asyncio
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -36,6 +35,7 @@ import pyarrow.parquet as pq
 from benchmarks.support.bare_engines import cold_start
 from benchmarks.support.harness import NotCorrect, Report, Turn, Unit, command_parser, run_benchmark, take_turns
 from benchmarks.support.processes import Meter, end
+from benchmarks.support.running_head import AUTH, Head, running_head
 from benchmarks.support.workload import Group, encode_prompts
 from troupe.orchestrator.data.prompts import load_pools
 from troupe.orchestrator.roles.settings import rollout_config
@@ -48,9 +48,6 @@ STARTS = Unit("starts", "start", digits=3)
 SECONDS = "seconds"
 """Name of the time to the first token among the figures."""
 _TIMEOUT_S = 300.0
-_HEAD_S = 60.0
-_AUTH = {"RAY_AUTH_MODE": "token"}
-"""Environment of a Ray head and of the runs that join it."""
 _SAMPLE_S = 0.25
 _LONGEST_PROMPT = 1024
 _PROCESSES = {
@@ -106,14 +103,6 @@ def moments(folder: Path, began: float) -> Moments:
 
 
 @dataclass(frozen=True)
-class Head:
-    """A Ray head."""
-
-    address: str
-    process: psutil.Process
-
-
-@dataclass(frozen=True)
 class Sample:
     """What had been used at a moment of a run."""
 
@@ -163,32 +152,6 @@ def cpu_by_kind(root: psutil.Process) -> Iterator[tuple[int, str, float]]:
             continue
 
 
-@contextmanager
-def running_head() -> Iterator[Head]:
-    """A Ray head on this machine, as an administrator starts it, until the end of the block."""
-    with tempfile.TemporaryDirectory(prefix="ray-") as folder, socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-        free.close()
-        arguments = ["start", "--head", "--block", f"--port={port}", "--include-dashboard=false", "--num-cpus=4"]
-        with (Path(folder) / "output").open("w+") as output:
-            process = psutil.Popen(
-                [str(Path(sys.executable).with_name("ray")), *arguments, f"--temp-dir={folder}"],
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=os.environ | _AUTH,
-            )
-            try:
-                until = time.monotonic() + _HEAD_S
-                while "Ray runtime started" not in (Path(folder) / "output").read_text():
-                    if process.poll() is not None or time.monotonic() > until:
-                        raise NotCorrect(f"no Ray head: {(Path(folder) / 'output').read_text()}")
-                    time.sleep(_SAMPLE_S)
-                yield Head(f"127.0.0.1:{port}", process)
-            finally:
-                end([process])
-
-
 def start_run(spec: Path, changes: Sequence[str], head: Head | None = None) -> Turn:
     """Run one step of a spec with the command, and take its start apart.
 
@@ -208,7 +171,7 @@ def start_run(spec: Path, changes: Sequence[str], head: Head | None = None) -> T
         with (Path(folder) / "output").open("w+") as output:
             # A head and what it runs already belong to no turn.
             busy, before, began, own_began = Meter([]), set(psutil.pids()), time.time(), time.process_time()
-            env = os.environ | ({} if head is None else _AUTH)
+            env = os.environ | ({} if head is None else AUTH)
             process = psutil.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=env)
             samples: list[Sample] = []
             try:

@@ -66,6 +66,7 @@ class RecoverySetup:
         scheduler: RolloutScheduler,
         ledger: Ledger,
         work: Sequence[Sequence[Group]],
+        roots: Sequence[int],
     ) -> None:
         self._policy = policy
         self._pool = pool
@@ -73,19 +74,21 @@ class RecoverySetup:
         self._scheduler = scheduler
         self._ledger = ledger
         self._work = work
+        self._roots = roots
         self._scorer = TokenScorer(policy, policy.compute_logprobs, _TIMEOUT_S)
 
     @classmethod
     @asynccontextmanager
     async def open(
-        cls, spec: RolloutSpec, table: pa.Table, work: Sequence[Sequence[Group]]
+        cls, spec: RolloutSpec, table: pa.Table, work: Sequence[Sequence[Group]], roots: Sequence[int]
     ) -> AsyncIterator[RecoverySetup]:
-        """Start a cluster with the policy and the engine of `spec`, and end it on exit.
+        """Start a cluster with the policy and the engine of `spec`, and end it on exit, or join that of RAY_ADDRESS.
 
         Args:
             spec: A spec with one engine.
             table: The PROMPTS table that the groups refer to.
             work: The groups of each turn.
+            roots: Ids of the processes whose CPU time, with that of their descendants, is the product's.
         """
         async with started(spec, "rollout", "policy", "reward", policy=MeasuredPolicy) as own:
             policy = own.workers.require_policy()
@@ -97,7 +100,7 @@ class RecoverySetup:
             prompts = own.cluster.put(table)
             scheduler = RolloutScheduler(spec, pool, Unscored(), ledger, lambda: next(picks), prompts)
             sync = weight_sync(spec, policy, pool, own.cluster)
-            yield cls(policy, pool, sync, scheduler, ledger, work)
+            yield cls(policy, pool, sync, scheduler, ledger, work, roots)
             await scheduler.close()
             await pool.close()
 
@@ -114,7 +117,7 @@ class RecoverySetup:
         samples = sum(group.samples for group in self._work[turn])
         pid = await self._sampling(samples)
 
-        meter, began = SurvivorMeter([os.getpid()]), time.monotonic()
+        meter, began = SurvivorMeter(self._roots), time.monotonic()
         os.kill(pid, signal.SIGKILL)
         groups = await self._scheduler.next_batch()
         wall_s = time.monotonic() - began
