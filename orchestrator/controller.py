@@ -20,7 +20,7 @@ from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.derived.sizes import probe_interval_s
 from troupe.orchestrator.spec.derived.training import overlaps_steps
 from troupe.orchestrator.telemetry.console import Console
-from troupe.orchestrator.telemetry.event_log import EventLog
+from troupe.orchestrator.telemetry.event_log import Ended, EventLog
 from troupe.orchestrator.telemetry.metrics import PeakMemory, PhaseTimers
 from troupe.orchestrator.telemetry.recorder import RunRecorder
 from troupe.orchestrator.telemetry.sinks import MetricSinks
@@ -113,6 +113,10 @@ class RunOutcome:
     evaluated: int | None = None
     """The step that was evaluated last, or None if none was."""
 
+    @property
+    def how(self) -> Ended:
+        return "stopped" if self.stopped else "finished"
+
     def summary(self, out: Path) -> dict[str, str]:
         """The lines shown at the end of a run, by label."""
         counts = self.ledger
@@ -171,14 +175,20 @@ class Controller:
 
     async def run(self) -> RunOutcome:
         """Trains until the last step, or saves and returns after the step during which `stop` was set."""
+        how: Ended = "failed"
         try:
             async with rare_collections():
                 for part in self.parts.all:
                     await part.open()
-                return await self._run()
+                outcome = await self._run()
+            how = outcome.how
+            return outcome
+        except StopRequested:
+            how = "stopped"
+            raise
         finally:
             await close_parts(self.parts.all)
-            self.sinks.close()
+            self.sinks.close(how)
 
     async def _run(self) -> RunOutcome:
         """Consumes batches from the source, one per step. Waits for the next batch, for the trainers and for the
@@ -230,11 +240,9 @@ class Controller:
         ledger, steps = self.components.ledger, self._spec.schedule.steps
         ledger.check()
         early = self.parts.best.no_gain if self.version < steps else ""
-        how = "finished" if self.version >= steps or early else "stopped"
-        self._recorder.events.record("run_ended", how=how, **({"detail": early} if early else {}))
-        return RunOutcome(
+        outcome = RunOutcome(
             self.version,
-            how != "finished",
+            not (self.version >= steps or early),
             self.parts.evaluations.first,
             self.parts.evaluations.last,
             ledger.counts(),
@@ -244,6 +252,8 @@ class Controller:
             self.parts.best.state,
             evaluated=self.parts.evaluations.last_step,
         )
+        self._recorder.events.record("run_ended", how=outcome.how, **({"detail": early} if early else {}))
+        return outcome
 
     async def _is_over(self, watch: asyncio.Task[None]) -> bool:
         """Whether the run ends early (`checkpoint.patience`): not if its newest model, evaluated then, is a gain."""

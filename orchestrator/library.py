@@ -31,7 +31,9 @@ from troupe.workers.contract.imports import missing_package
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from troupe.orchestrator.controller import RunOutcome
     from troupe.orchestrator.insight.verdicts.verdict import Verdict
+    from troupe.orchestrator.live.run_state import RunState
     from troupe.orchestrator.plan.plan import Plan
     from troupe.orchestrator.runs.session import RunRequest
     from troupe.orchestrator.telemetry.console import Console
@@ -93,8 +95,7 @@ def run(
         SpecError: The spec, or what it names, is not valid.
         UsageError: `set` is not valid, `out` is a URL, there is no such example, or the file has stages, which are
             several runs.
-        StopRequested: The user asked the run to stop while its workers started. After that, `Outcome.interrupted` says
-            so.
+        StopRequested: The user asked the run to stop while its workers started. After that, `Outcome.stopped` says so.
         KeyboardInterrupt: The user interrupted a notebook's cell, whose run has saved and stopped; or any run before
             its workers started.
         TroupeError: The run cannot start or cannot continue.
@@ -113,7 +114,7 @@ def run(
         raise
     if not ended.interrupted:
         _report_at_end(planned.out, console)
-    return ended
+    return Outcome(planned.out)
 
 
 def _report_at_end(folder: Path, console: Console) -> None:
@@ -124,7 +125,7 @@ def _report_at_end(folder: Path, console: Console) -> None:
         console.message(f"report: {file}")
 
 
-def train(request: RunRequest, console: Console) -> Outcome:
+def train(request: RunRequest, console: Console) -> RunOutcome:
     """Train as a request specifies, shown on a console, which is closed. Raises TroupeError."""
     from troupe.orchestrator.insight.verdicts.apply import RunningVerdicts
     from troupe.orchestrator.runs.training import train as train_run
@@ -141,7 +142,7 @@ def train(request: RunRequest, console: Console) -> Outcome:
         raise
     finally:
         console.close()
-    return Outcome(request.out, ended.stopped, ended.interrupted)
+    return ended
 
 
 def evaluate(
@@ -337,13 +338,21 @@ class Outcome:
     """A run that has ended, or the run in a folder: `troupe.Outcome("runs/my-run")`."""
 
     folder: Path
-    stopped: bool = False
-    """Whether a request has stopped it before its last step."""
-    interrupted: bool = False
-    """Whether it was asked to stop, if only while its workers were closed; its report is then left to `report`."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "folder", local_path(self.folder))
+
+    @property
+    def state(self) -> RunState:
+        """Whether the run is active, or how it has ended."""
+        from troupe.orchestrator.live.run_state import run_state
+
+        return run_state(self._run)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a request has stopped it before its last step."""
+        return self.state.name == "stopped"
 
     @property
     def metrics(self) -> pa.Table:
@@ -370,9 +379,9 @@ class Outcome:
     @property
     def verdicts(self) -> tuple[Verdict, ...]:
         """The findings on the run."""
-        from troupe.orchestrator.insight.verdicts.apply import verdicts_of
+        from troupe.orchestrator.insight.verdicts.apply import report_of
 
-        return tuple(verdicts_of(self._run))
+        return report_of(self._run).verdicts
 
     def report(self, file: str | Path | None = None) -> Path:
         """Write the report, one HTML page, and return the file.

@@ -76,6 +76,12 @@ def started_at(pid: int) -> int:
     return int(fields[19]) if fields else 0
 
 
+def is_running(pid: int, started: int) -> bool:
+    """Whether the process that started at this time (`started_at`) has not ended."""
+    fields = stat_fields(pid)
+    return bool(fields) and fields[0] != _ENDED and int(fields[19]) == started
+
+
 def _state(pid: int) -> str:
     """The kernel's letter for the state of a process, or empty without such a process."""
     fields = stat_fields(pid)

@@ -163,11 +163,11 @@ def schema(
     """Print the JSON Schema of a spec, of errors or of verdicts."""
     from pydantic import TypeAdapter
 
-    from troupe.orchestrator.insight.verdicts.verdict import Verdict
+    from troupe.orchestrator.insight.verdicts.apply import RunReport
     from troupe.orchestrator.spec.errors import Failure
     from troupe.orchestrator.spec.load import spec_schema
 
-    printed = {"error": Failure, "report": dict[str, list[Verdict]]}
+    printed = {"error": Failure, "report": dict[str, RunReport]}
     typer.echo(json.dumps(TypeAdapter(printed[of]).json_schema() if of in printed else spec_schema(), indent=2))
 
 

@@ -38,7 +38,7 @@ def report(
         ),
     ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print the verdicts as JSON instead of writing a file.")
+        bool, typer.Option("--json", help="Print state and verdicts as JSON instead of writing a file.")
     ] = False,
 ) -> None:
     """Write a report of one or several runs: verdicts, curves and samples in one HTML file, for any browser.
@@ -46,7 +46,7 @@ def report(
     The file needs no network and no server. Several runs are drawn over each other.
     """
     from troupe.orchestrator.insight.report.report import REPORT, report_text, write_report
-    from troupe.orchestrator.insight.verdicts.apply import alarm_lines, verdicts_of
+    from troupe.orchestrator.insight.verdicts.apply import report_of
     from troupe.orchestrator.telemetry.run_folder import RunFolder
     from troupe.workers.contract.units import MIB
 
@@ -54,16 +54,16 @@ def report(
         raise UsageError(f"--output {output} is a folder; name a file in it")
     budget = None if samples_mib is None else samples_mib * MIB
     runs = [RunFolder(folder) for folder in run_folders]
-    verdicts = {str(run.path): verdicts_of(run) for run in runs}
+    reports = {str(run.path): report_of(run) for run in runs}
     if as_json:
-        echo_json(verdicts)
+        echo_json(reports)
         return
     if output == Path("-"):
         typer.echo(report_text(run_folders, budget), nl=False)
         return
     file = write_report(run_folders, output or run_folders[0] / REPORT, budget)
-    for folder, found in verdicts.items():
-        for line in alarm_lines(found):
+    for folder, found in reports.items():
+        for line in found.lines():
             typer.echo(f"{folder}: {line}")
     typer.echo(f"wrote {file} ({file.stat().st_size / MIB:.1f} MiB)")
 

@@ -74,7 +74,7 @@ def sweep(
     """
     from troupe.orchestrator.cluster.ray_environment import cluster_to_join
     from troupe.orchestrator.insight.sweep.sweep import RECORD, SweepRequest, SweepRun
-    from troupe.orchestrator.runs.lock import locked
+    from troupe.orchestrator.live.lock import locked
 
     if metric is not None:
         _check_metric(metric)

@@ -25,7 +25,7 @@ from troupe.orchestrator.errors import StopRequested, UsageError
 from troupe.orchestrator.signals import STOPPED, exit_on_signals, taken
 
 if TYPE_CHECKING:
-    from troupe.orchestrator.library import Outcome
+    from troupe.orchestrator.controller import RunOutcome
     from troupe.orchestrator.runs.checkpoints import SavedRun
     from troupe.orchestrator.runs.session import RunRequest
     from troupe.orchestrator.spec.chain import PlannedRun
@@ -130,7 +130,7 @@ def _train(spec: Path, runs: Sequence[PlannedRun], resume: bool, address: str | 
 
 def _train_each(
     requests: Sequence[tuple[PlannedRun, RunRequest | SavedRun]], consoles: Sequence[Console]
-) -> Outcome | None:
+) -> RunOutcome | None:
     """Train one run after the other, each shown on its console, until one is stopped. Raises TroupeError.
 
     Returns:
@@ -140,7 +140,7 @@ def _train_each(
     from troupe.orchestrator.library import train as train_run
     from troupe.orchestrator.runs.checkpoints import SavedRun
 
-    last: Outcome | None = None
+    last: RunOutcome | None = None
     for (planned, request), console in zip(requests, consoles, strict=True):
         if isinstance(request, SavedRun):
             steps, early = planned.spec.schedule.steps, request.ended_early

@@ -17,13 +17,14 @@ from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.insight.report.page import as_json, render
 from troupe.orchestrator.insight.report.report import first_groups, sample_block, summary
 from troupe.orchestrator.insight.report.samples import TokenTexts
+from troupe.orchestrator.live.lock import LockHolder
 from troupe.orchestrator.telemetry.run_folder import RunFolder
 from troupe.workers.contract.units import MIB
 
 Json = dict[str, Any]
 
 _WATCHED = ("metrics.jsonl", "events.jsonl", "spec.yaml", "trajectories")
-"""Whatever changes in a run changes the time or the size of one of these."""
+"""Whatever changes in a run, but for the end of its process, changes the time or the size of one of these."""
 _RETRY_S = 60.0
 """After this a tokenizer that did not answer is asked again: it may only be slow while a run loads its models."""
 _STEP_BYTES = 8 * MIB
@@ -40,7 +41,7 @@ class LiveData:
 
     def mark(self) -> str:
         """Changes whenever the runs' records change."""
-        found: list[object] = []
+        found: list[object] = [holder.is_active for run in self._runs if (holder := LockHolder.of(run.path))]
         for path in (run.path / name for run in self._runs for name in _WATCHED):
             try:
                 stat = path.stat()

@@ -13,7 +13,7 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,9 @@ import yaml
 
 from troupe.orchestrator.cluster.ray_environment import JOB_SERVER_VARIABLES
 from troupe.orchestrator.errors import StopRequested, TroupeError, UsageError, first_line
+from troupe.orchestrator.live.run_state import Name
 from troupe.orchestrator.platforms.job_files import copy_folder
+from troupe.orchestrator.signals import STOPPED
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.chain import ChainDocument
 from troupe.orchestrator.spec.derived.paths import absolute_paths
@@ -37,6 +39,8 @@ _SAVE_TIMEOUT_S = 600.0
 """Longest a stopped job may take to save before Ray kills it."""
 SENT = ".troupe-"
 """Beginning of the name of a job's copy of the spec."""
+_SIGNALLED = 128
+"""A shell's exit code for a process that a signal has killed is this and the signal's number."""
 _NAME = "troupe"
 """Metadata key that holds the name of the run."""
 
@@ -79,6 +83,9 @@ class JobState:
     name: str
     """Name of the run; empty if the job was not submitted by Troupe."""
     status: str
+    """As the job server names it."""
+    state: Name
+    """The state of the run."""
     seconds: float
     """Duration so far, or in total once the job has ended."""
     message: str
@@ -220,13 +227,30 @@ def _check_requirements(file: Path) -> None:
             )
 
 
+_STATES: Mapping[str, Name] = {
+    "PENDING": "not started",
+    "RUNNING": "running",
+    "STOPPED": "stopped",
+    "SUCCEEDED": "finished",
+    "FAILED": "failed",
+}
+
+
+def _run_state(status: str, code: int | None) -> Name:
+    """The state of the run of a job; `code`: its exit code, or -N for signal N."""
+    if status == "FAILED" and code is not None:
+        return "stopped" if code == STOPPED else "died" if code < 0 or code > _SIGNALLED else "failed"
+    return _STATES.get(status, "unknown")
+
+
 def _state(job: Any) -> JobState:
     started, ended = (job.start_time or 0) / 1000, (job.end_time or 0) / 1000
     seconds = (ended or time.time()) - started if started else 0.0
     message, _, log = ("" if job.status.value == "RUNNING" else job.message or "").strip().partition("\n")
     if log and (event := message.partition(", last available logs")[0]) != message:
         message = f"{event}: {log.splitlines()[-1].strip()}"
-    return JobState(job.submission_id, (job.metadata or {}).get(_NAME, ""), job.status.value, seconds, message)
+    status, name = job.status.value, (job.metadata or {}).get(_NAME, "")
+    return JobState(job.submission_id, name, status, _run_state(status, job.driver_exit_code), seconds, message)
 
 
 def submit_when_ready(client: Any, **job: Any) -> str:

@@ -24,12 +24,12 @@ from troupe.orchestrator.data.summary import Pools, RunData, describe, load_data
 from troupe.orchestrator.errors import StopRequested, TroupeError, UsageError, WorkerError
 from troupe.orchestrator.hub.resolve import LocalFiles, fetch
 from troupe.orchestrator.launcher import WorkerLauncher
+from troupe.orchestrator.live.lock import kept, locked
 from troupe.orchestrator.live.scaling import CLOSE_TIMEOUT_S
 from troupe.orchestrator.plan.placement import RoleSize, place, role_sizes, room
 from troupe.orchestrator.pools.workers import Workers
 from troupe.orchestrator.roles.table import SAMPLERS
 from troupe.orchestrator.runs.checkpoints import RunCheckpoints, open_checkpoints
-from troupe.orchestrator.runs.lock import kept, locked
 from troupe.orchestrator.runs.opponents import fetch_opponent, opponent_step, with_opponent
 from troupe.orchestrator.runs.resume import require_same_rows, resumption
 from troupe.orchestrator.signals import HANDLED, ignored, interrupt_on_signals, taken

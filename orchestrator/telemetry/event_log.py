@@ -7,12 +7,15 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 from troupe.orchestrator.errors import StopRequested
 from troupe.orchestrator.telemetry.json_lines import JsonLinesFile
 
 logger = logging.getLogger(__name__)
 
+Ended = Literal["finished", "stopped", "failed"]
+"""How a run has ended that could record it (`run_ended`)."""
 EVENTS = "events.jsonl"
 EVALUATION, REWARDS = "evaluation", "rewards"
 """Fields of the event of a start: digests of how the run evaluates and of what its rewards are."""

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.sections import BaseOutput, SinkName
+from troupe.orchestrator.telemetry.event_log import Ended
 from troupe.orchestrator.telemetry.json_lines import JsonLinesFile
 from troupe.workers.contract.text import without_secrets
 
@@ -57,6 +58,14 @@ class MetricSink(Protocol):
     def close(self) -> None: ...
 
 
+class TrackedRun(Protocol):
+    """A run at a tracker, which shows how it has ended."""
+
+    def write(self, step: int, metrics: Metrics, /) -> None: ...
+
+    def close(self, how: Ended, /) -> None: ...
+
+
 @dataclass(frozen=True)
 class LoggedRun:
     """The run whose metrics are recorded."""
@@ -83,10 +92,10 @@ def numbers(metrics: Metrics) -> dict[str, float]:
 class BackgroundSink:
     """Opens, writes and closes a sink in a thread. Whatever fails there is a warning: a tracker ends no run."""
 
-    def __init__(self, name: str, open_sink: Callable[[], MetricSink]) -> None:
+    def __init__(self, name: str, open_sink: Callable[[], TrackedRun]) -> None:
         self._name = name
         self._open = open_sink
-        self._waiting: queue.Queue[tuple[int, Metrics] | None] = queue.Queue(_MOST_WAITING)
+        self._waiting: queue.Queue[tuple[int, Metrics] | Ended] = queue.Queue(_MOST_WAITING)
         self._missing = 0
         self._thread = threading.Thread(target=self._run, name=f"sink {name}", daemon=True)
         self._thread.start()
@@ -100,13 +109,13 @@ class BackgroundSink:
         except queue.Full:
             self._missing += 1
 
-    def close(self) -> None:
+    def close(self, how: Ended = "finished") -> None:
         """Wait until everything is sent, for at most `CLOSE_S` seconds."""
         if self._thread.is_alive():
             with contextlib.suppress(queue.Full):
-                self._waiting.put(None, timeout=CLOSE_S)
+                self._waiting.put(how, timeout=CLOSE_S)
             self._thread.join(CLOSE_S)
-        self._missing += sum(waiting is not None for waiting in self._waiting.queue)
+        self._missing += sum(not isinstance(waiting, str) for waiting in self._waiting.queue)
         if self._thread.is_alive():
             logger.warning("%s does not answer: the metrics of the last steps may be missing there", self._name)
         if self._missing:
@@ -116,9 +125,9 @@ class BackgroundSink:
         """Consumes the queued steps until `close`, or until the sink fails; runs in the thread."""
         try:
             sink = self._open()
-            while (waiting := self._waiting.get()) is not None:
+            while not isinstance(waiting := self._waiting.get(), str):
                 sink.write(*waiting)
-            sink.close()
+            sink.close(waiting)
         except Exception as error:  # a tracker's client can raise anything
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
             logger.warning("%s records no further metrics: %s", self._name, reason)
@@ -165,6 +174,8 @@ class Tracker:
     package: SinkName
     arguments: Callable[[LoggedRun, str], dict[str, Any]]
     """Arguments of `init` besides the project and the configuration, from the run and its id there."""
+    ends: Callable[[Ended], dict[str, Any]] = lambda how: {}
+    """Arguments of `finish`."""
     names_step: bool = False
     """Whether steps are a metric: wandb's own step must not decrease, but a resumed run records steps again."""
 
@@ -179,10 +190,13 @@ _TRACKERS = (
             "reinit": "create_new",
             "allow_val_change": True,
         },
+        lambda how: {"exit_code": {"finished": 0, "failed": 1, "stopped": 255}[how]},  # wandb's own after Ctrl-C
         names_step=True,
     ),
     Tracker(
-        "swanlab", lambda run, identity: {"name": run.name, "id": identity, "log_dir": str(run.folder / "swanlog")}
+        "swanlab",
+        lambda run, identity: {"name": run.name, "id": identity, "log_dir": str(run.folder / "swanlog")},
+        lambda how: {"state": {"finished": "success", "failed": "crashed", "stopped": "aborted"}[how]},
     ),
     Tracker("trackio", lambda run, identity: {"name": f"{run.name}-{identity}", "embed": False}),
 )
@@ -196,7 +210,7 @@ class TrackerSink:
         """Start or continue the run. May wait for the server."""
         module, arguments = importlib.import_module(tracker.package), tracker.arguments(run, _identity(run, tracker))
         self._run: Any = module.init(project=run.project, config=dict(run.config), resume="allow", **arguments)
-        self._names_step = tracker.names_step
+        self._ends, self._names_step = tracker.ends, tracker.names_step
         if self._names_step:
             self._run.define_metric(_STEP)
             self._run.define_metric("*", step_metric=_STEP)
@@ -207,8 +221,8 @@ class TrackerSink:
         else:
             self._run.log(numbers(metrics), step=step)
 
-    def close(self) -> None:
-        self._run.finish()
+    def close(self, how: Ended) -> None:
+        self._run.finish(**self._ends(how))
 
 
 def _identity(run: LoggedRun, tracker: Tracker) -> str:
@@ -256,8 +270,8 @@ class MlflowSink:
         for start in range(0, len(values), _MOST_METRICS):
             self._client.log_batch(self._id, metrics=values[start : start + _MOST_METRICS])
 
-    def close(self) -> None:
-        self._client.set_terminated(self._id)
+    def close(self, how: Ended) -> None:
+        self._client.set_terminated(self._id, {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}[how])
 
 
 def mlflow_name(name: str) -> str:
@@ -369,6 +383,7 @@ class MetricSinks:
             except OSError as error:
                 logger.warning("the metrics of step %d are missing in %s: %s", step, type(sink).__name__, error)
 
-    def close(self) -> None:
+    def close(self, how: Ended = "finished") -> None:
+        """Close every sink of a run that has ended so."""
         for sink in self._sinks:
-            sink.close()
+            sink.close(how) if isinstance(sink, BackgroundSink) else sink.close()

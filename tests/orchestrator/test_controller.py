@@ -282,7 +282,7 @@ def test_every_sample_is_trained_once_at_any_max_staleness(tmp_path: Path, stale
     """Synchronous and asynchronous runs are the same loop with another `max_staleness`."""
     run = RolloutRun(tmp_path, schedule={"max_staleness": staleness})
     outcome = run.run()
-    assert (outcome.steps_done, outcome.stopped) == (4, False)
+    assert (outcome.steps_done, outcome.stopped) == (4, False) and outcome.how == "finished"
     assert outcome.ledger == {"dispatched": 80, "trained": 80, "dropped": 0, "in_flight": 0, "retries": 0}
     assert [line["step"] for line in run.lines()] == [1, 2, 3, 4]
     assert max(line["staleness/max"] for line in run.lines()) <= staleness
@@ -646,7 +646,7 @@ def test_repeated_non_finite_gradients_stop_the_run(tmp_path: Path) -> None:
         pytest.raises(TrainingDiverged, match="2 consecutive updates had a non-finite gradient"),
     ):
         run.run()
-    close.assert_called_once()  # what waits for a tracker is sent
+    close.assert_called_once_with(mock.ANY, "failed")  # what waits for a tracker is sent
 
 
 def test_where_the_policy_overflows_the_critic_skips_its_update_too(tmp_path: Path) -> None:

@@ -213,7 +213,7 @@ def test_the_run_of_a_folder_has_its_records(tmp_path: Path) -> None:
     assert outcome.steps == metrics["step"].to_pylist()[-1] == metrics.num_rows
     assert set(metrics["reward/mean"].to_pylist()) == {0.0}
     assert any(verdict.is_alarm for verdict in outcome.verdicts)
-    assert outcome.checkpoint is None and not outcome.stopped
+    assert outcome.checkpoint is None and outcome.state.name == "unknown"
     assert outcome.report() == tmp_path / "report.html" and outcome.report().stat().st_size > 10_000
     with pytest.raises(troupe.TroupeError, match="samples"):
         troupe.samples(outcome)

@@ -13,7 +13,7 @@ import pytest
 from tests.conftest import ROOT
 from troupe.orchestrator.cluster import ray_nodes
 from troupe.orchestrator.live.control import FOLDER, ControlServer
-from troupe.orchestrator.runs.lock import LOCK_FILE, locked
+from troupe.orchestrator.live.lock import LOCK_FILE, locked
 from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.workers.agents.judges.cache import AnswerCache
 from troupe.workers.contract.atomic_file import PRIVATE, replacing, write_atomic

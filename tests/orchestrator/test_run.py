@@ -27,13 +27,13 @@ from troupe.orchestrator.data.prompt_check import PromptCheck
 from troupe.orchestrator.data.summary import RunData
 from troupe.orchestrator.errors import TroupeError, UsageError
 from troupe.orchestrator.hub.resolve import LocalFiles
+from troupe.orchestrator.live.lock import locked
 from troupe.orchestrator.pools.engine import Engine
 from troupe.orchestrator.pools.workers import Workers
 from troupe.orchestrator.runs import evaluation
 from troupe.orchestrator.runs import session as session_module
 from troupe.orchestrator.runs.checkpoints import RunCheckpoints, folder_checkpoints
 from troupe.orchestrator.runs.evaluation import EvaluationOptions
-from troupe.orchestrator.runs.lock import locked
 from troupe.orchestrator.runs.rollouts import train_on_rollouts
 from troupe.orchestrator.runs.session import RunRequest, Session, open_session
 from troupe.orchestrator.runs.training import train

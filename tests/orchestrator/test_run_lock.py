@@ -17,12 +17,12 @@ import pytest
 
 from tests.conftest import ROOT
 from troupe.orchestrator.errors import UsageError
-from troupe.orchestrator.runs.lock import LOCK_FILE, RunLock, kept, locked
+from troupe.orchestrator.live.lock import LOCK_FILE, LockHolder, RunLock, kept, locked
 
 HOLD = """
 import sys
 from pathlib import Path
-from troupe.orchestrator.runs.lock import locked
+from troupe.orchestrator.live.lock import locked
 with locked(Path(sys.argv[1])):
     print("locked", flush=True)
     {then}
@@ -124,7 +124,7 @@ def test_a_removed_folder_admits_no_second_run(tmp_path: Path) -> None:
 
 def test_the_folder_its_lock_and_its_spec_are_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run on another host, which does not see the name in this kernel, finds the file locked."""
-    monkeypatch.setattr("troupe.orchestrator.runs.lock._LOOK_S", 0.02)
+    monkeypatch.setattr("troupe.orchestrator.live.lock._LOOK_S", 0.02)
     looks, renew = 0, RunLock.renew
 
     def counted(lock: RunLock) -> bool:
@@ -149,6 +149,15 @@ def test_the_folder_its_lock_and_its_spec_are_made_again(tmp_path: Path, monkeyp
             with pytest.raises(BlockingIOError):
                 fcntl.flock(probe, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.close(probe)
+
+
+def test_a_lock_is_renewed_for_other_hosts_and_empty_when_it_is_closed(tmp_path: Path) -> None:
+    with locked(tmp_path) as lock:
+        os.utime(tmp_path / LOCK_FILE, (0.0, 0.0))
+        assert not lock.renew()
+        holder = LockHolder.of(tmp_path)
+        assert holder is not None and holder.is_active and holder.silent_s < 60
+    assert LockHolder.of(tmp_path) is None
 
 
 def test_a_lock_that_is_closed_while_it_is_renewed_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

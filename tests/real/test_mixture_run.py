@@ -17,9 +17,11 @@ from tests.conftest import ROOT
 from tests.real.commands import Run, ledger_balances, run_troupe, running, trajectories
 from troupe.orchestrator.data.mixture import prompt_order
 from troupe.orchestrator.data.prompts import load_train_pool
+from troupe.orchestrator.live.run_state import run_state
 from troupe.orchestrator.rollouts.evaluation_log import EVALUATIONS
 from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.orchestrator.telemetry.event_log import EVENTS
+from troupe.orchestrator.telemetry.run_folder import RunFolder
 
 pytestmark = pytest.mark.long
 
@@ -54,12 +56,15 @@ def run(tmp_path_factory: pytest.TempPathFactory, killed: Killed) -> Iterator[Ru
         first.wait_for_step(1)
         psutil.Process(pid_of(first.out, "environment.retry-0")).kill()
         first.wait_for_step(3)
+        assert run_state(RunFolder(first.out)).name == "running"
         first.process.send_signal(signal.SIGKILL)
         first.process.wait()
+        assert run_state(RunFolder(first.out)).name == "died"
         assert first.leftover_processes() == []
         killed.evaluations, killed.output = evaluations(first), first.output
     with running(Run(folder, TINY, name="mixture", resume=True)) as second:
         assert second.wait() == 0, second.output
+        assert run_state(RunFolder(second.out)).name == "finished"
         assert second.leftover_processes() == []
         yield second
 

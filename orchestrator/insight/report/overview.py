@@ -52,8 +52,9 @@ def overview(run: RunFolder, runs: int = 1) -> Json:
     """The page's data of one of several runs."""
     most = MOST_POINTS if runs == 1 else max(LEAST_POINTS, MOST_SHARED // runs)
     latest = max(1, _MOST_EVENTS // runs)
-    lines, events = run.metrics(), run.events()
-    history = History.of(lines, run.spec, events)
+    lines = run.metrics()
+    history = History.read(run, lines)
+    events = history.events
     compared = comparable_history(run, history)
     spec = _loaded(run)
     return {
@@ -62,7 +63,8 @@ def overview(run: RunFolder, runs: int = 1) -> Json:
         "algorithm": str(history.get("algorithm.name", "")),
         "model": str(history.get("model.path", "")),
         "steps_done": history.last_step,
-        "steps": int(history.get("schedule.steps", 0)),
+        "steps": history.state.total,
+        "state": history.state.name,
         "traced": bool(run.timeline_files()),
         "outcome": outcome(compared),
         "used": used(lines),
@@ -100,7 +102,7 @@ def spec_differences(specs: Sequence[Mapping[str, Any]]) -> list[Json]:
     ]
 
 
-def resumes(events: Sequence[Json]) -> list[int]:
+def resumes(events: Sequence[Mapping[str, Any]]) -> list[int]:
     """Steps after which the run was stopped and resumed."""
     recorded = {event.get("resume_at") for event in events if event.get("event") == "run_started"}
     return sorted(step for step in recorded if isinstance(step, int) and step > 0)

@@ -7,7 +7,7 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,7 +16,8 @@ import yaml
 from troupe.orchestrator.errors import TroupeError
 from troupe.orchestrator.insight.verdicts import data, learning, speed, updates
 from troupe.orchestrator.insight.verdicts.history import History
-from troupe.orchestrator.insight.verdicts.verdict import Level, Remedy, Verdict
+from troupe.orchestrator.insight.verdicts.verdict import Level, Name, Remedy, Verdict
+from troupe.orchestrator.live.run_state import RunState
 from troupe.orchestrator.plan.placement import demand, place, role_sizes
 from troupe.orchestrator.rollouts.evaluation_log import EVALUATIONS, comparable, read_evaluations
 from troupe.orchestrator.spec.base import RunSpec
@@ -27,40 +28,32 @@ from troupe.orchestrator.telemetry.console import EndLines
 from troupe.orchestrator.telemetry.event_log import EVALUATION, REWARDS
 from troupe.orchestrator.telemetry.run_folder import RunFolder
 
-FAILED: Final = "failed-run"
+_ENDS: Final[Mapping[str, tuple[Name, str]]] = {
+    "failed": ("failed-run", "The run has failed"),
+    "died": ("dead-run", "The run has died"),
+}
+"""The verdict, and its title, on a run in a state."""
 
 
 def failed(run: History) -> Iterator[Verdict]:
-    end = run.end
-    if end.get("how") != "failed":
+    if (end := _ENDS.get(run.state.name)) is None:
         return
-    why = ": ".join(str(end[name]) for name in ("error", "detail") if end.get(name)) or "its error is not recorded"
-    yield Verdict(
-        FAILED,
-        Level.PROBLEM,
-        "The run has failed",
-        f"It ended {f'after step {run.last_step}' if run.last_step else 'before its first step'}: {why}",
-        run.last_step,
-        remedies=(
-            Remedy("`troupe why RUN` shows what was known; `troupe run --resume` continues from its checkpoint."),
-        )
-        if run.last_step
-        else (),
-    )
+    resume = Remedy("`troupe why RUN` shows what was known; `troupe run --resume` continues from its checkpoint.")
+    why = run.state.detail or "its error is not recorded"
+    remedies = (resume,) if run.last_step else ()
+    yield Verdict(end[0], Level.PROBLEM, end[1], f"It ended {run.state.where}: {why}", run.last_step, remedies=remedies)
 
 
 def no_steps(run: History) -> Iterator[Verdict]:
-    how = run.end.get("how")
-    if run.last_step or how == "failed":
+    if run.last_step or run.state.name in _ENDS:
         return
-    yield Verdict(
-        "no-steps",
-        Level.WARNING,
-        "No step is recorded",
-        f"The run was {how} before its first step." if how else "It is starting, or has ended before its first step.",
-        0,
-        remedies=() if how else (Remedy("`troupe why RUN` tells whether it is still starting."),),
-    )
+    yield Verdict("no-steps", Level.WARNING, "No step is recorded", _NO_STEP.get(run.state.name, str(run.state)), 0)
+
+
+_NO_STEP: Final[Mapping[str, str]] = {
+    "running": "It is starting.",
+    "stopped": "The run was stopped before its first step.",
+}
 
 
 logger = logging.getLogger(__name__)
@@ -81,6 +74,7 @@ _EVALUATED = ("eval/",)
 _REWARDED = ("reward/", "groups/mixed")
 """Name prefixes of the metrics that each digest covers."""
 HEALTHY = "healthy: no check found anything wrong"
+SO_FAR = "no check found anything wrong so far"
 _OF_SPEED = frozenset({"slow-rewards", "starved-trainer", "starved-engines"})
 _INTERVAL = 20
 """The rules are applied again when the run has become longer by this part of its steps."""
@@ -182,9 +176,24 @@ def _at(step: int, starts: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     return {}
 
 
-def verdicts_of(run: RunFolder) -> list[Verdict]:
-    """The verdicts on what a run has recorded so far, problems first."""
-    return apply_rules(comparable_history(run, History.of(run.metrics(), run.spec, run.events())))
+@dataclass(frozen=True)
+class RunReport:
+    """What `troupe report --json` prints of a run."""
+
+    state: RunState
+    verdicts: tuple[Verdict, ...]
+    """Problems first."""
+
+    def lines(self) -> list[str]:
+        """What a terminal shows: the state, unless the run has finished, and the alarms or that there are none."""
+        finished = self.state.name == "finished"
+        return [*([] if finished else [str(self.state)]), *alarm_lines(self.verdicts, HEALTHY if finished else SO_FAR)]
+
+
+def report_of(run: RunFolder) -> RunReport:
+    """The state of a run, and the verdicts on what it has recorded so far."""
+    history = History.read(run, run.metrics())
+    return RunReport(history.state, tuple(apply_rules(comparable_history(run, history))))
 
 
 def alarm_lines(verdicts: Sequence[Verdict], healthy: str = HEALTHY) -> list[str]:
@@ -225,7 +234,8 @@ class RunningVerdicts:
 
     def at_end(self, complete: bool) -> EndLines:
         """What a terminal shows of all verdicts at the end of the run; `healthy` only of a complete one."""
-        verdicts = [one for one in self.final() if complete or one.name != FAILED]  # its error is shown
+        ends = {name for name, _ in _ENDS.values()}  # how it has ended is shown
+        verdicts = [one for one in self.final() if one.name not in ends]
         alarms = {one.name for one in verdicts if one.is_alarm}
         over = "; ".join(said.title for name, said in self._said.items() if name not in alarms)
         healthy = f"healthy at the end; no longer an alarm: {over}" if over else HEALTHY
@@ -243,7 +253,7 @@ class RunningVerdicts:
     def _found(self) -> list[Verdict]:
         """Verdicts so far; empty, with a line in the log, if the records cannot be read: no run ends for that."""
         try:
-            return verdicts_of(RunFolder(self._folder))
+            return [*report_of(RunFolder(self._folder)).verdicts]
         except (TroupeError, OSError) as error:
             logger.warning("no verdicts: %s", error)
             return []

@@ -8,6 +8,10 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean, median
 from typing import Any
 
+from troupe.orchestrator.live.lock import LockHolder
+from troupe.orchestrator.live.run_state import RunState, state_of
+from troupe.orchestrator.telemetry.run_folder import RunFolder
+
 SHORTEST = 3
 """Fewest values in a row that show something: one or two may be chance."""
 EQUAL = 1e-9
@@ -163,6 +167,14 @@ class History:
     events: Sequence[Mapping[str, Any]] = ()
     nulls: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Steps at which a metric was not finite."""
+    state: RunState = field(default_factory=RunState)
+
+    @classmethod
+    def read(cls, run: RunFolder, lines: Sequence[Mapping[str, Any]]) -> History:
+        """The history in a run's folder, with its state; `lines`: its metrics."""
+        found = cls.of(lines, run.spec, run.events())
+        total = int(found.get("schedule.steps", 0))
+        return replace(found, state=state_of(found.events, LockHolder.of(run.path), found.last_step, total))
 
     @classmethod
     def of(
@@ -248,12 +260,6 @@ class History:
         """The sources of a mixture; empty if there is one source."""
         sources = self.get("data.train")
         return [one for one in sources if isinstance(one, Mapping)] if isinstance(sources, list) else []
-
-    @property
-    def end(self) -> Mapping[str, Any]:
-        """The event with which the run ended last; empty if it has not ended since its last start."""
-        ends = [event for event in self.events if event.get("event") in ("run_started", "run_ended")]
-        return ends[-1] if ends and ends[-1]["event"] == "run_ended" else {}
 
     @property
     def alone(self) -> bool:

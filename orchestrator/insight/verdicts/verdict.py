@@ -15,6 +15,7 @@ from troupe.orchestrator.insight.verdicts.history import Stretch
 
 Name = Literal[
     "failed-run",
+    "dead-run",
     "no-steps",
     "entropy-collapse",
     "reward-hacking",

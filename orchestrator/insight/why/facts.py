@@ -20,7 +20,7 @@ import psutil
 from pydantic import TypeAdapter, ValidationError
 
 from troupe.orchestrator.cluster.inspection import NodeFacts, ProcessFacts
-from troupe.orchestrator.cluster.proc import started_at
+from troupe.orchestrator.cluster.proc import is_running
 from troupe.orchestrator.pools.engine import Queues
 from troupe.orchestrator.roles.names import role_of, section_of
 from troupe.workers.contract.atomic_file import write_atomic
@@ -154,11 +154,9 @@ class DriverSnapshot:
     def process(self) -> psutil.Process | None:
         """The driver's process on this machine; None if it has ended."""
         try:
-            process = psutil.Process(self.pid)
-            alive = process.status() != psutil.STATUS_ZOMBIE and started_at(self.pid) == self.started
+            return psutil.Process(self.pid) if is_running(self.pid, self.started) else None
         except psutil.Error:
             return None
-        return process if alive else None
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from troupe.orchestrator.cluster.inspection import ProcessFacts
 from troupe.orchestrator.cluster.proc import out_of_memory_kills, started_at
 from troupe.orchestrator.cluster.ray_cluster import Cluster
 from troupe.orchestrator.cluster.stack_dumps import thread_at
-from troupe.orchestrator.errors import StopRequested, UsageError
+from troupe.orchestrator.errors import StopRequested, TroupeError, UsageError
 from troupe.orchestrator.insight.why.diagnosis import diagnose
 from troupe.orchestrator.insight.why.facts import (
     ENDED,
@@ -41,9 +41,11 @@ from troupe.orchestrator.insight.why.facts import (
 )
 from troupe.orchestrator.insight.why.waiting import is_bounded, roles_behind
 from troupe.orchestrator.live.mailbox import Mailbox
+from troupe.orchestrator.live.run_state import run_state
 from troupe.orchestrator.pools.engine import Queues
 from troupe.orchestrator.roles.names import role_of, section_of
 from troupe.orchestrator.telemetry.console import Console
+from troupe.orchestrator.telemetry.run_folder import RunFolder
 from troupe.orchestrator.telemetry.timeline import DRIVER
 from troupe.workers.telemetry.stacks import FOLDER as STACKS
 from troupe.workers.telemetry.stacks import write_stacks_on_signal
@@ -88,7 +90,6 @@ class RunObserver:
         self._kills_before = out_of_memory_kills()
         self._closed = threading.Event()
         self._failed = False
-        self._refused = ""
         self._usual = (-1, 0.0)
         self._reported: set[object] = set()
         self._last_report = 0.0
@@ -117,10 +118,7 @@ class RunObserver:
         """An error that leaves the block is reported with all known facts, while the workers still exist."""
         try:
             yield
-        except StopRequested:
-            raise
-        except UsageError as error:  # no fact about processes explains it
-            self._refused = f"; {error}"
+        except (StopRequested, UsageError):  # no fact about processes explains it
             raise
         except Exception as error:
             self._fail(error)
@@ -134,9 +132,11 @@ class RunObserver:
         self._thread.join(_NODES_S)
         if self._failed:
             return
-        progress = self._console.progress()
-        summary = f"the run has ended: {progress.steps} of {progress.total} steps{self._refused}"
-        self._write_end(Diagnosis("ended", summary))
+        try:
+            ended = Diagnosis("ended", f"the run has {run_state(RunFolder(self._run_folder))}")
+            ENDED.write(self.folder, DiagnosisReport(time.time(), os.getpid(), ended))
+        except (TroupeError, OSError) as error:
+            logger.debug("no last report: %s", error)
 
     def facts(self, error: str = "") -> Facts:
         """All that is known now; blocks for one to some seconds."""
@@ -261,12 +261,6 @@ class RunObserver:
             keep_report(self.folder, report)
         except Exception as problem:
             logger.debug("no last report: %s: %s", type(problem).__name__, problem)
-
-    def _write_end(self, diagnosis: Diagnosis) -> None:
-        try:
-            ENDED.write(self.folder, DiagnosisReport(time.time(), os.getpid(), diagnosis))
-        except OSError as error:
-            logger.debug("no last report: %s", error)
 
     def _write_snapshot(self) -> None:
         cluster = self._cluster

@@ -76,7 +76,7 @@ def test_examples() -> None:
 
 
 def test_numbers_that_json_does_not_have_are_null() -> None:
-    state = JobState("j", "n", "FAILED", -math.inf, "m")
+    state = JobState("j", "n", "FAILED", "failed", -math.inf, "m")
     found = {"a": math.nan, "b": [math.inf, 1.5, True], "c": state, "d": Path("x")}
-    job = {"job": "j", "name": "n", "status": "FAILED", "seconds": None, "message": "m"}
+    job = {"job": "j", "name": "n", "status": "FAILED", "state": "failed", "seconds": None, "message": "m"}
     assert json.loads(json_text(found)) == {"a": None, "b": [None, 1.5, True], "c": job, "d": "x"}

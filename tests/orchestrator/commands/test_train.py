@@ -24,6 +24,7 @@ from troupe.orchestrator.runs import training as training_module
 from troupe.orchestrator.runs.session import RunRequest
 from troupe.orchestrator.spec.base import RESOLVED_SPEC
 from troupe.orchestrator.telemetry.console import Console
+from troupe.orchestrator.telemetry.event_log import EventLog, recorded_failure
 
 GRPO = ROOT / "deploy" / "specs" / "tiny-grpo.yaml"
 CHAIN = ROOT / "deploy" / "specs" / "tiny-three-stage.yaml"
@@ -42,7 +43,12 @@ def ends(monkeypatch: pytest.MonkeyPatch, tiny_model: Path) -> Callable[[Ends], 
             request.spec.write(request.out / RESOLVED_SPEC)
             shutil.copy(RECORDED / "sick-never-solved.jsonl", request.out / "metrics.jsonl")
             console.step(1, {"reward/mean": 0.0})
-            return end()
+            events = EventLog()
+            events.open(request.out, 0)
+            with recorded_failure(events):
+                outcome = end()
+            events.record("run_ended", how=outcome.how)
+            return outcome
 
         monkeypatch.setattr(training_module, "train", train)
 
@@ -114,7 +120,7 @@ def test_a_run_of_a_thousand_steps_that_was_asked_to_stop_leaves_its_records_to_
     assert result.stdout.splitlines()[-1].split("  ")[1] == f"troupe report {out}"
     shutil.rmtree(out)
     if end is asked:
-        assert troupe.run(GRPO, out=out).interrupted
+        assert troupe.run(GRPO, out=out).stopped
     else:
         with pytest.raises((StopRequested, KeyboardInterrupt)):
             troupe.run(GRPO, out=out)

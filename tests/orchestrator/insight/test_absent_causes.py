@@ -5,6 +5,8 @@ A rule without a case is a failure of the first test; so is a cause in a status 
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -18,6 +20,8 @@ from troupe.orchestrator.insight.verdicts.history import History
 from troupe.orchestrator.insight.why import diagnosis
 from troupe.orchestrator.insight.why.diagnosis import diagnose
 from troupe.orchestrator.insight.why.facts import Call, DriverFacts, Facts
+from troupe.orchestrator.live.lock import LockHolder
+from troupe.orchestrator.live.run_state import state_of
 from troupe.orchestrator.pools.engine import EngineQueue, Queues
 from troupe.orchestrator.telemetry.console import NO_UPDATE, note
 from troupe.orchestrator.telemetry.run_summary import RunSummary
@@ -33,7 +37,8 @@ def record(spec: Json | None = None, events: tuple[Json, ...] = (), steps: int =
     for line in lines:
         for name, value in metrics.items():
             line[name.replace("__", "/")] = value(line["step"]) if callable(value) else value
-    return History.of(lines, spec or {}, events)
+    state = state_of(events, None, steps, STEPS)
+    return replace(History.of(lines, spec or {}, events), state=state)
 
 
 def late(before: float, after: float) -> Callable[[int], float]:
@@ -43,6 +48,12 @@ def late(before: float, after: float) -> Callable[[int], float]:
 
 def rising(first: float, slope: float) -> Callable[[int], float]:
     return lambda step: first + slope * step
+
+
+def killed(found: History) -> History:
+    """The record of a run whose process has left its lock."""
+    holder = LockHolder("me", socket.gethostname(), os.getpid(), 1, 0.0, "troupe run")
+    return replace(found, state=state_of(found.events, holder, found.last_step, STEPS))
 
 
 BATCH = {"schedule": {"prompts_per_step": 4}, "algorithm": {"group_size": 8}, "sampling": {"max_tokens": 64}}
@@ -58,6 +69,7 @@ BOTH_CUT: Json = CUT | {"source__b__truncated": 0.9}
 SHORT_CUT: Json = BOTH_CUT | {"source__a__truncated": 0.0}
 STARTED = {"event": "run_started", "resume_at": 0}
 FAILED = {"event": "run_ended", "how": "failed", "error": "WorkerError", "detail": "rollout-0.generate: no restarts"}
+FINISHED = {"event": "run_ended", "how": "finished"}
 RESUMED = {"event": "run_started", "resume_at": 12}
 
 CLAIMS: dict[str, tuple[tuple[str, History, History], ...]] = {
@@ -65,12 +77,18 @@ CLAIMS: dict[str, tuple[tuple[str, History, History], ...]] = {
         (
             "WorkerError: rollout-0.generate",
             record(events=(STARTED, FAILED), a=1.0),
-            record(events=(STARTED, FAILED, RESUMED), a=1.0),
+            record(events=(STARTED, FAILED, RESUMED, FINISHED), a=1.0),
         ),
-        ("The run has failed", record(events=(FAILED,)), record(events=({"event": "run_ended", "how": "finished"},))),
+        (
+            "killed (SIGKILL), or exited at once",
+            killed(record(events=(STARTED,), a=1.0)),
+            record(events=(STARTED,), a=1.0),
+        ),
+        ("The run has died", record(events=(STARTED,), a=1.0), record(events=(STARTED, FINISHED), a=1.0)),
+        ("The run has failed", record(events=(FAILED,)), record(events=(FINISHED,))),
     ),
     "no_steps": (
-        ("No step is recorded", record(steps=0), record(a=1.0)),
+        ("not started", record(steps=0), record(a=1.0)),
         ("was stopped before", record(steps=0, events=({"event": "run_ended", "how": "stopped"},)), record(steps=0)),
     ),
     "entropy_collapse": (

@@ -126,6 +126,7 @@ class Details:
     end_time: int | None = 61_000
     message: str | None = "Driver exited\nsomewhere"
     metadata: dict[str, str] | None = None
+    driver_exit_code: int | None = 1
 
 
 class Client:
@@ -223,8 +224,29 @@ def test_a_path_that_does_not_exist_is_refused(tmp_path: Path) -> None:
 def test_jobs_are_listed_one_line_each_newest_first(server: JobServer) -> None:
     lines = [state.line() for state in server.jobs()]
     assert lines == ["new: SUCCEEDED, 1 s", "old: FAILED, 60 s: Driver exited"]
-    assert server.state("mine") == JobState("mine", "tiny", "STOPPED", 60.0, "")
+    assert server.state("mine") == JobState("mine", "tiny", "STOPPED", "stopped", 60.0, "")
     assert server.state("mine").line() == "mine (tiny): STOPPED, 60 s"
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "state"),
+    [
+        (JobStatus.PENDING, None, "not started"),
+        (JobStatus.RUNNING, None, "running"),
+        (JobStatus.SUCCEEDED, 0, "finished"),
+        (JobStatus.STOPPED, None, "stopped"),
+        (JobStatus.FAILED, 130, "stopped"),
+        (JobStatus.FAILED, 1, "failed"),
+        (JobStatus.FAILED, None, "failed"),
+        (JobStatus.FAILED, 137, "died"),
+        (JobStatus.FAILED, -9, "died"),
+    ],
+)
+def test_a_job_has_the_state_of_its_run(
+    status: JobStatus, code: int | None, state: str, server: JobServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client(server), "get_job_info", lambda job: Details(job, status, driver_exit_code=code))
+    assert server.state("x").state == state
 
 
 def test_an_unknown_job_gives_a_one_line_error(server: JobServer) -> None:

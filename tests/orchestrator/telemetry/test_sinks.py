@@ -13,7 +13,7 @@ import sys
 import threading
 import urllib.request
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -24,6 +24,7 @@ from troupe.orchestrator.spec.errors import SpecError
 from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.orchestrator.spec.sections import BaseOutput, PrometheusConfig
 from troupe.orchestrator.telemetry import sinks
+from troupe.orchestrator.telemetry.event_log import Ended
 from troupe.orchestrator.telemetry.json_lines import JsonLinesFile
 from troupe.orchestrator.telemetry.metrics import metric_named
 from troupe.orchestrator.telemetry.sinks import (
@@ -166,14 +167,14 @@ class Slow:
     def __init__(self) -> None:
         self.answers = threading.Event()
         self.written: list[int] = []
-        self.closed = False
+        self.closed = ""
 
     def write(self, step: int, metrics: Metrics) -> None:
         self.answers.wait()
         self.written.append(step)
 
-    def close(self) -> None:
-        self.closed = True
+    def close(self, how: str) -> None:
+        self.closed = how
 
 
 def test_a_tracker_that_does_not_answer_delays_neither_a_step_nor_the_end(
@@ -185,11 +186,11 @@ def test_a_tracker_that_does_not_answer_delays_neither_a_step_nor_the_end(
     for step in range(3):
         sink.write(step, {"a": 1.0})  # returns at once
     assert slow.written == []
-    sink.close()
+    sink.close("stopped")
     assert "slow does not answer" in caplog.text
     slow.answers.set()
     sink._thread.join(5.0)
-    assert slow.written == [0, 1, 2] and slow.closed
+    assert slow.written == [0, 1, 2] and slow.closed == "stopped"
 
 
 def test_a_tracker_that_fails_is_one_warning_and_a_count(caplog: pytest.LogCaptureFixture) -> None:
@@ -349,4 +350,27 @@ def test_mlflow_without_a_server_has_one_run_over_a_resume(tmp_path: Path) -> No
     history = sink._client.get_metric_history(sink._id, "reward/mean")
     assert [(entry.step, entry.value) for entry in history] == [(1, 0.25), (2, 0.5), (3, 0.75), (3, 0.75), (4, 1.0)]
     assert sink._client.get_run(sink._id).data.params["roles.policy.workers"] == "2"
-    sink.close()
+    for how, status in zip(get_args(Ended), ("FINISHED", "KILLED", "FAILED"), strict=True):
+        sink.close(how)
+        assert sink._client.get_run(sink._id).info.status == status
+
+
+def test_a_tracker_is_told_how_the_run_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """wandb shows exit code 255 as killed; swanlab's states are in its `FinishType`."""
+    told: list[dict[str, Any]] = []
+
+    class Module:
+        def init(self, **_: Any) -> Module:
+            return self
+
+        def define_metric(self, *_: Any, **__: Any) -> None: ...
+
+        def finish(self, **how: Any) -> None:
+            told.append(how)
+
+    for name in ("wandb", "swanlab", "trackio"):
+        monkeypatch.setitem(sys.modules, name, Module())
+        for how in get_args(Ended):
+            MetricSinks.open(LoggedRun(tmp_path), BaseOutput(sinks=(name,))).close(how)
+    assert told[:3] == [{"exit_code": code} for code in (0, 255, 1)]
+    assert told[3:] == [*({"state": state} for state in ("success", "aborted", "crashed")), {}, {}, {}]

@@ -24,7 +24,7 @@ const change = (one) => (one ? `${short(Number(one.first.toPrecision(3)))} → $
 
 function health(run) {
   const bad = run.verdicts.filter((verdict) => verdict.level !== 'note');
-  if (!bad.length) return el('span', { class: 'chip good', text: 'healthy' });
+  if (!bad.length) return run.state === 'finished' ? el('span', { class: 'chip good', text: 'healthy' }) : el('span', { class: 'chip note', text: run.state });
   const level = bad.some((verdict) => verdict.level === 'problem') ? 'problem' : 'warning';
   return el('a', { class: `chip ${level}`, href: '#verdicts', text: bad.length === 1 ? bad[0].title : `${bad.length} findings`, title: bad.map((verdict) => verdict.title).join('; ') });
 }

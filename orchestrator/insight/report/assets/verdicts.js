@@ -1,6 +1,7 @@
 // What is wrong with each run.
 
 const FOLDED = 4; // From so many runs on, the verdicts of each are folded.
+const STATES = { running: 'Running.', stopped: 'Stopped before its last step.', unknown: 'How it ended is not recorded.' };
 const LEVELS = { problem: 'Problem', warning: 'Warning', note: 'Note' };
 
 function verdictSection(app) {
@@ -19,6 +20,7 @@ function verdictSection(app) {
 function healthBanner(run) {
   const bad = run.verdicts.filter((verdict) => verdict.level !== 'note');
   if (!run.steps_done && !Object.keys(run.metrics).length) return el('p', { class: 'banner quiet' }, 'No step is recorded yet.');
+  if (!bad.length && run.state !== 'finished') return el('p', { class: 'banner quiet' }, el('b', { text: `${STATES[run.state]} ` }), 'No check has found anything wrong so far.');
   if (!bad.length) return el('p', { class: 'banner good' }, el('b', { text: 'Healthy. ' }), 'No check found anything wrong with this run.');
   const worst = bad.some((verdict) => verdict.level === 'problem') ? 'bad' : 'warn';
   const what = bad.length === 1 ? 'One thing needs' : `${bad.length} things need`;

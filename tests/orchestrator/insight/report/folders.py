@@ -115,7 +115,7 @@ def write_spans(folder: Path, step: int) -> None:
 
 
 def events(steps: int) -> list[dict[str, Any]]:
-    """A start, a weight update for each step, and a drop."""
+    """A start, a weight update for each step, a drop, and the end."""
     found: list[dict[str, Any]] = [{"time": 1.8e9, "step": 0, "event": "run_started", "resume_at": 0}]
     for step in range(1, steps + 1):
         digest = f"{step:032x}"
@@ -124,6 +124,7 @@ def events(steps: int) -> list[dict[str, Any]]:
             {"time": 1.8e9 + 3 * step, "step": step, "event": "weights", **weights, "engines": {"rollout-0": digest}}
         )
     found.append({"time": 1.8e9 + 9, "step": 2, "event": "dropped", "reason": "no number", "samples": 2})
+    found.append({"time": 1.8e9 + 3 * steps, "step": steps, "event": "run_ended", "how": "finished"})
     return found
 
 

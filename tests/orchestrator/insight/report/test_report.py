@@ -300,7 +300,7 @@ def test_the_command_writes_into_the_run_and_refuses_what_is_no_run(run: RunFold
     assert result.exit_code == 0 and f"wrote {run.path}/report.html" in result.stdout
     assert f"{run.path}: warning" in result.stdout or "healthy" in result.stdout
     verdicts = CliRunner().invoke(app, ["report", str(run.path), "--json"])
-    assert isinstance(json.loads(verdicts.stdout)[str(run.path)], list)
+    assert json.loads(verdicts.stdout)[str(run.path)].keys() == {"state", "verdicts"}
     page = CliRunner().invoke(app, ["report", str(run.path), "-o", "-"])
     assert page.stdout.startswith("<!doctype html>") and page.stdout.rstrip().endswith("</html>")
     missing = CliRunner().invoke(app, ["report", str(tmp_path / "nothing")])

@@ -13,11 +13,12 @@ from typer.testing import CliRunner
 
 from troupe.orchestrator.cli import app
 from troupe.orchestrator.commands.options import json_text
-from troupe.orchestrator.insight.verdicts.apply import apply_rules, fits
+from troupe.orchestrator.insight.verdicts.apply import RunReport, apply_rules, fits
 from troupe.orchestrator.insight.verdicts.history import History
 from troupe.orchestrator.insight.verdicts.learning import smaller_steps
 from troupe.orchestrator.insight.verdicts.speed import growing_memory
 from troupe.orchestrator.insight.verdicts.verdict import Level
+from troupe.orchestrator.live.run_state import RunState
 
 from .cases import HELD_OUT, TUNED, Case, lines_of, spec_of
 
@@ -71,12 +72,12 @@ def test_a_curriculum_is_proposed_where_the_reward_says_what_is_solved(function:
 
 
 def test_what_is_printed_for_programs_follows_the_published_schema() -> None:
-    found = {case.name: apply_rules(case.history()) for case in CASES[:6]}
+    found = {case.name: RunReport(RunState(), tuple(apply_rules(case.history()))) for case in CASES[:6]}
     printed = json.loads(json_text(found))
     schema = json.loads(CliRunner().invoke(app, ["schema", "report"]).stdout)
     jsonschema.validate(printed, schema)
     assert jsonschema.Draft202012Validator(schema).is_valid({"run": [{}]}) is False
-    for remedy in (remedy for verdicts in found.values() for verdict in verdicts for remedy in verdict.remedies):
+    for remedy in (remedy for one in found.values() for verdict in one.verdicts for remedy in verdict.remedies):
         assert all(f"--set {shlex.quote(value)}" in remedy.line for value in remedy.set)
         assert bool(remedy.set) is bool(remedy.spec)
 

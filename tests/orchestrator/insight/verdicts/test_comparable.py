@@ -10,7 +10,7 @@ import pytest
 
 from tests.fakes import fake_spec
 from troupe.orchestrator.insight.report.overview import overview
-from troupe.orchestrator.insight.verdicts.apply import comparable_history, verdicts_of
+from troupe.orchestrator.insight.verdicts.apply import comparable_history, report_of
 from troupe.orchestrator.insight.verdicts.history import History
 from troupe.orchestrator.rollouts.evaluation_log import EVALUATIONS
 from troupe.orchestrator.spec.derived.digests import evaluation_digest, reward_digest
@@ -47,7 +47,7 @@ def test_a_harder_evaluation_after_a_resumption_is_no_loss_of_quality(tmp_path: 
     }
     run = write(tmp_path, metrics, [], {step: "hard" if step > 6 else "easy" for step in range(STEPS + 1)})
     assert evaluated(run) == set(range(7, STEPS + 1))
-    assert "reward-hacking" not in {verdict.name for verdict in verdicts_of(run)}
+    assert "reward-hacking" not in {verdict.name for verdict in report_of(run).verdicts}
     page = overview(run)
     assert page["outcome"]["held_out"] == {"name": "eval/reward", "first": 0.3 + 0.02 * 7, "last": 0.3 + 0.02 * 12}
     assert "reward-hacking" not in {verdict["name"] for verdict in page["verdicts"]}
@@ -65,7 +65,7 @@ def test_offline_training_is_judged_on_one_evaluation(tmp_path: Path, before: st
         {"resume_at": 6, "evaluation": "a"},
     ]
     run = write(tmp_path, {"eval/loss": lambda step: (2.0 if step > 6 else 1.0) - 0.01 * step}, starts)
-    assert ("overfitting" in {verdict.name for verdict in verdicts_of(run)}) is overfits
+    assert ("overfitting" in {verdict.name for verdict in report_of(run).verdicts}) is overfits
     assert evaluated(run) == set(range(STEPS + 1) if overfits else range(7, STEPS + 1))
 
 
@@ -87,10 +87,10 @@ def test_rewards_of_another_kind_do_not_fall(tmp_path: Path) -> None:
     }
     starts: list[Json] = [{"resume_at": 0, "rewards": "a"}, {"resume_at": 6, "rewards": "a"}]
     same = write(tmp_path, metrics, starts)
-    assert {"reward-falls", "no-signal"} <= {verdict.name for verdict in verdicts_of(same)}
+    assert {"reward-falls", "no-signal"} <= {verdict.name for verdict in report_of(same).verdicts}
     starts[1]["rewards"] = "b"
     changed = write(tmp_path, metrics, starts)
-    assert not {"reward-falls", "no-signal"} & {verdict.name for verdict in verdicts_of(changed)}
+    assert not {"reward-falls", "no-signal"} & {verdict.name for verdict in report_of(changed).verdicts}
     assert overview(changed)["outcome"]["learned"]["first"] == pytest.approx(0.202)
 
 

@@ -20,7 +20,7 @@ from troupe.orchestrator.cluster.process_watch import Process
 from troupe.orchestrator.errors import NeverFits, WorkerDied
 from troupe.orchestrator.insight.why.observer import RunObserver
 from troupe.orchestrator.telemetry.console import Console
-from troupe.orchestrator.telemetry.event_log import EventLog
+from troupe.orchestrator.telemetry.event_log import EventLog, recorded_failure
 from troupe.orchestrator.telemetry.timeline import CallLog
 from troupe.workers.contract.atomic_file import write_atomic
 
@@ -56,6 +56,10 @@ async def main(folder: Path, what: str) -> None:
         cluster.calls.begin("policy-0", "update", 600.0)
         observer._write_snapshot()
         write_atomic(folder / "ready", str(worker.pid).encode())
+        write_atomic(folder / "spec.yaml", b"schedule: {steps: 2}")
+        if what.startswith("ends"):
+            cluster.events.open(folder, 0)
+            cluster.events.record("run_ended", how="stopped")
         if what == "ends":
             worker.kill()
             return
@@ -73,7 +77,9 @@ async def main(folder: Path, what: str) -> None:
                     re.match(r"(a+)+$", "a" * 60 + "b")
                 case "is refused":
                     worker.kill()
-                    raise NeverFits("no node is large enough")
+                    cluster.events.open(folder, 0)
+                    with recorded_failure(cluster.events):
+                        raise NeverFits("no node is large enough")
                 case _:
                     worker.kill()
                     await worker.wait()

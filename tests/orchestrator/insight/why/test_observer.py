@@ -128,17 +128,19 @@ def test_the_last_report_of_a_run_that_failed_is_kept(tmp_path: Path) -> None:
 def test_a_run_that_has_ended_says_so(tmp_path: Path) -> None:
     with observed(tmp_path, "ends") as driver:
         driver.wait(WAIT_S)
-        assert ask(tmp_path)["summary"] == "the run has ended: 0 of 0 steps"
+        assert ask(tmp_path)["summary"] == "the run has stopped before its first step"
 
 
 def test_a_run_that_was_refused_says_why(tmp_path: Path) -> None:
     with observed(tmp_path, "is refused") as driver:
         driver.wait(WAIT_S)
-        assert ask(tmp_path)["summary"] == "the run has ended: 0 of 0 steps; no node is large enough"
+        assert (
+            ask(tmp_path)["summary"] == "the run has failed before its first step: NeverFits: no node is large enough"
+        )
 
 
 def test_why_of_a_run_that_has_ended_names_the_report() -> None:
-    report = DiagnosisReport(0.0, 1, Diagnosis("ended", "the run has ended: 2 of 2 steps"), 0.0)
+    report = DiagnosisReport(0.0, 1, Diagnosis("ended", "the run has finished after 2 of 2 steps"), 0.0)
     said = text_of(report, Path("runs/my run")).splitlines()[1:]
     assert said == ["  what it learned, or why it did not: `troupe report 'runs/my run'`"]
 
@@ -148,7 +150,7 @@ def test_a_stage_that_has_ended_says_so_while_its_process_runs_the_next_one(tmp_
         deadline = time.monotonic() + WAIT_S
         while not (tmp_path / FOLDER / ENDED.name).exists() and time.monotonic() < deadline:
             time.sleep(0.05)
-        assert ask(tmp_path)["summary"] == "the run has ended: 0 of 0 steps"
+        assert ask(tmp_path)["summary"] == "the run has stopped before its first step"
 
 
 def test_a_folder_without_a_run_is_a_mistake_of_the_user(tmp_path: Path) -> None:

@@ -13,11 +13,14 @@ import shlex
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+from troupe.orchestrator.cluster.proc import is_running, started_at
 from troupe.orchestrator.errors import UsageError
 from troupe.workers.contract.atomic_file import PRIVATE, write_atomic
 
@@ -27,6 +30,8 @@ LOCK_FILE = "run.lock"
 """Name of the file in the run folder; it stays there, and is locked only while a run is active."""
 _UNSUPPORTED = frozenset({errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS})
 _LONGEST_COMMAND = 200
+_SILENT_S = 120.0
+"""A process on another host counts as dead if it has not renewed its lock for this long."""
 _LOOK_S = 1.0
 """Interval at which a run checks that its folder exists."""
 
@@ -58,6 +63,7 @@ class RunLock:
                     return False
                 held = os.fstat(self._file)
             if os.path.samestat(held, self._path.stat()):
+                os.utime(self._path)  # other hosts cannot see the process
                 return False
         except FileNotFoundError:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -68,8 +74,11 @@ class RunLock:
             return not self._closed
 
     def close(self) -> None:
+        """Releases the lock, and empties the file: it names who holds it, or died with it."""
         with self._changing:
             self._closed = True
+            with suppress(OSError):
+                os.ftruncate(self._file, 0)
             os.close(self._file)
         self._name.close()
 
@@ -84,6 +93,49 @@ class RunLock:
             os.close(descriptor)
             raise
         return descriptor
+
+
+@dataclass(frozen=True)
+class LockHolder:
+    """The process that has locked a run folder and has not released it."""
+
+    user: str
+    host: str
+    pid: int
+    started: int
+    """Start of the process, as the kernel counts: a process id may be reused."""
+    since: float
+    """When it locked the folder, in seconds since 1970."""
+    command: str
+    silent_s: float = 0.0
+    """Seconds since it renewed the lock."""
+
+    @classmethod
+    def of(cls, folder: Path) -> LockHolder | None:
+        """The holder that the file names, or None if it names none."""
+        file = folder / LOCK_FILE
+        try:
+            facts, silent_s = json.loads(file.read_text()), time.time() - file.stat().st_mtime
+            return cls(**facts | {"since": datetime.fromisoformat(facts["since"]).timestamp(), "silent_s": silent_s})
+        except (OSError, ValueError, KeyError, TypeError):  # there is none, or it is just being written
+            return None
+
+    @property
+    def is_active(self) -> bool:
+        """Whether the process runs; of another host's, whether it has renewed the lock lately."""
+        return is_running(self.pid, self.started) if self._is_local else self.silent_s < _SILENT_S
+
+    @property
+    def absence(self) -> str:
+        """What is known about the end of a process that is not active."""
+        process = f"process {self.pid} on {self.host}"
+        if not self._is_local:
+            return f"{process} has not renewed its lock for {self.silent_s:.0f} s"
+        return f"{process} has left no record of its end: it was killed (SIGKILL), or exited at once (a second Ctrl-C)"
+
+    @property
+    def _is_local(self) -> bool:
+        return self.host == socket.gethostname()
 
 
 @contextmanager
@@ -154,7 +206,11 @@ def _flock(descriptor: int, path: Path) -> None:
 
 
 def _taken(folder: Path) -> UsageError:
-    return UsageError(f"{folder}: {_holder(folder / LOCK_FILE)}; stop it (`troupe stop`), or use another --out")
+    who, held = LockHolder.of(folder), "a run is active in it"
+    if who is not None:
+        since = datetime.fromtimestamp(who.since, UTC).isoformat()
+        held += f" (process {who.pid} of {who.user} on {who.host}, since {since}: {who.command})"
+    return UsageError(f"{folder}: {held}; stop it (`troupe stop`), or use another --out")
 
 
 @contextmanager
@@ -171,6 +227,7 @@ def _own_facts() -> dict[str, object]:
         "user": _user(),
         "host": socket.gethostname(),
         "pid": os.getpid(),
+        "started": started_at(os.getpid()),
         "since": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join(sys.argv)[:_LONGEST_COMMAND],
     }
@@ -181,13 +238,3 @@ def _user() -> str:
         return getpass.getuser()
     except (KeyError, OSError):  # containers run under ids without a name
         return str(os.getuid())
-
-
-def _holder(path: Path) -> str:
-    """Who holds the lock, as far as its file says."""
-    try:
-        facts = json.loads(path.read_text())
-        process = f"process {int(facts['pid'])} of {facts['user']} on {facts['host']}"
-        return f"a run is active in it ({process}, since {facts['since']}: {facts['command']})"
-    except (OSError, ValueError, KeyError, TypeError):  # it is just being written
-        return "a run is active in it"
