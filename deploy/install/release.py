@@ -1,7 +1,7 @@
 """Build a release into a folder: `python -m deploy.install.release dist`, which `make release` runs; uploads nothing.
 
 Writes the wheel, the source distribution, a bill of materials for each lock (CycloneDX 1.6) and `SHA256SUMS`. Checks
-what an upload is refused for: metadata that is not valid, and a version that the changelog does not name.
+what an upload is refused for: metadata that is not valid, and a version that the changelog does not name, or not with all of its changes.
 """
 
 from __future__ import annotations
@@ -73,6 +73,16 @@ def metadata_of(file: Path) -> Metadata:
         return Metadata.from_email(member.read() if member else b"", validate=True)
 
 
+def changelog_problem(text: str, version: str) -> str:
+    """Why this version is not released with a changelog, or empty."""
+    unreleased = text.partition("## [Unreleased]")[2].partition("\n## [")[0]
+    if entries := sum(line.startswith("- ") for line in unreleased.splitlines()):
+        return (
+            f"CHANGELOG.md has {entries} entries under [Unreleased], which {version} contains: move them to [{version}]"
+        )
+    return "" if f"## [{version}]" in text else f"CHANGELOG.md has no section [{version}]"
+
+
 def main() -> None:
     """Build and check everything; exit with the first reason why it cannot be uploaded."""
     target = Path(sys.argv[1])
@@ -81,8 +91,8 @@ def main() -> None:
     target.mkdir(parents=True, exist_ok=True)
     files = list(build(target))
     (version,) = {str(metadata_of(file).version) for file in files}
-    if f"## [{version}]" not in (ROOT / "CHANGELOG.md").read_text() and not os.environ.get("TRIAL"):
-        raise SystemExit(f"CHANGELOG.md has no section [{version}]; TRIAL=1 builds without")
+    if (problem := changelog_problem((ROOT / "CHANGELOG.md").read_text(), version)) and not os.environ.get("TRIAL"):
+        raise SystemExit(f"{problem}; TRIAL=1 builds as it is")
     for lock in (CPU.lock, GPU.lock):
         files.append(target / f"troupe_rl-{version}-{lock.stem}.cdx.json")
         files[-1].write_text(json.dumps(bill_of_materials(lock, version), indent=1) + "\n")

@@ -40,6 +40,20 @@ def test_a_release_has_everything_and_its_sums_are_right(
         release.main()
 
 
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("## [Unreleased]\n\n## [0.2.0] - 2026-11-30\n\n- a\n\n## [0.1.0]\n\n- b\n", ""),
+        ("## [0.2.0] - 2026-11-30\n\n- a\n", ""),
+        ("## [Unreleased]\n\n### Added\n\n- a\n  more\n- b\n\n## [0.2.0]\n\n- c\n", "has 2 entries under [Unreleased]"),
+        ("## [Unreleased]\n\n## [0.1.0]\n\n- b\n", "has no section [0.2.0]"),
+    ],
+)
+def test_a_changelog_names_a_version_with_all_of_its_changes(text: str, problem: str) -> None:
+    found = release.changelog_problem(text, "0.2.0")
+    assert problem in found and bool(found) is bool(problem)
+
+
 def test_a_version_that_the_changelog_does_not_name_is_not_released(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -47,5 +61,6 @@ def test_a_version_that_the_changelog_does_not_name_is_not_released(
     monkeypatch.delenv("TRIAL", raising=False)
     monkeypatch.setattr(release, "build", lambda target: (target / "a.whl", target / "a.tar.gz"))
     monkeypatch.setattr(release, "metadata_of", lambda file: type("Found", (), {"version": "99.0"}))
+    monkeypatch.setattr(release, "changelog_problem", lambda text, version: f"no section [{version}]")
     with pytest.raises(SystemExit, match=r"no section \[99.0\]"):
         release.main()
