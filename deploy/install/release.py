@@ -1,7 +1,8 @@
 """Build a release into a folder: `python -m deploy.install.release dist`, which `make release` runs; uploads nothing.
 
 Writes the wheel, the source distribution, a bill of materials for each lock (CycloneDX 1.6) and `SHA256SUMS`. Checks
-what an upload is refused for: metadata that is not valid, and a version that the changelog does not name, or not with all of its changes.
+what an upload is refused for: metadata that is not valid, and a version that the changelog does not name with all of
+its changes.
 """
 
 from __future__ import annotations
@@ -77,9 +78,7 @@ def changelog_problem(text: str, version: str) -> str:
     """Why this version is not released with a changelog, or empty."""
     unreleased = text.partition("## [Unreleased]")[2].partition("\n## [")[0]
     if entries := sum(line.startswith("- ") for line in unreleased.splitlines()):
-        return (
-            f"CHANGELOG.md has {entries} entries under [Unreleased], which {version} contains: move them to [{version}]"
-        )
+        return f"CHANGELOG.md has {entries} entries under [Unreleased]: move them to the section [{version}]"
     return "" if f"## [{version}]" in text else f"CHANGELOG.md has no section [{version}]"
 
 
