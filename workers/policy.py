@@ -21,6 +21,7 @@ from troupe.workers.algorithms.policy_loss import (
     policy_loss,
     policy_tokens,
 )
+from troupe.workers.algorithms.score_centering import SamplerTokens
 from troupe.workers.algorithms.train_batch import prepare
 from troupe.workers.contract.algorithm_config import DistillConfig, PolicyLossConfig
 from troupe.workers.contract.config import PolicyConfig
@@ -43,7 +44,7 @@ from troupe.workers.contract.weight_backends import BACKENDS
 from troupe.workers.data.teacher_prompts import TeacherPrompts
 from troupe.workers.data.texts import cut_sources, text_batches
 from troupe.workers.data.tokenizer import load_tokenizer
-from troupe.workers.models.distillation import SquareSums, top_tokens
+from troupe.workers.models.distillation import LogitsReader, SquareSums, top_tokens
 from troupe.workers.models.modeling import CausalLogprobs, evaluating, longest_row, score_plan
 from troupe.workers.models.route_replay import RouteReplay
 from troupe.workers.models.token_batch import TokenBatch, TokenTable
@@ -74,6 +75,10 @@ class PolicyWorker(TrainingRank[PolicyConfig]):
     @property
     def _distill(self) -> DistillConfig:
         return self._config.loss.distill
+
+    @property
+    def _reads_logits(self) -> bool:
+        return self._config.loss.reads_logits
 
     @property
     def _shares_memory(self) -> bool:
@@ -259,13 +264,21 @@ class PolicyWorker(TrainingRank[PolicyConfig]):
         loss = -logprobs.sum() / max(total_tokens, 1)
         return micro_batch, LossOutput(self._config.ptx_coef * loss, {"ptx_loss": loss.detach()}, sums={}, maxima={})
 
+    def _reader(self, table: TokenTable, micro_batch: TokenBatch) -> tuple[LogitsReader | None, tuple[str, ...]]:
+        """What reads more of a micro-batch's distributions than the sampled token, and the fields of `PolicyTokens`
+        that it reads."""
+        loss = self._config.loss
+        if loss.recorded_top_k:
+            return SamplerTokens(*table.likeliest(micro_batch), loss.importance), ("centering", "sampler_mass")
+        return (self._teacher(table, micro_batch), ("divergences",)) if loss.distill.coef else (None, ())
+
     def _of_rollouts(
         self, table: TokenTable, plan: RankPlan, kl_old_coef: float, rows: Sequence[int], forward: Forward
     ) -> tuple[TokenBatch, LossOutput]:
         micro_batch, loss = table.cut(rows, plan).to(self.engine.device), self._config.loss
+        reader, names = self._reader(table, micro_batch)
         # A likelihood does not depend on who sampled a token: it is the model's own.
-        reader = self._teacher(table, micro_batch) if loss.distill.coef else None
-        logprobs, entropy, *compared = (
+        logprobs, entropy, *read = (
             forward(batch=micro_batch, reader=reader)
             if loss.has_ratio
             else forward(batch=replace(micro_batch, kept=None), temperature=1.0, reader=reader)
@@ -279,7 +292,7 @@ class PolicyWorker(TrainingRank[PolicyConfig]):
             found = policy_tokens(table, micro_batch, plan, own, max_tokens, logprobs, entropy)
             if self._natural is not None and found.old_logprobs is None:
                 raise ValueError("the line search compares with the policy of before: the batch lacks old_logprobs")
-            return replace(found, divergences=compared[0] if compared else None)
+            return replace(found, **dict(zip(names, read, strict=True)))
 
         if not self._config.source_losses:
             return micro_batch, policy_loss(tokens(loss), loss, kl_old_coef)

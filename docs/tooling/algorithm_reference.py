@@ -28,6 +28,7 @@ RATIOS = {
     "divergence": "masked: a token whose probability is too far from the sampler's, in the direction of its advantage, "
     "has no gradient, whatever its `r`",
     "cispo": "a truncated weight: every token keeps its gradient",
+    "score_centering": "none: a detached weight of the policy that is trained, minus the mean that it gives to a score",
     "likelihood": "none: the objective is the likelihood of chosen samples, whoever sampled them",
 }
 """What the ratio does in each objective of a row."""

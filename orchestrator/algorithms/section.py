@@ -33,6 +33,7 @@ from troupe.workers.contract.algorithm_config import (
     AdvantageConfig,
     CriticLossConfig,
     CustomConfig,
+    ImportanceConfig,
     NaturalGradientConfig,
     PolicyLossConfig,
 )
@@ -84,6 +85,12 @@ class NaturalGradientSection(Frozen):
     """TRPO's step (trpo)."""
 
 
+@overrides({ImportanceConfig: ""})
+class ImportanceSection(Frozen):
+    """Correction for the difference between sampler and trainer: w = pi_old / pi_rollout of a token. With it the
+    objective is decoupled PPO's (arXiv 2110.00641): the ratio is clipped around pi_old."""
+
+
 @overrides(
     dict.fromkeys((PolicyLossConfig, AdvantageConfig, CriticLossConfig), ""), without=ROW_ONLY | KL_FIELDS | SECTIONS
 )
@@ -109,6 +116,8 @@ class AlgorithmConfig(Frozen):
     """Limit on the divergence of a step (ppo_kl_limit)."""
     natural_gradient: NaturalGradientSection | None = None
     """TRPO's step (trpo)."""
+    importance: ImportanceSection | None = None
+    """Correction for the difference between sampler and trainer."""
     distill: DistillSection | None = None
     """Divergence from the teachers, over their likeliest tokens or the whole vocabulary."""
     kl_stop: float | None = Field(default=None, ge=0.0)
@@ -144,7 +153,9 @@ class AlgorithmConfig(Frozen):
         return self
 
 
-_OF_UPDATE = frozenset(("kl_coef", "kl_estimator", "entropy_coef", "importance", "distill", "observation_coef"))
+_OF_UPDATE = frozenset(
+    ("kl_coef", "kl_estimator", "entropy_coef", "importance", "distill", "observation_coef", "sampler_top_k")
+)
 """Fields of a loss that a source with the loss of another algorithm has from the run's."""
 
 
@@ -190,6 +201,7 @@ RUN_LOSSES: tuple[tuple[str, Callable[[Algorithm], bool]], ...] = (
     ("has no ratio and trains at temperature 1", lambda row: not row.loss.has_ratio),
     ("limits the step of a whole update", lambda row: bool(row.kl_penalty or row.trust_region or row.natural_gradient)),
     ("chooses tokens of a whole batch", lambda row: row.advantage.covariance != "keep"),
+    ("reads the sampler's likeliest tokens", lambda row: row.loss.recorded_top_k > 0),
     ("trains on pairs", lambda row: row.advantage.estimator in ("preference_pair", "reference_pair")),
     ("has no loss besides the divergence from a teacher", lambda row: row.advantage.estimator == "none"),
     ("has a custom loss, with its metrics", lambda row: row.loss.objective == "custom"),
@@ -280,6 +292,7 @@ def policy_loss(config: AlgorithmConfig) -> PolicyLossConfig:
     coef = kl_coef(config) if row.kl_in == "loss" else 0.0
     own = {"kl_coef": coef, "kl_estimator": config.kl.estimator}
     own["distill"] = overridden(row.loss.distill, dict(config.distill or ()))
+    own["importance"] = overridden(row.loss.importance, dict(config.importance or ()))
     return overridden(row.loss, clips | _given(config) | own)
 
 
@@ -331,7 +344,7 @@ def natural_gradient(config: AlgorithmConfig) -> NaturalGradientConfig | None:
 def compares_with_batch(config: AlgorithmConfig) -> bool:
     """Whether an advantage depends on samples outside of its group: what `by_source` divides."""
     own = advantage(config)
-    return own.whiten or own.reward_scale != "none" or own.baseline in ("running_mean", "player_average")
+    return own.whiten or own.reward_scale != "none" or own.baseline in ("running_mean", "batch_mean", "player_average")
 
 
 def dynamic_sampling(config: AlgorithmConfig) -> int:

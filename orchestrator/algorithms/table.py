@@ -51,7 +51,7 @@ ROW_ONLY = frozenset(
     ("objective", "divergence", "ratio", "dynamic_clip", "max_ratio", "estimator", "baseline", "covariance")
 ) | {"reward_to_go", "custom"}
 """Fields of the losses that distinguish the algorithms: a spec does not set them."""
-SECTIONS = frozenset({"distill"})
+SECTIONS = frozenset({"distill", "importance"})
 """Fields of the losses that are sections in a spec, too, whose fields replace the defaults one by one."""
 KL_FIELDS = frozenset({"kl_coef", "kl_estimator", "kl_to_go", "kl_target", "kl_horizon"})
 """Fields of the losses that are in the section `kl`."""
@@ -83,6 +83,7 @@ OBJECTIVE_OPTIONS: dict[str, frozenset[str]] = {
     "divergence": _RATIO | {"clip_range", "clip_low", "clip_high"},
     "soft_gate": _RATIO | {"gate_positive", "gate_negative"},
     "cispo": _RATIO | {"clip_high"},
+    "score_centering": _RATIO | {"sampler_top_k"},
     "policy_gradient": _RATIO,
     "kl_penalty": _RATIO | {"kl_old"},
     "likelihood": frozenset(),
@@ -156,6 +157,21 @@ ALGORITHMS: dict[str, Algorithm] = {
             kl_in="reward",
             advantage=AdvantageConfig(estimator="returns", baseline="running_mean", reward_to_go=True),
             loss=PolicyLossConfig(objective="policy_gradient", kl_estimator="k1"),
+        ),
+        Algorithm(
+            name="flash_reinforce",
+            summary="Policy gradient with one sample for each prompt, minus the batch's mean; samples far from the "
+            "sampler are left out.",
+            formula="A = reward - mean of the batch's rewards; loss -A p / q, p = pi(token), q = pi_rollout(token), "
+            "with the gradient of -sg[p / q] A log p; 0 in samples whose mean over tokens of q log(q / p) + (1 - q) "
+            "log((1 - q) / (1 - p)) is above importance.max_divergence; mean per sequence, with those as sequences",
+            source="FlashREINFORCE, Hu et al. 2026 (yifanzhang-pro.github.io/FlashREINFORCE), its reference code",
+            advantage=AdvantageConfig(estimator="returns", baseline="batch_mean", reward_to_go=False),
+            loss=PolicyLossConfig(
+                objective="policy_gradient",
+                aggregation="sequence_mean",
+                importance=ImportanceConfig(cap=None, max_divergence=3e-3),
+            ),
         ),
         Algorithm(
             name="rae",
@@ -461,6 +477,18 @@ ALGORITHMS: dict[str, Algorithm] = {
             source="CISPO, arXiv 2506.13585, eq. 4 and 5; upper bound: arXiv 2510.13786",
             advantage=_GRPO,
             loss=PolicyLossConfig(objective="cispo", clip_high=4.0, aggregation="token_mean"),
+        ),
+        _of_groups(
+            name="score_centering",
+            summary="Policy gradient without the drift that a sampler other than the policy adds to it.",
+            formula="A as dr_grpo; loss -A (sg[w] log p(token) - sum_v sg[q(v) w(v)] log p(v)), p = pi, q = "
+            "pi_rollout, w = min(p / q, importance.cap); the sampler_top_k likeliest tokens of q are known, and q = "
+            "rho p at all others, which leaves the sum of sg[q(v) w(v) - rho min(1 / rho, importance.cap) p(v)] "
+            "log p(v) over the known ones, rho = (1 - sum q) / (1 - sum p); mean over tokens",
+            source="Score Centering, arXiv 2609.20807, eq. 7 to 12; weights (TIS+SC): appendix A.2; k: its runs; cap, "
+            "least tail of 1e-6: torchtitan",
+            advantage=_GRPO.model_copy(update={"normalize_by_std": False}),
+            loss=PolicyLossConfig(objective="score_centering"),
         ),
         _of_groups(
             name="raft",

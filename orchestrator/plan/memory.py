@@ -354,7 +354,7 @@ def of_policy(spec: RolloutSpec, placed: PlacedWorker, _gpu: int, sizes: Sizes) 
         gpu=spec.roles.policy.device == "cuda",
         longest=longest_sequence(spec),
         scaled=config.sampling.temperature != 1.0,
-        truncated=config.sampling.truncates or config.loss.distill.coef > 0,  # which compares whole logits, too
+        truncated=config.sampling.truncates or config.loss.reads_logits,  # which needs whole logits, too
         entropy_grad=config.loss.entropy_coef > 0,
         kept_states=spec.algorithm.kl_states,
         natural_gradient=config.natural_gradient is not None,

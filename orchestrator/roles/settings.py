@@ -87,6 +87,7 @@ def rollout_config(spec: RolloutSpec) -> RolloutConfig:
         turn_forms=_accounts_for_forms(spec),
         sleep=resolved_sleep(spec),
         lora=spec.roles.policy.lora,
+        top_logprobs=section.policy_loss(spec.algorithm).recorded_top_k,
         compares_reference=section.advantage(spec.algorithm).compares_reference,
     )
 

@@ -339,6 +339,11 @@ def _above_baseline(
             for name, members in batch.parts():
                 above[members] = returns[members] - state.moments(name).returns.mean
             return above
+        case "batch_mean":
+            above = torch.zeros_like(returns)
+            for _, members in batch.parts():
+                above[members] = returns[members] - returns[members].mean()
+            return above
         case "greedy" if shaped.greedy_rewards is not None:
             return returns - shaped.greedy_rewards
     raise ValueError("the greedy baseline needs the rewards of greedy responses, but greedy_rewards is empty")

@@ -91,6 +91,12 @@ def sequence_sums(values: torch.Tensor, sequence: torch.Tensor) -> torch.Tensor:
     return sums.index_add(0, sequence, values)
 
 
+def sequence_means(values: torch.Tensor, tokens: torch.Tensor, sequence: torch.Tensor) -> torch.Tensor:
+    """[T]: for each token the mean of `values` over its sequence's loss tokens. `tokens`: 1 on these, 0 elsewhere,
+    where the values must be 0."""
+    return (sequence_sums(values, sequence) / sequence_sums(tokens, sequence).clamp(min=1.0))[sequence]
+
+
 def kl_penalty(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, estimator: str) -> torch.Tensor:
     """Estimate of KL(policy || reference) per token, to be differentiated through `logprobs`.
 
@@ -139,12 +145,17 @@ def importance_weights(
     log_ratio = (old_logprobs - rollout_logprobs).detach()
     if config.level == "sequence":
         log_ratio = sequence_sums(log_ratio, sequence)[sequence]
-    ratio = bounded_exp(log_ratio)
+    return sampler_weights(log_ratio, config)
+
+
+def sampler_weights(log_ratio: torch.Tensor, config: ImportanceConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    """The weights of `importance_weights` and where they were changed, of log w of any shape."""
+    ratio, cap = bounded_exp(log_ratio), config.cap or math.inf
     if config.mode == "none":
         return torch.ones_like(ratio), torch.zeros_like(ratio, dtype=torch.bool)
     if config.mode == "truncate":
-        return ratio.clamp(max=config.cap), ratio > config.cap
-    outside = (ratio > config.cap) | (ratio < 1.0 / config.cap)
+        return ratio.clamp(max=cap), ratio > cap
+    outside = (ratio > cap) | (ratio < 1.0 / cap)
     return ratio.masked_fill(outside, 0.0), outside
 
 
@@ -160,8 +171,7 @@ def policy_log_ratio(
     own = logprobs - old_logprobs
     if level == "token":
         return own
-    count = sequence_sums(tokens, sequence).clamp(min=1.0)
-    mean = (sequence_sums(own, sequence) / count)[sequence]
+    mean = sequence_means(own, tokens, sequence)
     if level == "sequence":
         return mean
     return mean.detach() + own - own.detach()
@@ -242,6 +252,10 @@ class PolicyTokens:
     ref_logprobs: torch.Tensor | None = None
     penalties: torch.Tensor | None = None
     """Coefficients of |log pi - log pi_old| (KL-Cov, arXiv 2505.22617), or None without any."""
+    centering: torch.Tensor | None = None
+    """`mean_scores` at each token, with gradient, or None if the loss does not subtract it."""
+    sampler_mass: torch.Tensor | None = None
+    """What the sampler gave to the tokens that `centering` was computed from."""
     divergences: torch.Tensor | None = None
     """Divergence from a teacher (`distillation.divergence`), with gradient, or None without one."""
     total_observation_tokens: int = 0
@@ -355,6 +369,15 @@ def _cispo(
     return TokenLoss(-tokens.advantages * weight * tokens.logprobs, {"clip_fraction": ratio.detach() > bound})
 
 
+def _score_centering(
+    ratio: torch.Tensor, old_logprobs: torch.Tensor, tokens: PolicyTokens, config: PolicyLossConfig
+) -> TokenLoss:
+    if tokens.centering is None or tokens.sampler_mass is None:
+        raise ValueError("score centering needs the sampler's likeliest tokens, but they were not read")
+    metrics = {"clip_fraction": torch.zeros_like(ratio), "sampler_mass": tokens.sampler_mass}
+    return TokenLoss(-tokens.advantages * tokens.logprobs, metrics)
+
+
 def _custom(
     ratio: torch.Tensor, old_logprobs: torch.Tensor, tokens: PolicyTokens, config: PolicyLossConfig
 ) -> TokenLoss:
@@ -372,6 +395,7 @@ SURROGATES: Mapping[str, Surrogate] = {
     "geometric": _geometric,
     "divergence": _divergence,
     "cispo": _cispo,
+    "score_centering": _score_centering,
     "custom": _custom,
 }
 
@@ -463,14 +487,24 @@ def _of_ratio(tokens: PolicyTokens, config: PolicyLossConfig, kl_old_coef: float
     ratio = bounded_exp(policy_log_ratio(logprobs, old_logprobs, mask.float(), tokens.sequence, config.ratio))
     token_log_ratio = logprobs - old_logprobs
     kl_old = bounded_expm1(token_log_ratio) - token_log_ratio
-    importance, cut = importance_weights(old_logprobs, tokens.rollout_logprobs, tokens.sequence, config.importance)
+    # The mean that is subtracted has the weights of the policy that is trained, so the sampled token's has, too.
+    centering = tokens.centering if config.recorded_top_k else None
+    weighed = old_logprobs if centering is None else logprobs
+    importance, cut = importance_weights(weighed, tokens.rollout_logprobs, tokens.sequence, config.importance)
+    sums = {}
+    if (most := config.importance.max_divergence) is not None:
+        own = sampler_divergence(logprobs.detach(), tokens.rollout_logprobs, "kl")[0]
+        sums["sampler_divergence"] = sequence_means(own, mask.float(), tokens.sequence) * mask
+        left_out = sums["sampler_divergence"] > most
+        importance, cut = importance.masked_fill(left_out, 0.0), cut | left_out
     surrogate = SURROGATES[config.objective](ratio, old_logprobs, tokens, config)
     loss = surrogate.loss if tokens.penalties is None else surrogate.loss + tokens.penalties * token_log_ratio.abs()
-    terms = {"policy_loss": (weights * importance * loss).sum()}
+    loss = importance * loss if centering is None else importance * loss + tokens.advantages * centering
+    terms = {"policy_loss": (weights * loss).sum()}
     if kl_old_coef:
         terms["kl_old_loss"] = kl_old_coef * (weights * kl_old).sum()
     gap = (old_logprobs - tokens.rollout_logprobs).abs()
-    sums = {
+    sums |= {
         **{name: _masked(values.float(), mask) for name, values in surrogate.metrics.items()},
         "kl_old": kl_old,
         "importance_weight": _masked(importance, mask),

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from troupe.workers.contract.config_base import Frozen
+from troupe.workers.contract.consequences import AS_SAMPLED
 
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "constant", "only_token_mean"]
 
@@ -22,8 +23,11 @@ class ImportanceConfig(Frozen):
     [1/cap, cap]."""
     level: Literal["token", "sequence"] = "token"
     """`token`: every token has its own w; `sequence`: all tokens of a sample share the product of their w."""
-    cap: float = Field(default=2.0, gt=1.0)
-    """Upper bound of w."""
+    cap: float | None = Field(default=2.0, gt=1.0)
+    """Upper bound of w; none: w is not bounded."""
+    max_divergence: float | None = Field(default=None, gt=0.0)
+    """Leave out the samples whose mean KL(sampler || policy) per token is above this, in nats. Each token's is that of
+    a choice between it and all others (FlashREINFORCE)."""
 
 
 class DistillConfig(Frozen):
@@ -70,16 +74,27 @@ class PolicyLossConfig(Frozen):
     """The policy's loss on one micro-batch."""
 
     objective: Literal[
-        "clip", "policy_gradient", "soft_gate", "geometric", "divergence", "cispo", "kl_penalty", "likelihood", "custom"
+        "clip",
+        "policy_gradient",
+        "soft_gate",
+        "geometric",
+        "divergence",
+        "cispo",
+        "score_centering",
+        "kl_penalty",
+        "likelihood",
+        "custom",
     ] = "clip"
     """`clip`: PPO's clipped ratio (arXiv 1707.06347, eq. 7); `policy_gradient`: -advantage * ratio, not clipped (eq.
     6), which has REINFORCE's gradient in the first update on a batch and is corrected for the policy's change in later
     ones; `soft_gate`: the ratio through a sigmoid (SAPO, arXiv 2511.20347); `geometric`: the geometric mean of a
     sample's ratios, each clipped before (GMPO, arXiv 2507.20673); `divergence`: -advantage * ratio, without the tokens
     at which the policy has left the sampler's (DPPO, arXiv 2602.04879, eq. 12); `cispo`: -advantage * log-prob,
-    weighted by the clipped ratio without gradient (arXiv 2506.13585, eq. 4); `kl_penalty`: the unclipped ratio plus
-    beta * KL(old || new) (arXiv 1707.06347, eq. 8); `likelihood`: -advantage * log-prob at temperature 1, without any
-    correction for who sampled the tokens (RAFT); `custom`: the function of the user's algorithm."""
+    weighted by the clipped ratio without gradient (arXiv 2506.13585, eq. 4); `score_centering`: -advantage * (w *
+    log-prob - its mean under the sampler), w of the policy that is trained (arXiv 2609.20807); `kl_penalty`: the
+    unclipped ratio plus beta * KL(old || new) (arXiv 1707.06347, eq. 8); `likelihood`: -advantage * log-prob at
+    temperature 1, without any correction for who sampled the tokens (RAFT); `custom`: the function of the user's
+    algorithm."""
     divergence: Literal["tv", "kl"] = "tv"
     """Objective divergence: the distance between sampler and policy, both as a choice between the sampled token and all
     others: total variation or KL (DPPO, eq. 13 and 14)."""
@@ -107,6 +122,9 @@ class PolicyLossConfig(Frozen):
     has left 1 loses its gradient."""
     gate_negative: float = Field(default=1.05, gt=0.0)
     """The same for the other tokens."""
+    sampler_top_k: Annotated[int, AS_SAMPLED] = Field(default=128, ge=1, le=1024)
+    """score_centering: number of the sampler's likeliest tokens that are recorded with each sampled one, for the mean
+    over its distribution; 8 bytes each."""
     kl_coef: float = Field(default=0.0, ge=0.0)
     """Weight of the KL-to-reference term in the loss."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
@@ -134,13 +152,24 @@ class PolicyLossConfig(Frozen):
         return self.objective != "likelihood"
 
     @property
+    def recorded_top_k(self) -> int:
+        """Number of the sampler's likeliest tokens that the loss reads; 0: none."""
+        return self.sampler_top_k if self.objective == "score_centering" else 0
+
+    @property
+    def reads_logits(self) -> bool:
+        """Whether the loss reads more of the policy's distributions than the sampled token."""
+        return self.distill.coef > 0 or self.recorded_top_k > 0
+
+    @property
     def needs_whole_samples(self) -> bool:
         """Whether the loss of a token depends on its sample's other tokens: the rows of a sample share a
         micro-batch."""
         if not self.has_ratio:
             return False
         one_weight = self.importance.mode != "none" and self.importance.level == "sequence"
-        return self.objective == "custom" or self.ratio != "token" or one_weight
+        left_out = self.importance.max_divergence is not None
+        return self.objective == "custom" or self.ratio != "token" or one_weight or left_out
 
 
 class NaturalGradientConfig(Frozen):
@@ -218,12 +247,12 @@ class AdvantageConfig(Frozen):
     """Estimator reference_pair: alpha of XPO, the weight of the log-likelihood of the reference's responses, which is
     lowered."""
     baseline: Literal[
-        "none", "running_mean", "group_mean", "leave_one_out", "greedy", "player_average", "optimal_token"
+        "none", "running_mean", "batch_mean", "group_mean", "leave_one_out", "greedy", "player_average", "optimal_token"
     ] = "none"
-    """returns: what is subtracted from a sample's return: nothing, the mean of all earlier batches, the mean of the
-    group, the mean of the other samples of the group, the reward of the greedy response to the same prompt, the moving
-    average of the returns of the same player in the same source, or, from each token's return, the mean of the group's
-    returns from that token on, weighted by how uncertain each sample was so far (OTB)."""
+    """returns: what is subtracted from a sample's return: nothing, the mean of all earlier batches, the mean of this
+    batch, the mean of the group, the mean of the other samples of the group, the reward of the greedy response to the
+    same prompt, the moving average of the returns of the same player in the same source, or, from each token's return,
+    the mean of the group's returns from that token on, weighted by how uncertain each sample was so far (OTB)."""
     baseline_decay: float = Field(default=0.95, ge=0.0, lt=1.0)
     """Baseline player_average: weight of the average so far against the next return."""
     reward_to_go: bool = True

@@ -345,7 +345,8 @@ class RolloutConfig(EngineWorkerConfig):
     kv_cache_bytes: int | None = None
     """KV cache of each GPU, if others share it, or None for what vLLM finds free (`gpu_memory_utilization`)."""
     top_logprobs: int = 0
-    """Number of likeliest tokens whose log-probs are returned with each sampled one's."""
+    """Number of likeliest tokens whose log-probs are returned with each sampled one's, and are part of the samples for
+    training."""
     lora: LoraConfig | None = None
     """The policy's adapters, which the engine loads on top of the model, or None if it loads all weights."""
     compares_reference: bool = False

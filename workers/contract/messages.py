@@ -41,6 +41,10 @@ KEPT_TOKENS = pa.field("kept_tokens", pa.list_(pa.large_binary()))
 (`contract/kept_tokens.py`); null: all tokens of the row were sampled from the whole vocabulary, or by another
 policy."""
 
+SAMPLER_TOKENS = pa.field("sampler_tokens", pa.list_(pa.large_binary()))
+"""For each response token the k likeliest tokens that the engine could have sampled in its place: k ids as int32, then
+their k log-probs as float32, none for a token that it did not sample; null: not recorded."""
+
 ROUTES = pa.field("routes", pa.large_binary())
 """The experts that the engine chose for each token of the prompt and the response but the last ones, which it did not
 run (`contract/routes.py`); null: they are not recorded."""
@@ -92,6 +96,7 @@ ROLLOUTS = versioned(
     pa.field("response_ids", pa.list_(pa.int32()), nullable=False),  # everything after the prompt, observations too
     pa.field("rollout_logprobs", pa.list_(pa.float32()), nullable=False),  # 0: not sampled; NaN: candidates
     KEPT_TOKENS,
+    SAMPLER_TOKENS,
     ROUTES,
     pa.field("loss_mask", pa.list_(pa.bool_()), nullable=False),  # False: not sampled by the policy
     pa.field("weight_versions", pa.list_(_VERSION_SPAN), nullable=False),  # over response tokens; candidates: none
@@ -143,6 +148,7 @@ TRAIN = versioned(
     pa.field("loss_mask", pa.list_(pa.bool_()), nullable=False),
     pa.field("rollout_logprobs", pa.list_(pa.float32()), nullable=False),
     KEPT_TOKENS,
+    SAMPLER_TOKENS,
     ROUTES,
     pa.field("old_logprobs", pa.list_(pa.float32())),  # null: equal to the current policy's
     pa.field("ref_logprobs", pa.list_(pa.float32())),

@@ -13,6 +13,7 @@ from troupe.workers.contract.messages import (
     REWARDS,
     ROLLOUTS,
     ROUTES,
+    SAMPLER_TOKENS,
     TEACHER_TOKENS,
     TEACHER_WEIGHTS,
     versioned,
@@ -36,7 +37,8 @@ TRAINED = (
 
 SAMPLES = versioned(
     pa.field("step", pa.int32(), nullable=False),
-    *(field for field in ROLLOUTS if field not in (KEPT_TOKENS, ROUTES)),  # large, of no use without the model
+    # The others are large, of no use without the model.
+    *(field for field in ROLLOUTS if field not in (KEPT_TOKENS, SAMPLER_TOKENS, ROUTES)),
     *(field for field in REWARDS if field.name not in IDENTITY_NAMES),
     *TRAINED,
 )

@@ -158,8 +158,7 @@ class Generation:
             request,
             prompt,
             prompt_ids,
-            self._records(request),
-            self._routed(request),
+            *self._parts(request),
         )
 
         def build(index: int, output: RequestOutput) -> Built:
@@ -213,7 +212,7 @@ class Generation:
     ) -> tuple[GroupSummary, pa.Table]:
         """Play one episode in the environment of this name for each sample of the group."""
         started = time.monotonic()
-        parts = self._records(request), self._routed(request)
+        parts = self._parts(request)
         bounds = self.config.episodes[environment]
         runner = EpisodeRunner(
             bounds,
@@ -310,13 +309,12 @@ class Generation:
         for long in self._long.values():  # they share a thread
             long.thread.shutdown(wait=False, cancel_futures=True)
 
-    def _records(self, request: GroupRequest) -> bool:
-        """Whether the tokens that the sampler left to each token are part of the samples."""
-        return self.config.sampling.truncates and _as_in_training(request)
-
-    def _routed(self, request: GroupRequest) -> bool:
-        """Whether the experts of each token are part of the samples."""
-        return self.config.sampling.router_replay and _as_in_training(request)
+    def _parts(self, request: GroupRequest) -> tuple[bool, bool, int]:
+        """Whether the tokens that the sampler left to each token, and the experts of each are part of the samples, and
+        how many of the likeliest tokens."""
+        if not _as_in_training(request):
+            return False, False, 0
+        return self.config.sampling.truncates, self.config.sampling.router_replay, self.config.top_logprobs
 
     def _form_problem(self, form: StructuredConfig) -> str:
         """Why a turn cannot have this form, or empty if it can."""

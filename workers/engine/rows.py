@@ -48,8 +48,8 @@ Built = tuple[Sequence[SampleSummary], Rows]
 _NOT_FINITE = "a log-prob of the response is not finite"
 _PROBLEM = "engine: "
 _TURN_COLUMNS = [
-    *("prompt_uid", "sample_index", "response", "response_ids", "rollout_logprobs", "kept_tokens", "routes"),
-    *("weight_versions", "finish_reason", "episode_status"),
+    *("prompt_uid", "sample_index", "response", "response_ids", "rollout_logprobs", "kept_tokens", "sampler_tokens"),
+    *("routes", "weight_versions", "finish_reason", "episode_status"),
 ]
 
 
@@ -68,13 +68,16 @@ class RowBuilder:
     """Whether the tokens that the sampler left to each token are part of the rows."""
     routed: bool = False
     """Whether the experts of each token are part of the rows."""
+    top_k: int = 0
+    """Number of the sampler's likeliest tokens that are part of the rows, at each token."""
 
     def sampled(self, index: int, output: RequestOutput) -> dict[str, Any]:
         """The row of a response that the engine sampled. Raises RuntimeError if vLLM left something out."""
-        turn = sampled_turn(output, self.records, self.routed)
+        turn = sampled_turn(output, self.records, self.routed, self.top_k)
         return self._response(index, list(turn.ids)) | {
             "rollout_logprobs": turn.logprobs,
             "kept_tokens": turn.kept if self.records else None,
+            "sampler_tokens": turn.likeliest if self.top_k else None,
             "routes": turn.routes,
             "episode_status": _status(OK, turn),
             "weight_versions": turn.versions,
@@ -105,6 +108,7 @@ class RowBuilder:
                 "prompt_ids": segment.prompt_ids,
                 "rollout_logprobs": segment.logprobs,
                 "kept_tokens": segment.kept if self.records else None,
+                "sampler_tokens": segment.likeliest if self.top_k else None,
                 "routes": segment.routes,
                 "loss_mask": segment.loss_mask,
                 "weight_versions": segment.versions,
@@ -123,6 +127,7 @@ class RowBuilder:
                 "prompt_ids": [],
                 "rollout_logprobs": turn.logprobs,
                 "kept_tokens": turn.kept if self.records else None,
+                "sampler_tokens": turn.likeliest if self.top_k else None,
                 "routes": turn.routes,
                 "episode_status": _status(OK, turn),
                 "response": request,
@@ -178,9 +183,9 @@ def _status(status: str, *turns: SampledTurn) -> str:
     return next((_PROBLEM + turn.problem for turn in turns if turn.problem), OK) if status == OK else status
 
 
-def sampled_turn(output: RequestOutput, records: bool = False, routed: bool = False) -> SampledTurn:
-    """The engine's sampled turn; `records`: with the tokens that the sampler left; `routed`: with the experts. Raises
-    RuntimeError."""
+def sampled_turn(output: RequestOutput, records: bool = False, routed: bool = False, top_k: int = 0) -> SampledTurn:
+    """The engine's sampled turn; `records`: with the tokens that the sampler left; `routed`: with the experts; `top_k`:
+    with so many of the likeliest tokens. Raises RuntimeError."""
     completion = output.outputs[0]
     timing = output.metrics
     if timing is None or completion.finish_reason is None:
@@ -193,6 +198,7 @@ def sampled_turn(output: RequestOutput, records: bool = False, routed: bool = Fa
         versions=_version_spans(completion),
         finish_reason=completion.finish_reason,
         kept=kept,
+        likeliest=_likeliest(flat_logprobs(completion), top_k) if top_k else (),
         routes=_routes(output) if routed else None,
         problem=problem if all(map(math.isfinite, logprobs)) else _NOT_FINITE,
         cached_tokens=output.num_cached_tokens or 0,
@@ -219,6 +225,17 @@ def flat_logprobs(completion: CompletionOutput) -> FlatLogprobs:
     if not isinstance(flat, FlatLogprobs) or len(flat) != len(completion.token_ids):
         raise RuntimeError("vLLM did not return one log-probability per sampled token")
     return flat
+
+
+def _likeliest(flat: FlatLogprobs, top_k: int) -> list[bytes]:
+    """`SAMPLER_TOKENS` of each token. The sampled one is the first in its place, and again among the likeliest."""
+    found = []
+    for start, end in zip(flat.start_indices, flat.end_indices, strict=True):
+        if end - start != 1 + top_k:
+            raise RuntimeError(f"vLLM returned {end - start} log-probs in a token's place instead of {1 + top_k}")
+        ids, logprobs = flat.token_ids[start + 1 : end], flat.logprobs[start + 1 : end]
+        found.append(np.array(ids, np.int32).tobytes() + np.array(logprobs, np.float32).tobytes())
+    return found
 
 
 def answer_tokens(logprobs: FlatLogprobs, tokenizer: PreTrainedTokenizerBase) -> tuple[AnswerToken, ...]:
@@ -330,6 +347,7 @@ def recorded_turns(request: GroupRequest, earlier: pa.Table | None) -> dict[int,
             versions=row["weight_versions"],
             finish_reason=row["finish_reason"],
             kept=row["kept_tokens"] or (),
+            likeliest=row["sampler_tokens"] or (),
             routes=row["routes"],
             problem="" if row["episode_status"] == OK else row["episode_status"].removeprefix(_PROBLEM),
         )

@@ -19,6 +19,7 @@ from troupe.workers.contract.messages import (
     IDENTITY,
     KEPT_TOKENS,
     ROUTES,
+    SAMPLER_TOKENS,
     SEGMENT,
     TEACHER_TOKENS,
     TEACHER_WEIGHTS,
@@ -147,9 +148,10 @@ class TokenTable:
         if len(self.prompts.lengths) and int(self.prompts.lengths.min()) == 0:
             raise ValueError(f"{_name(table, int(self.prompts.lengths.argmin()))} has an empty prompt")
         _same_lengths(table, "loss_mask", self.loss_mask, self.responses)
-        self._kept = None
-        if KEPT_TOKENS.name in table.column_names:
-            self._kept = read_kept(table.column(KEPT_TOKENS.name), self.responses.lengths)
+        self._kept, self._likeliest = (
+            read_kept(table.column(name), self.responses.lengths, name) if name in table.column_names else None
+            for name in (KEPT_TOKENS.name, SAMPLER_TOKENS.name)
+        )
         self._routes = table.column(ROUTES.name) if routed and ROUTES.name in table.column_names else None
         self._floats: dict[str, Ragged] = {}
         for name in FLOAT_COLUMNS:
@@ -247,10 +249,12 @@ class TokenTable:
 
     def _kept_of(self, index: torch.Tensor) -> Ragged | None:
         """The tokens that the sampler left to each response token of the rows."""
-        if self._kept is None:
-            return None
+        return None if self._kept is None else self._words_of(self._kept, index)
+
+    def _words_of(self, words: Ragged, index: torch.Tensor) -> Ragged:
+        """The words of each response token of the rows."""
         tokens = Ragged(torch.arange(len(self.responses.values)), self.responses.lengths)
-        return self._kept.take(tokens.take(index).values)
+        return words.take(tokens.take(index).values)
 
     def _routes_of(
         self, index: torch.Tensor, prompts: torch.Tensor, responses: torch.Tensor, input_ids: torch.Tensor
@@ -338,6 +342,22 @@ class TokenTable:
             to_device(each, device),
         )
 
+    def likeliest(self, batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """(ids int64 [T, k], log-probs float32 [T, k]) of the sampler's likeliest tokens (`SAMPLER_TOKENS`), on the
+        batch's device; 0 at tokens without loss that have none. Raises ValueError if a token with loss has none."""
+        words = None if self._likeliest is None else self._words_of(self._likeliest, batch.rows)
+        found = torch.zeros(len(batch.targets), dtype=torch.bool) if words is None else words.lengths > 0
+        if (self.loss_mask.take(batch.rows).values & ~found).any():
+            raise ValueError("a token with loss has no likeliest tokens of the sampler: they were not recorded")
+        if words is None or not found.any():
+            none = torch.zeros(len(found), 0, device=batch.targets.device)
+            return none.long(), none
+        taken = torch.zeros(len(found), int(words.lengths.max()), dtype=torch.int32)
+        taken[found] = words.values.view(-1, taken.shape[1])
+        ids, logprobs = taken.chunk(2, 1)
+        device = batch.targets.device
+        return to_device(ids.long(), device), to_device(logprobs.contiguous().view(torch.float32), device)
+
     def floats(self, name: str, batch: TokenBatch) -> torch.Tensor | None:
         """float32 [T] of column `name` for the response tokens of `batch`, on its device; None if it is absent."""
         if name not in self._floats:
@@ -379,9 +399,9 @@ def prompt_numbers(uids: Sequence[str], prompts: Ragged) -> list[int]:
     return [number[key] for key in keys]
 
 
-def read_kept(column: pa.ChunkedArray, lengths: torch.Tensor) -> Ragged | None:
-    """The words of every response token of a column `kept_tokens` (lists of binaries; null: of all tokens), or None
-    if it has none. Raises ValueError if entries and tokens differ in number, or one is no sequence of words."""
+def read_kept(column: pa.ChunkedArray, lengths: torch.Tensor, name: str = KEPT_TOKENS.name) -> Ragged | None:
+    """The words of every response token of a column (lists of binaries; null: no words), or None if it has none. Raises
+    ValueError if entries and tokens differ in number, or one is no sequence of words."""
     if column.null_count == len(column):
         return None
     array = column.combine_chunks()
@@ -390,11 +410,11 @@ def read_kept(column: pa.ChunkedArray, lengths: torch.Tensor) -> Ragged | None:
     restricted = torch.tensor(array.is_valid().to_numpy(zero_copy_only=False))
     if wrong := ((entries != lengths) & restricted).nonzero().flatten().tolist():
         row = wrong[0]
-        raise ValueError(f"row {row}: kept_tokens has {int(entries[row])} entries for {int(lengths[row])} tokens")
+        raise ValueError(f"row {row}: {name} has {int(entries[row])} entries for {int(lengths[row])} tokens")
     flat = array.flatten()
     sizes = compute.call_function("binary_length", [flat]).to_numpy(zero_copy_only=False)
     if (sizes % 4).any():
-        raise ValueError("kept_tokens has an entry that is no sequence of 32-bit words")
+        raise ValueError(f"{name} has an entry that is no sequence of 32-bit words")
     words = torch.zeros(int(lengths.sum()), dtype=torch.int64)
     words[torch.repeat_interleave(restricted, lengths)] = torch.from_numpy(sizes // 4)
     return Ragged(torch.from_numpy(_bytes(flat).view(np.int32)), words)

@@ -134,6 +134,11 @@ class TrainingRank(ABC, Generic[ConfigT]):
         return DistillConfig()
 
     @property
+    def _reads_logits(self) -> bool:
+        """Whether the loss reads more of the distributions than the sampled token."""
+        return self._distill.coef > 0
+
+    @property
     def engine(self) -> TrainEngine:
         """The training engine. Raises RuntimeError before `start`."""
         if self._engine is None:
@@ -206,7 +211,7 @@ class TrainingRank(ABC, Generic[ConfigT]):
         return CausalLogprobs(model, temperature, self._head_chunks(model), entropy_grad)
 
     def _head_chunks(self, model: PreTrainedModel) -> int:
-        tokens = self._config.trainer.worker_tokens * (DISTILL_CHUNKS if self._distill.coef else 1)
+        tokens = self._config.trainer.worker_tokens * (DISTILL_CHUNKS if self._reads_logits else 1)
         return head_chunks(model.config.get_text_config().vocab_size, tokens, self._device)
 
     def reference_logprobs(self, plan: RankPlan, *tables: pa.Table) -> tuple[ScoreSummary, pa.Table]:

@@ -220,6 +220,8 @@ def check_algorithm(spec: RolloutSpec) -> Iterator[Finding]:
     if algorithms.advantage(config).reads_square_sums and (spec.sampling.truncates or spec.sampling.structured):
         why = f"{row.name} weighs tokens by the whole distribution: remove sampling.top_p, top_k, min_p and structured"
         yield "algorithm.name", why
+    if algorithms.advantage(config).baseline == "batch_mean" and spec.schedule.prompts_per_step * spec.group_size < 2:
+        yield "schedule.prompts_per_step", f"must be at least 2: {row.name} compares the samples of a batch"
     smallest, pass_k = min(spec.group_sizes), algorithms.advantage(config).pass_k
     if row.advantage.estimator == "best_of_subsets" and smallest <= pass_k:
         yield "algorithm.pass_k", f"must be less than the samples of a group, {smallest}, got {pass_k}"
@@ -227,6 +229,8 @@ def check_algorithm(spec: RolloutSpec) -> Iterator[Finding]:
     yield from _exact_divergence(spec)
     if algorithms.natural_gradient(config) is not None:
         yield from _natural_gradient(spec)
+    if loss.recorded_top_k:
+        yield from _score_centering(spec)
 
 
 _ADAMW = (
@@ -261,14 +265,29 @@ def _natural_gradient(spec: RolloutSpec) -> Iterator[Finding]:
             yield f"schedule.{field}", f"must be 1, got {value}: {name} takes one step on the whole batch"
 
 
+def _score_centering(spec: RolloutSpec) -> Iterator[Finding]:
+    """Settings with which the sampler's mean of a score is another one than what is subtracted."""
+    name, loss = spec.algorithm.name, algorithms.policy_loss(spec.algorithm)
+    if spec.sampling.truncates:
+        yield "algorithm.name", f"{name} reads the whole distribution: remove sampling.top_p, top_k and min_p"
+    if loss.importance.mode != "none" and loss.importance.level == "sequence":
+        yield "algorithm.importance.level", f"must be token: {name} weighs every token that could have been sampled"
+    if loss.importance.max_divergence is not None:
+        yield (
+            "algorithm.importance.max_divergence",
+            f"{name} leaves out no samples, or the mean is not 0; remove it",
+        )
+    if loss.distill.coef > 0:
+        yield "algorithm.distill.coef", f"must be 0: {name} reads the sampler's tokens, and no teacher's"
+
+
 def _without_effect(spec: RolloutSpec) -> Iterator[Finding]:
     """Settings of the algorithm that another one turns off."""
     config, sources = spec.algorithm, len(spec.data.mixture)
     normalized = any(one.normalize for own in reward_functions(spec).values() for one in own)
-    importance = algorithms.policy_loss(config).importance
-    if importance.mode == "none":
+    if config.importance is not None and algorithms.policy_loss(config).importance.mode == "none":
         for name in ("level", "cap"):
-            if changed(importance, name):
+            if dict(config.importance)[name] is not None:
                 yield f"algorithm.importance.{name}", "has no effect with mode none; remove it"
     yield from unread_distill(config.distill, algorithms.policy_loss(config).distill)
     if not config.by_source and sources < 2:

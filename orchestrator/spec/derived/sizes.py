@@ -90,6 +90,7 @@ def _rollout_bytes(spec: RolloutSpec) -> int:
     response = spec.sampling.max_tokens
     prompt = max(1, spec.roles.rollout.max_model_len - response)
     left = min(4 * spec.sampling.top_k or _KEPT_BYTES, _KEPT_BYTES) if spec.sampling.truncates else 0
+    left += 8 * algorithms.policy_loss(spec.algorithm).recorded_top_k
     rollouts = spec.sequences_per_step * (prompt * (4 + 4) + response * (4 + 4 + 4 + 1 / 8 + left))
     teachers = max(1, len(spec.roles.teachers()))
     teacher = 2 * 8 * teachers * algorithms.policy_loss(spec.algorithm).distill.stored_k

@@ -52,6 +52,8 @@ source/math/helpful/running_std
 memory/teacher.math
 workers/teacher.math
 policy/distill_loss
+policy/sampler_divergence
+policy/sampler_mass
 policy/loss_scale
 policy/observation_loss
 policy/overflows

@@ -38,6 +38,8 @@ class Sample:
     """Sum of the squared probabilities of all tokens, at each token, under the policy before the update."""
     turns: Sequence[tuple[int, str]] = ()
     """(tokens up to the turn's end, state that it began in) of each turn."""
+    others: Sequence[tuple[Sequence[Scalar], Sequence[float]]] = ()
+    """Log-probs of other tokens under the policy being trained and under the sampler, at each token."""
 
     def __len__(self) -> int:
         return len(self.old)
@@ -98,6 +100,12 @@ def reinforce(batch: Batch) -> Advantages:
     """Returns minus the mean return of earlier batches."""
     baseline = mean([s.reward for s in batch.earlier])
     return [[g - baseline for g in to_go(token_rewards(s, 0.0))] for s in batch.samples]
+
+
+def flash_reinforce(batch: Batch) -> Advantages:
+    """FlashREINFORCE: the reward minus the batch's mean."""
+    baseline = mean([s.reward for s in batch.samples])
+    return [[s.reward - baseline] * len(s) for s in batch.samples]
 
 
 def rae(batch: Batch) -> Advantages:
@@ -415,6 +423,13 @@ def binary_kl(p: float, q: float) -> float:
     return q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
 
 
+def trusted(s: Sample, t: int, advantage: float) -> Scalar:
+    """FlashREINFORCE: -A pi / pi_rollout, nothing in a sample whose mean divergence from the sampler is above 3e-3."""
+    coins = [(math.exp(float(p.detach())), math.exp(q)) for p, q in zip(s.new, s.rollout, strict=True)]
+    far = mean([binary_kl(p, q) for p, q in coins]) > 3e-3
+    return 0.0 * s.new[t] if far else -advantage * torch.exp(s.new[t] - s.rollout[t])
+
+
 def sapo(s: Sample, t: int, advantage: float) -> Scalar:
     """SAPO, arXiv 2511.20347: 4 / tau over 1 + exp(-tau (r - 1))."""
     tau = 1.0 if advantage > 0 else 1.05
@@ -433,6 +448,17 @@ def dcpo_loss(s: Sample, t: int, advantage: float) -> Scalar:
 def cispo(s: Sample, t: int, advantage: float) -> Scalar:
     """CISPO, arXiv 2506.13585, eq. 4: -sg[min(r, 5)] A log pi."""
     return -weight(s, t) * torch.clamp(ratio(s, t), max=5.0).detach() * advantage * s.new[t]
+
+
+def score_centering(s: Sample, t: int, advantage: float) -> Scalar:
+    """Score centering, arXiv 2609.20807: minus the mean over the sampler's tokens; in the tail q = rho p."""
+    new, rollout = s.others[t]
+    p, q = [math.exp(float(x.detach())) for x in new], [math.exp(x) for x in rollout]
+    rho = (1 - sum(q)) / (1 - sum(p))
+    tail = rho * min(1 / rho, 2.0)
+    mean_score = sum((b * min(a / b, 2.0) - tail * a) * x for a, b, x in zip(p, q, new, strict=True))
+    own = min(math.exp(float(s.new[t].detach()) - s.rollout[t]), 2.0)
+    return -advantage * (own * s.new[t] - mean_score)
 
 
 def likelihood(s: Sample, t: int, advantage: float) -> Scalar:
@@ -506,6 +532,7 @@ class Loop:
 PPO_CLIP = clipped(0.2, 0.2)
 LOOPS = {
     "reinforce": Loop(reinforce, gradient, token_mean),
+    "flash_reinforce": Loop(flash_reinforce, trusted, sequence_mean),
     "rae": Loop(rae, gradient, token_mean),
     "actor_critic": Loop(actor_critic, gradient, token_mean),
     "actor_critic_gae": Loop(actor_critic_gae, gradient, token_mean),
@@ -536,6 +563,7 @@ LOOPS = {
     "sapo": Loop(grpo, sapo, sequence_mean),
     "dcpo": Loop(dcpo, dcpo_loss, only_token_mean),
     "cispo": Loop(grpo, cispo, token_mean),
+    "score_centering": Loop(dr_grpo, score_centering, token_mean),
     "raft": Loop(raft, likelihood, mean_of_chosen),
     "online_dpo": Loop(online_dpo, unweighed, sequence_sum),
     "xpo": Loop(xpo, likelihood, sequence_sum),

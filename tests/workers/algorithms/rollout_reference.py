@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -14,6 +14,7 @@ from troupe.orchestrator.algorithms.table import ALGORITHMS
 from troupe.workers.algorithms import policy_loss as losses
 from troupe.workers.algorithms.advantages import SampledTokens
 from troupe.workers.algorithms.estimators import estimate
+from troupe.workers.algorithms.score_centering import mean_scores
 from troupe.workers.contract.advantage_state import AdvantageState
 from troupe.workers.contract.algorithm_config import PolicyLossConfig
 from troupe.workers.models.distillation import divergence
@@ -25,7 +26,8 @@ MAX_TOKENS = 8
 
 
 def make_batch(seed: int) -> Batch:
-    """Two groups of five responses, after an update that moved the policy; an earlier visit of both prompts."""
+    """Two groups of five responses, after an update that moved the policy, in every third response hardly away from the
+    sampler; an earlier visit of both prompts."""
     generator = torch.Generator().manual_seed(seed)
 
     def noise(count: int, scale: float) -> list[float]:
@@ -34,7 +36,15 @@ def make_batch(seed: int) -> Batch:
     def near(logprobs: list[float], scale: float) -> list[float]:
         return [min(a + b, -0.01) for a, b in zip(logprobs, noise(len(logprobs), scale), strict=True)]
 
-    def sample(prompt: int, length: int) -> Sample:
+    def others(of_sampled: float) -> tuple[list[torch.Tensor], list[float]]:
+        """Two other tokens, one of which the policy has moved beyond the cap on its weight, with most of the rest."""
+        rest = 1.0 - math.exp(of_sampled)
+        new, rollout = (0.5, 0.3), (0.2, 0.45)
+        return [torch.tensor(math.log(rest * x), dtype=torch.double, requires_grad=True) for x in new], [
+            math.log(rest * x) for x in rollout
+        ]
+
+    def sample(prompt: int, length: int, close: bool) -> Sample:
         old = [-abs(x) - 0.05 for x in noise(length, 1.5)]
         moved = near(old, 0.3)
         reward = abs(noise(1, 1.0)[0])
@@ -46,14 +56,18 @@ def make_batch(seed: int) -> Batch:
             new=[torch.tensor(x, dtype=torch.double, requires_grad=True) for x in moved],
             old=old,
             ref=near(old, 0.4),
-            rollout=near(old, 0.6),
+            rollout=near(moved, 0.05) if close else near(old, 0.6),
             values=noise(length, 1.0),
+            others=[others(x) for x in moved],
             squares=[math.exp(2 * x) + 0.1 * (1 - math.exp(x)) ** 2 for x in old],
             turns=[(end, "xyz"[end % 3]) for end in dict.fromkeys((1, min(3, length), length))],
         )
 
-    of = [sample(prompt, length) for prompt, length in zip(GROUPS, LENGTHS, strict=True)]
-    return Batch(of, MAX_TOKENS, [sample(prompt, length) for prompt, length in zip(GROUPS, LENGTHS, strict=True)])
+    def visits() -> list[Sample]:
+        given = enumerate(zip(GROUPS, LENGTHS, strict=True))
+        return [sample(prompt, length, number % 3 == 0) for number, (prompt, length) in given]
+
+    return Batch(visits(), MAX_TOKENS, visits())
 
 
 def sampled_tokens(samples: Sequence[Sample]) -> SampledTokens:
@@ -114,9 +128,21 @@ def by_product(name: str, batch: Batch) -> tuple[float, torch.Tensor]:
         penalties=estimated.penalties,
         divergences=_from_teacher(new, given, loss) if loss.distill.coef else None,
     )
+    if loss.recorded_top_k:
+        mean, mass = _centering(batch, loss)
+        tokens = replace(tokens, centering=mean, sampler_mass=mass)
     penalty = kl_penalty(config)
     output = losses.policy_loss(tokens, loss, 0.0 if penalty is None else penalty.coef)
-    return output.loss.item(), torch.autograd.grad(output.loss, new)[0]
+    others = _others(batch) if loss.recorded_top_k else []
+    slope, *rest = torch.autograd.grad(output.loss, [new, *others])
+    return output.loss.item(), torch.cat([slope, *(one[None] for one in rest)])
+
+
+def _centering(batch: Batch, loss: PolicyLossConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the loss subtracts, over two other tokens."""
+    own = [pair for s in batch.samples for pair in s.others]
+    new = torch.stack([torch.stack(list(logprobs)) for logprobs, _ in own])
+    return mean_scores(new, torch.tensor([list(q) for _, q in own], dtype=torch.double), loss.importance)
 
 
 def _from_teacher(new: torch.Tensor, given: SampledTokens, loss: PolicyLossConfig) -> torch.Tensor:
@@ -144,10 +170,15 @@ def _exact(weights: torch.Tensor, given: SampledTokens, aggregation: str, batch:
     return exact
 
 
+def _others(batch: Batch) -> list[torch.Tensor]:
+    return [x for s in batch.samples for logprobs, _ in s.others for x in logprobs]
+
+
 def by_loop(name: str, batch: Batch) -> tuple[float, torch.Tensor]:
     """(loss, gradient by log-prob) of the loop."""
     loss = LOOPS[name].loss(batch)
     leaves = [x for s in batch.samples for x in s.new]
+    leaves += _others(batch) if policy_loss(AlgorithmConfig(name=name)).recorded_top_k else []
     slopes = torch.autograd.grad(loss, leaves, allow_unused=True)
     return loss.item(), torch.stack([torch.zeros(()).double() if slope is None else slope for slope in slopes])
 

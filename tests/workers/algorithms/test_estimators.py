@@ -967,6 +967,14 @@ def test_the_running_mean_is_that_of_the_source() -> None:
     assert third.state.sources["b"] == second.state.sources["b"]
 
 
+def test_the_batchs_mean_is_that_of_the_source() -> None:
+    config = AdvantageConfig(estimator="returns", baseline="batch_mean", reward_to_go=False)
+    found = estimate(config, two_sources([1.0, 100.0, 3.0, 300.0]), AdvantageState())
+    assert found.advantages.tolist() == [-1.0, -100.0, 1.0, 100.0]
+    whole = estimate(config, two_sources([1.0, 100.0, 3.0, 300.0], sources=()), AdvantageState())
+    assert whole.advantages.tolist() == [-100.0, -1.0, -98.0, 199.0]
+
+
 def test_role_conditioned_advantages_are_a_loop_over_the_samples() -> None:
     """RAE as its code has it, in float64, over two batches with a checkpoint between them; by source and player."""
     config = ALGORITHMS["rae"].advantage

@@ -630,9 +630,10 @@ def row_config(name: str) -> tuple[PolicyLossConfig, float]:
 
 
 def with_penalties(tokens: PolicyTokens) -> PolicyTokens:
-    """The same with a penalty on the change of every third token."""
+    """The same with a penalty on the change of every third token, divergences and means of scores."""
     number, dtype = torch.arange(len(tokens.sequence)), tokens.logprobs.dtype
-    return replace(tokens, penalties=(number % 3 == 0).to(dtype), divergences=(number % 5).to(dtype))
+    means = {"centering": (number % 7).to(dtype), "sampler_mass": 1.0 / (1.0 + number.to(dtype))}
+    return replace(tokens, penalties=(number % 3 == 0).to(dtype), divergences=(number % 5).to(dtype), **means)
 
 
 def select(tokens: PolicyTokens, index: torch.Tensor, **changes: torch.Tensor) -> PolicyTokens:
@@ -753,7 +754,7 @@ def test_wild_log_ratios_stay_finite(name: str) -> None:
             old_logprobs=wild.flip(0),
             ref_logprobs=wild.roll(3),
         )
-        output = policy_loss(tokens, config, beta)
+        output = policy_loss(with_penalties(tokens), config, beta)
         assert math.isfinite(output.loss.item())
         assert torch.isfinite(gradient(output.loss, logprobs)).all()
         for kind in ("sums", "terms", "maxima"):

@@ -40,6 +40,7 @@ def rollout_table(keys: list[Key], lengths: list[int], attempt: int = 0, **colum
         "response_ids": [list(range(length)) for length in lengths],
         "rollout_logprobs": [[-1.0] * length for length in lengths],
         "kept_tokens": [None] * len(keys),
+        "sampler_tokens": [None] * len(keys),
         "routes": [None] * len(keys),
         "loss_mask": [[True] * length for length in lengths],
         "weight_versions": [[] for _ in keys],

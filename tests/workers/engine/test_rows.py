@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -64,6 +65,42 @@ def test_experts_of_fewer_or_more_tokens_are_no_sample(tokens: int | None) -> No
     sampled.outputs[0].routed_experts = None if tokens is None else np.zeros((tokens, 2, 2), np.uint8)
     with pytest.raises(RuntimeError, match=r"vLLM returned .*; the sequence has 4 that it ran"):
         sampled_turn(sampled, routed=True)
+
+
+def likeliest_output(*entries: int) -> Any:
+    """A response with this many log-probs in the place of each token: the sampled one's, then the likeliest ones'."""
+    sampled = output(*[-1.0] * len(entries), versions=[WeightVersionSpan("4", 0, len(entries))])
+    sampled.outputs[0].logprobs = flat = FlatLogprobs()
+    for token, count in enumerate(entries):
+        flat.append_fast(
+            [token, *range(10, 9 + count)],
+            [-1.0, *(-0.5 * n for n in range(1, count))],
+            itertools.count(),
+            itertools.repeat(None),
+        )
+    return sampled
+
+
+def test_a_turn_has_the_likeliest_tokens_in_the_place_of_each_one() -> None:
+    """Without the sampled one, which is the first; only if it is asked for them."""
+    turn = sampled_turn(likeliest_output(3, 3), top_k=2)
+    for words in turn.likeliest:
+        assert np.frombuffer(words[:8], np.int32).tolist() == [10, 11]
+        assert np.frombuffer(words[8:], np.float32).tolist() == [-0.5, -1.0]
+    assert (turn.ids, turn.logprobs, len(turn.likeliest)) == ([0, 1], [-1.0, -1.0], 2)
+    assert sampled_turn(likeliest_output(3, 3)).likeliest == ()
+    with pytest.raises(RuntimeError, match="returned 2 log-probs in a token's place instead of 3"):
+        sampled_turn(likeliest_output(3, 2), top_k=2)
+
+
+def test_the_likeliest_tokens_of_an_episode_are_at_the_tokens_that_the_policy_sampled() -> None:
+    segment = Segment([1, 2])
+    segment.sampled(SampledTurn([7, 8], [-1.0, -1.0], [], "stop", likeliest=[b"a", b"b"]))
+    segment.added([8, 9])
+    segment.sampled(SampledTurn([7], [-1.0], [], "stop", likeliest=[b"c"]))
+    segment.added([8])
+    segment.sampled(SampledTurn([7], [-1.0], [], "stop"))
+    assert segment.likeliest == [b"a", b"b", b"", b"", b"c", b"", b""]
 
 
 def test_an_episode_has_the_experts_that_came_with_its_last_turn() -> None:

@@ -39,6 +39,8 @@ class SampledTurn:
     """`stop` or `length`."""
     kept: Sequence[bytes] = ()
     """The tokens that the sampler left to each one (`contract/kept_tokens.py`); none: they are not recorded."""
+    likeliest: Sequence[bytes] = ()
+    """The likeliest tokens at each one (`SAMPLER_TOKENS`); none: they are not recorded."""
     routes: bytes | None = None
     """The experts of the prompt's and the turn's tokens (`contract/routes.py`), or None if they are not recorded."""
     problem: str = ""
@@ -87,6 +89,8 @@ class Segment:
     loss_mask: list[bool] = field(default_factory=list)
     kept: list[bytes] = field(default_factory=list)
     """See `SampledTurn.kept`; added tokens have no words."""
+    likeliest: list[bytes] = field(default_factory=list)
+    """See `SampledTurn.likeliest`; added tokens have none."""
     routes: bytes | None = None
     """See `SampledTurn.routes`; of the last turn that was sampled."""
     versions: list[dict[str, int]] = field(default_factory=list)
@@ -98,6 +102,7 @@ class Segment:
         """Append a turn of the policy."""
         start = len(self.response_ids)
         self._append(list(turn.ids), list(turn.logprobs), True, "assistant", turn.kept)
+        self.likeliest[start:] = turn.likeliest or [b""] * len(turn.ids)
         self.routes = turn.routes
         self.versions += [
             {"version": span["version"], "start": start + span["start"], "end": start + span["end"]}
@@ -113,6 +118,7 @@ class Segment:
     ) -> None:
         start = len(self.response_ids)
         self.kept += kept or [b""] * len(ids)
+        self.likeliest += [b""] * len(ids)
         self.response_ids += ids
         self.logprobs += logprobs
         self.loss_mask += [loss] * len(ids)
