@@ -30,6 +30,7 @@ from typing import Any
 import psutil
 
 from tests.real.patient import ENVIRONMENT, REWARD
+from tests.real.warm_nodes import TEMPLATE, ray_command
 
 ROOT = Path(__file__).resolve().parents[2]
 SPEC = ROOT / "deploy" / "specs" / "tiny-grpo.yaml"
@@ -171,7 +172,7 @@ def node(part: str, *arguments: str, tries: int = 3) -> Iterator[psutil.Process]
     Raises:
         Stuck: The node did not start.
     """
-    command = [str(Path(sys.executable).with_name("ray")), "start", "--block", "--disable-usage-stats"]
+    command = [*ray_command(forks=TEMPLATE in os.environ), "start", "--block", "--disable-usage-stats"]
     # Nodes on one machine must not use the same ports: 0 or free ports instead of Ray's fixed ones.
     command += ["--min-worker-port=0", "--max-worker-port=0", f"--dashboard-agent-listen-port={free_port()}"]
     command += [f"--labels=part={part}", f"--object-store-memory={OBJECT_STORE_BYTES}", *arguments]

@@ -48,7 +48,10 @@ RUN_METRICS = (
     *("ledger/dispatched", "ledger/trained", "ledger/dropped", "ledger/in_flight", "ledger/retries"),
 )
 """Metrics of every step of every run."""
-READ_AFTER_IMPORTS = {"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"}
+READ_AFTER_IMPORTS = {
+    *("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "PYTHONPATH", "TROUPE_DEATHS"),
+    *("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"),
+}
 """Environment variables with which a command may be a fork."""
 POLICY_METRICS = ("policy/loss", "policy/grad_norm", "policy/learning_rate", "policy/entropy", "policy/skipped_updates")
 

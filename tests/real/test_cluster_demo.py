@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.real import warm
 from tests.real.commands import Command, running, trajectories
 from troupe.orchestrator.training.checkpoint import CheckpointStore
 
@@ -15,7 +16,7 @@ pytestmark = pytest.mark.long
 
 def test_a_run_scales_and_survives_the_loss_of_a_node_and_of_the_head(tmp_path: Path) -> None:
     demo = [sys.executable, "-m", "tests.real.cluster_demo", "--runs", str(tmp_path / "runs")]
-    with running(Command(tmp_path, demo)) as command:
+    with running(Command(tmp_path, demo, warm.template())) as command:
         assert command.wait(900.0) == 0, command.output
         assert command.leftover_processes() == []
     (out,) = (tmp_path / "runs").iterdir()

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from tests.faults.stalls import deadly_environment, may_mount
+from tests.real import warm
 from tests.real.cluster_demo import free_port
 from tests.real.commands import GRPO, Run, ledger_balances, running, trajectories
-from tests.real.ray_nodes import START_S, ray_head, ray_node
+from tests.real.ray_nodes import START_S, ray_node
 from troupe.orchestrator.telemetry.run_folder import RunFolder
 
 pytestmark = [
@@ -43,13 +44,16 @@ def test_every_process_of_an_update_dies_within_one_and_the_next_versions_are_wh
     far = deadly_environment(
         (f"{delta}:_read", 2, marks["applying"]), (f"{receiver}.receive_weights", 3, marks["loading"])
     )
-    near = deadly_environment((f"{delta}:ChangedWords.encode", 6, marks["encoding"]))
+    near = warm.template() | deadly_environment((f"{delta}:ChangedWords.encode", 6, marks["encoding"]))
     driver = deadly_environment(("troupe.orchestrator.rollouts.weight_sync:FileSync._change", 6, marks["driver"]))
     port = free_port()
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-    with ray_head(tmp_path, "--labels=part=near", "--num-cpus=2", OBJECTS, port=port, env=near | token):
+    head = ("--head", f"--port={port}", "--include-dashboard=false", "--labels=part=near", "--num-cpus=2", OBJECTS)
+    with ray_node(tmp_path, *head, env=near | token, forks=True) as first:
+        first.wait_until(lambda: "Ray runtime started" in first.stdout, "the head", START_S)
         joined = (f"--address=127.0.0.1:{port}", "--labels=part=far", "--num-cpus=1", OBJECTS)
-        with ray_node(tmp_path, *joined, env=far | token, within=(*ANOTHER_HOST, str(tmp_path / "hosts"))) as second:
+        host = (*ANOTHER_HOST, str(tmp_path / "hosts"))
+        with ray_node(tmp_path, *joined, env=far | token, within=host, forks=True) as second:
             second.wait_until(lambda: "Ray runtime started" in second.stdout, "the other node", START_S)
             address = token | {"RAY_ADDRESS": f"127.0.0.1:{port}"}
             with running(Run(tmp_path, GRPO, *SPEC, name="delta", env=address | driver)) as run:

@@ -13,6 +13,7 @@ import pytest
 from ray.job_submission import JobSubmissionClient
 
 from tests.orchestrator.platforms.kubernetes.manifests import documents
+from tests.real import warm
 from tests.real.cluster_demo import free_port
 from tests.real.commands import (
     EXIT_TIMEOUT_S,
@@ -55,8 +56,8 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Comman
     (container,) = job["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"]
     variables = {variable["name"]: variable["value"] for variable in container["env"]}
     port, name = free_port(), "RAY_JOB_STOP_WAIT_TIME_S"
-    environment = {name: variables[name], "RAY_ADDRESS": f"127.0.0.1:{port}", **ENVIRONMENT}
-    with ray_head(tmp_path_factory.mktemp("head"), "--num-cpus=4", port=port, env=environment) as head:
+    environment = {name: variables[name], "RAY_ADDRESS": f"127.0.0.1:{port}", **ENVIRONMENT, **warm.template()}
+    with ray_head(tmp_path_factory.mktemp("head"), "--num-cpus=4", port=port, env=environment, forks=True) as head:
         yield head
 
 

@@ -24,6 +24,7 @@ from typing import IO, Any
 from unittest import mock
 
 from tests import fork_server, warm_probes
+from tests.real.warm_nodes import TEMPLATE
 from troupe.workers.contract.config import EngineProcess
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,10 +32,9 @@ MARKER_VARIABLE = "TROUPE_TEST_RUN"
 """Environment variable that marks a command and everything that it starts."""
 FAR_VARIABLE = "TROUPE_TEST_FAR"
 """Environment variable of commands whose engines are as on another host; unset or empty for others."""
-_TEMPLATE = "TROUPE_TEST_TEMPLATE"
-"""Environment variable with the path of the socket of the process that import servers are forks of."""
 _UNMARKED = "0" * 32
-_ENGINE = EngineProcess(device="cpu", threads=1, enforce_eager=True)
+ENGINE = EngineProcess(device="cpu", threads=1, enforce_eager=True)
+"""The engine of most runs of tests."""
 _MODULES = (
     *("troupe.orchestrator.runs.training", "troupe.orchestrator.runs.rollouts", "troupe.orchestrator.runs.parts"),
     *("troupe.orchestrator.cluster.ray_cluster", "troupe.orchestrator.cluster.worker_server", "reasoning_gym"),
@@ -52,7 +52,7 @@ def start(arguments: Sequence[str], environment: Mapping[str, str], streams: Seq
         environment: Its environment variables.
         streams: Standard input, standard output and standard error.
     """
-    request = {"arguments": arguments, "environment": {**environment, _TEMPLATE: _template(), **warm_probes.server()}}
+    request = {"arguments": arguments, "environment": {**environment, **template(), **warm_probes.server()}}
     return fork_server.Forked(_commands(), request, [stream.fileno() for stream in streams])
 
 
@@ -60,14 +60,14 @@ def start(arguments: Sequence[str], environment: Mapping[str, str], streams: Seq
 def forked_import_servers() -> Iterator[None]:
     """While the block runs, the import servers of this process's runs are forks, too."""
     servers = "troupe.orchestrator.cluster.worker_server.subprocess"
-    with mock.patch.dict(os.environ, {_TEMPLATE: _template()}), mock.patch(servers, _FORKING):
+    with mock.patch.dict(os.environ, template()), mock.patch(servers, _FORKING):
         yield
 
 
 @cache
-def _template() -> str:
-    """Start the process that import servers are forks of, and return the path of its socket."""
-    return fork_server.start("tests.real.warm:serve_template", _unmarked())
+def template() -> dict[str, str]:
+    """Start the process that import servers are forks of; the environment of what starts such servers."""
+    return {TEMPLATE: fork_server.start("tests.real.warm:serve_template", _unmarked())}
 
 
 @cache
@@ -85,7 +85,7 @@ def serve_template(listening: str, owner_pipe: str) -> None:
     """Import as an import server does, and fork one for every run."""
     from troupe.workers.preload.server import import_ahead
 
-    import_ahead(_ENGINE)
+    import_ahead(ENGINE)
     fork_server.serve(listening, owner_pipe, _become_server)
 
 
@@ -109,6 +109,7 @@ def _become_server(request: dict[str, Any], listener: int, owner: int, errors: i
     _mark(environment.get(MARKER_VARIABLE, _UNMARKED))
     fork_server.take_over(environment, str(ROOT), {2: errors})
     sys.path[:] = json.loads(request["path"])
+    _use_python_path()
     module, function = request["entry"].split(":")
     vars(import_module(module))[function](str(listener), str(owner), request["engine"])
 
@@ -122,6 +123,7 @@ def _become_command(request: dict[str, Any], *streams: int) -> None:
     for number in (signal.SIGHUP, signal.SIGINT):  # as in a terminal, also where the tests run under `nohup`
         signal.signal(number, signal.SIG_DFL)
     sys.argv = ["troupe", *request["arguments"]]
+    _use_python_path()
     from troupe.__main__ import main
     from troupe.orchestrator.roles.table import ROLES
 
@@ -134,22 +136,40 @@ def _become_command(request: dict[str, Any], *streams: int) -> None:
     main()
 
 
+def _use_python_path() -> None:
+    """Search the folders of PYTHONPATH first, and import their `sitecustomize`, as an interpreter does at its start."""
+    folders = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:0] = [folder for folder in folders if folder and folder not in sys.path]
+    if any((Path(folder) / "sitecustomize.py").is_file() for folder in folders):
+        sys.modules.pop("sitecustomize", None)
+        import_module("sitecustomize")
+
+
 def _use_template() -> None:
     """Fork the import servers of this process from the template, and start one for runs without engines, too."""
     from troupe.orchestrator.cluster import worker_server
     from troupe.orchestrator.cluster.ray_cluster import Cluster
     from troupe.orchestrator.cluster.ray_environment import cluster_to_join
 
-    worker_server.subprocess = _FORKING
+    fork_import_servers()
     connect = Cluster.connect
 
     def connected(needed: Any, address: str | None = None, server: Any = None) -> Cluster:
         if server is None and cluster_to_join(address) is None:
-            server = worker_server.WorkerServer(_ENGINE)
+            server = worker_server.WorkerServer(ENGINE)
         return connect(needed, address, server)
 
     patched: Any = Cluster
     patched.connect = connected
+
+
+def fork_import_servers() -> None:
+    """From now on the import servers of this process are forks, if the environment names their template."""
+    if os.environ.get(TEMPLATE):
+        from troupe.orchestrator.cluster import worker_server
+
+        patched: Any = worker_server
+        patched.subprocess = _FORKING
 
 
 def _mark(mark: str) -> None:
@@ -168,7 +188,7 @@ def _start(command: list[str], **options: Any) -> Any:
     path, entry, *_ = command[-5:]
     request = {"path": path, "entry": entry, "engine": command[-1], "environment": options["env"]}
     descriptors = [*options["pass_fds"], options["stderr"].fileno()]
-    return fork_server.Forked(os.environ[_TEMPLATE], request, descriptors)
+    return fork_server.Forked(os.environ[TEMPLATE], request, descriptors)
 
 
 _FORKING: Any = SimpleNamespace(Popen=_start, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired)

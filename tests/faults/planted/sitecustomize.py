@@ -50,10 +50,14 @@ class _Deadly(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def exec_module(self, module: ModuleType) -> None:
         """Run the module's code."""
         self._own.exec_module(module)
-        for death in self._deaths:
-            name, _, path = death["at"].partition(":")
-            if name == module.__name__:
-                _plant(module, path.split("."), death)
+        _plant_all(module, self._deaths)
+
+
+def _plant_all(module: ModuleType, deaths: list[dict[str, Any]]) -> None:
+    for death in deaths:
+        name, _, path = death["at"].partition(":")
+        if name == module.__name__:
+            _plant(module, path.split("."), death)
 
 
 def _plant(owner: Any, path: list[str], death: dict[str, Any]) -> None:
@@ -75,5 +79,7 @@ def _plant(owner: Any, path: list[str], death: dict[str, Any]) -> None:
 
 if _deaths := json.loads(os.environ.get("TROUPE_DEATHS", "[]")):
     sys.meta_path.insert(0, _Deadly(_deaths))
+    for _name in {death["at"].partition(":")[0] for death in _deaths} & sys.modules.keys():
+        _plant_all(sys.modules[_name], _deaths)  # a fork has imported them before (`tests/real/warm.py`)
 if _ORDER.name:
     signal.signal(signal.SIGUSR2, planted_bug)
