@@ -16,16 +16,22 @@ from tests.real.commands import Run, checkpoint_weights, ledger_balances, runnin
 
 XPO = ROOT / "deploy" / "specs" / "algorithms" / "xpo.yaml"
 STEPS, SAMPLES = 16, 32
-SPEC = (f"schedule.steps={STEPS}", "checkpoint={every_steps: 1, keep: 20}", "failures.health_interval_s=2")
+SPEC = (
+    *("checkpoint={every_steps: 1, keep: 20}", "failures.health_interval_s=2"),
+    "roles.policy.schedule=constant",  # it depends on no number of steps
+)
 
 pytestmark = pytest.mark.real
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    """A run that nothing disturbs."""
-    with running(Run(tmp_path_factory.mktemp("whole"), XPO, *SPEC, name="whole")) as run:
-        assert run.wait() == 0, run.output
+    """A run that nothing disturbs for its first steps; then it loses the reference's engine for good."""
+    lost = ("schedule.steps=1000", "failures.reference_restarts=0")
+    with running(Run(tmp_path_factory.mktemp("whole"), XPO, *SPEC, *lost, name="whole")) as run:
+        run.wait_for_step(STEPS)
+        engine_of(run, "ReferenceEngine").kill()
+        assert run.wait() == 1, run.output
         yield run
 
 
@@ -57,7 +63,8 @@ def test_a_run_that_loses_the_reference_s_engine_and_its_driver_equals_an_undist
     whole: Run, tmp_path: Path
 ) -> None:
     """Bit for bit: groups wait for the new engine, whose responses have the same seeds."""
-    with running(Run(tmp_path, XPO, *SPEC, name="killed")) as run:
+    spec = (*SPEC, f"schedule.steps={STEPS}")
+    with running(Run(tmp_path, XPO, *spec, name="killed")) as run:
         run.wait_for_step(1)
         engine_of(run, "ReferenceEngine").kill()
         run.wait_until(lambda: "reference_engine-0 is lost" in run.output, "the loss to be noticed")
@@ -65,7 +72,7 @@ def test_a_run_that_loses_the_reference_s_engine_and_its_driver_equals_an_undist
         run.kill()
     done = run.metrics[-1]["step"]
     assert done < STEPS
-    with running(Run(tmp_path, XPO, *SPEC, name="killed", resume=True)) as again:
+    with running(Run(tmp_path, XPO, *spec, name="killed", resume=True)) as again:
         assert again.wait() == 0, again.output
         last = again.metrics[-1]
         assert ledger_balances(last) and (last["ledger/trained"], last["ledger/dropped"]) == (SAMPLES * STEPS, 0)
@@ -74,14 +81,10 @@ def test_a_run_that_loses_the_reference_s_engine_and_its_driver_equals_an_undist
         assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
-def test_a_reference_s_engine_that_is_lost_for_good_ends_the_run_with_the_reason(tmp_path: Path) -> None:
-    lost = ("failures.reference_restarts=0", "schedule.steps=1000", "checkpoint.every_steps=0")
-    with running(Run(tmp_path, XPO, *SPEC, *lost, name="lost")) as run:
-        run.wait_for_step(1)
-        engine_of(run, "ReferenceEngine").kill()
-        assert run.wait() == 1
-        assert "no reference_engine worker is left (0 of 0 restarts used: failures.reference_restarts)" in run.output
-        assert len(run.error_lines) == 1, run.output
+def test_a_reference_s_engine_that_is_lost_for_good_ends_the_run_with_the_reason(whole: Run) -> None:
+    assert whole.process.returncode == 1
+    assert "no reference_engine worker is left (0 of 0 restarts used: failures.reference_restarts)" in whole.output
+    assert len(whole.error_lines) == 1, whole.output
 
 
 def engine_of(run: Run, worker: str) -> psutil.Process:
