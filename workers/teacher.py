@@ -124,8 +124,11 @@ class TeacherEngine(SequenceTeacher):
         return await self.health()
 
     async def sequences(self, sequences: Sequence[list[int]]) -> list[PromptLogprobs | str]:
+        async def every() -> list[PromptLogprobs | str]:  # a future of `gather` reports that it was cancelled
+            return await asyncio.gather(*map(self._sequence, sequences))
+
         try:
-            return await self._engine.call(asyncio.gather(*map(self._sequence, sequences)))
+            return await self._engine.call(every())
         except EngineClosed as error:
             raise WorkerGone(str(error)) from error
 
