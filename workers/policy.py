@@ -44,7 +44,7 @@ from troupe.workers.contract.weight_backends import BACKENDS
 from troupe.workers.data.teacher_prompts import TeacherPrompts
 from troupe.workers.data.texts import cut_sources, text_batches
 from troupe.workers.data.tokenizer import load_tokenizer
-from troupe.workers.models.distillation import LogitsReader, SquareSums, top_tokens
+from troupe.workers.models.distillation import LogitsReader, SquareSums, WholeTeacher, top_tokens
 from troupe.workers.models.modeling import CausalLogprobs, evaluating, longest_row, score_plan
 from troupe.workers.models.route_replay import RouteReplay
 from troupe.workers.models.token_batch import TokenBatch, TokenTable
@@ -271,6 +271,15 @@ class PolicyWorker(TrainingRank[PolicyConfig]):
         if loss.recorded_top_k:
             return SamplerTokens(*table.likeliest(micro_batch), loss.importance), ("centering", "sampler_mass")
         return (self._teacher(table, micro_batch), ("divergences",)) if loss.distill.coef else (None, ())
+
+    def _teacher(self, table: TokenTable, micro_batch: TokenBatch) -> LogitsReader:
+        """See `TrainingRank._teacher`; without a reference the teacher is the policy's average before the update."""
+        if not self._distill.in_process or not self._config.teachers:
+            return super()._teacher(table, micro_batch)
+        module = cast(CausalLogprobs, self.engine.module)
+        with self.engine.averaged():
+            states, head = module.teacher_states(replace(micro_batch, routes=None)), module.current_head()
+        return WholeTeacher(states, head, module.temperature, self._distill)
 
     def _of_rollouts(
         self, table: TokenTable, plan: RankPlan, kl_old_coef: float, rows: Sequence[int], forward: Forward

@@ -156,8 +156,9 @@ probability, and with it `reverse` over them almost no gradient: of a random stu
 The teacher's likeliest tokens are 2k + 1 numbers for each token in the table of the reference's log-probs, from any
 place of the reference. The other supports need its logits: with `colocate_with: policy` its hidden states are computed
 in the update, and its head runs beside the policy's, chunk by chunk, so that neither's logits exist for all tokens at
-once. `policy/teacher_divergence` is the mean of `D`, `kl_ref` an estimate of `KL(s || t)` over the whole vocabulary,
-from the sampled tokens.
+once. The policy's moving average has them, too, as the only teacher of all samples, behind the policy's prompts: it is
+then the average before each update. `policy/teacher_divergence` is the mean of `D`, `kl_ref` an estimate of
+`KL(s || t)` over the whole vocabulary, from the sampled tokens.
 
 `kd` has the same loss on the samples of an earlier run, with the teacher's tokens in them or a reference that scores
 them ([Distillation from samples](../guides/offline.md#distillation-from-samples)).
@@ -212,7 +213,8 @@ position that it has behind this prompt. A sample is dropped if its row lacks a 
 exceed the teacher's positions or `micro_batch_tokens` (an engine's `max_model_len`).
 
 With `colocate_with: policy` the teacher is the policy before the updates of each step, which needs a prompt (SDPO,
-arXiv 2601.20802), or with `average: true` the moving average of its weights (`roles.policy.ema_decay`). The policy's
+arXiv 2601.20802), or with `average: true` the moving average of its weights (`roles.policy.ema_decay`). An older
+policy, such as that of some steps before, does not teach: a teacher that lags behind is the average. The policy's
 workers then score the whole batch between two steps, also in asynchronous training.
 
 In 20 steps of this run the divergence from each of two teachers falls. The first teacher is an engine, the second one

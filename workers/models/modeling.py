@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import pyarrow as pa
 import torch
 from torch import nn
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from troupe.workers.contract.config import CHUNK_LOGITS
@@ -272,6 +274,13 @@ class CausalLogprobs(ModelModule):
         with evaluating(self):
             return self.predictors(batch)[0]
 
+    def current_head(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        """`logits_of` with a copy of the weights that the head has now."""
+        if not self.split_head:
+            return self.logits_of
+        head = self.model.get_output_embeddings()
+        return partial(self.logits, weights={name: one.detach().clone() for name, one in head.named_parameters()})
+
     def predictors(self, batch: TokenBatch) -> tuple[torch.Tensor, Ragged | None]:
         """What `sampled_logits` takes, of this worker's response tokens."""
         own, found = self._outputs(batch)
@@ -292,12 +301,13 @@ class CausalLogprobs(ModelModule):
         """Logits [T, vocabulary] of states, which without a separate head are the logits."""
         return self.logits(states) if self.split_head else states
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The model's logits [..., vocabulary] of hidden states, before the temperature."""
+    def logits(self, hidden: torch.Tensor, weights: Mapping[str, torch.Tensor] | None = None) -> torch.Tensor:
+        """The model's logits [..., vocabulary] of hidden states, before the temperature. `weights`: those of the head,
+        or None for its own."""
         head = self.model.get_output_embeddings()
         if head is None:
             raise ValueError(f"{type(self.model).__name__} has no output head")
-        logits = head(hidden)
+        logits = head(hidden) if weights is None else functional_call(head, dict(weights), hidden)
         if self.scale != 1.0:
             logits = logits * self.scale
         if self.softcap is not None:

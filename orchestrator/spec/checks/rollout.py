@@ -68,9 +68,10 @@ def _teachers(spec: RolloutSpec) -> Iterator[Finding]:
     distill = algorithms.policy_loss(spec.algorithm).distill
     if not distill.coef and algorithms.advantage(spec.algorithm).estimator != "distill":
         yield "roles.teacher", "has no effect: algorithm.distill.coef is 0; set it, or remove the role"
-    if distill.in_process:
-        why = "needs the teacher's logits in the policy's workers"
-        yield "algorithm.distill.support", f"{distill.support} {why}: set it to teacher_top_k, or use roles.reference"
+    if distill.in_process and not _averages_only(spec):
+        why = f"{distill.support} needs the teacher's logits in the policy's updates: use roles.reference, or one"
+        how = "teacher with colocate_with: policy and average: true, without prompt, sources and weight"
+        yield "algorithm.distill.support", f"{why} {how}; or set this to teacher_top_k"
     mixture = spec.data.mixture
     sources = [source.name for source in mixture]
     for name, teacher in spec.roles.teachers().items():
@@ -96,6 +97,14 @@ def _rewarded(spec: RolloutSpec, source: MixedSource) -> bool:
     named = algorithms.ALGORITHMS.get((source.algorithm and source.algorithm.advantage) or "")
     advantage = algorithms.advantage(spec.algorithm) if named is None else named.advantage
     return advantage.estimator not in ("distill", "none")
+
+
+def _averages_only(spec: RolloutSpec) -> bool:
+    """Whether the only teacher is the policy's average, of all samples and behind the policy's prompts."""
+    match [*spec.roles.teachers().values()]:
+        case [TeacherRole(colocate_with="policy", average=True, prompt=None, sources=None, weight=1.0)]:
+            return True
+    return False
 
 
 def _sequence_teacher(spec: RolloutSpec, path: str, teacher: SequenceTeacherRole) -> Iterator[Finding]:

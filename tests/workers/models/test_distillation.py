@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import product
 from types import SimpleNamespace
 from typing import Any, cast, get_args
@@ -16,7 +17,7 @@ from tests.workers.models.test_modeling import FAMILIES, SAMPLES, SIZES, save_mo
 from tests.workers.models.test_token_batch import train_table
 from troupe.workers.algorithms.teachers import Teacher, train_columns
 from troupe.workers.contract.algorithm_config import AdvantageConfig, DistillConfig, PolicyLossConfig
-from troupe.workers.contract.config import PolicyConfig, SamplingConfig
+from troupe.workers.contract.config import PolicyConfig, SamplingConfig, TeacherSettings
 from troupe.workers.contract.config_base import ModelConfig
 from troupe.workers.contract.messages import TEACHER_TOKENS, RankPlan
 from troupe.workers.contract.offline_config import ExampleConfig, KdLossConfig, OfflineConfig
@@ -333,6 +334,53 @@ def test_the_policys_loss_has_the_divergence_from_its_teacher(
     if support == "teacher_top_k":
         with pytest.raises(ValueError, match="the batch lacks the column teacher_ids"):
             worker._of_rollouts(TokenTable(train_table(SAMPLES)), plan, 0.0, [0], student)
+
+
+@pytest.mark.parametrize("support", ["full", "student_top_k"])
+def test_the_policys_average_teaches_with_all_of_its_logits(
+    support: str, models: tuple[ModelConfig, ModelConfig]
+) -> None:
+    """The head runs in chunks of the update, when the weights are the policy's again."""
+    distill = config_of(support=support, coef=0.5)
+    config = PolicyConfig(
+        model=models[0],
+        trainer=TrainerConfig(),
+        loss=PolicyLossConfig(objective="policy_gradient", distill=distill),
+        advantage=AdvantageConfig(estimator="none"),
+        sampling=SamplingConfig(temperature=0.7, max_tokens=8),
+        run_id="teacher",
+        reference_model=None,
+        teachers={"teacher.own": TeacherSettings(average=True)},
+        total_updates=1,
+        seed=1,
+        device="cpu",
+    )
+    student, teacher = (CausalLogprobs(load_causal(models[0]), 0.7, chunks=2) for _ in range(2))
+    for weight in teacher.parameters():
+        weight.data += 0.05 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(5))
+
+    @contextmanager
+    def averaged() -> Iterator[None]:
+        pairs = list(zip(student.parameters(), teacher.parameters(), strict=True))
+        own = [one.detach().clone() for one, _ in pairs]
+        for one, its in pairs:
+            one.data.copy_(its.data)
+        yield
+        for (one, _), before in zip(pairs, own, strict=True):
+            one.data.copy_(before)
+
+    worker = PolicyWorker(config, "policy-0")
+    engine = SimpleNamespace(module=student, device=torch.device("cpu"), averaged=averaged)
+    worker._engine = cast(TrainEngine, engine)
+    plan = RankPlan(micro_batches=((0, 1, 2, 3),), total_loss_tokens=8, total_sequences=4)
+    batch, output = worker._of_rollouts(TokenTable(train_table(SAMPLES)), plan, 0.0, [0, 1, 2, 3], student)
+    own, its = student.sampled_logits(*student.predictors(batch)).double(), teacher.distributions(batch).double()
+    expected = 0.5 * plainly(own, its, distill).mean()
+    assert expected.item() > 1e-3 and output.loss.item() == pytest.approx(expected.item(), rel=1e-4)
+    weights = list(student.parameters())
+    slopes = zip(*(torch.autograd.grad(loss, weights) for loss in (output.loss, expected)), strict=True)
+    for found, slope in slopes:
+        torch.testing.assert_close(found, slope, rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.long  # TRL takes half a minute to import
