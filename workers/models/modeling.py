@@ -278,8 +278,8 @@ class CausalLogprobs(ModelModule):
         """`logits_of` with a copy of the weights that the head has now."""
         if not self.split_head:
             return self.logits_of
-        head = self.model.get_output_embeddings()
-        return partial(self.logits, weights={name: one.detach().clone() for name, one in head.named_parameters()})
+        weights = {name: one.detach().clone() for name, one in self._own_head.named_parameters()}
+        return partial(self.logits, weights=weights)
 
     def predictors(self, batch: TokenBatch) -> tuple[torch.Tensor, Ragged | None]:
         """What `sampled_logits` takes, of this worker's response tokens."""
@@ -304,15 +304,19 @@ class CausalLogprobs(ModelModule):
     def logits(self, hidden: torch.Tensor, weights: Mapping[str, torch.Tensor] | None = None) -> torch.Tensor:
         """The model's logits [..., vocabulary] of hidden states, before the temperature. `weights`: those of the head,
         or None for its own."""
-        head = self.model.get_output_embeddings()
-        if head is None:
-            raise ValueError(f"{type(self.model).__name__} has no output head")
+        head = self._own_head
         logits = head(hidden) if weights is None else functional_call(head, dict(weights), hidden)
         if self.scale != 1.0:
             logits = logits * self.scale
         if self.softcap is not None:
             logits = torch.tanh(logits / self.softcap) * self.softcap
         return logits
+
+    @property
+    def _own_head(self) -> nn.Module:
+        if (head := self.model.get_output_embeddings()) is None:
+            raise ValueError(f"{type(self.model).__name__} has no output head")
+        return head
 
     @torch.no_grad()
     def distributions(self, batch: TokenBatch) -> torch.Tensor:
