@@ -319,7 +319,10 @@ def _source_loss(spec: RolloutSpec, path: str, own: SourceAlgorithm) -> Iterator
     if why := algorithms.run_loss(row):
         others = ", ".join(algorithms.named_losses())
         yield path, f"{row.name} {why}: no source has its loss alone; use one of {others}"
-    if why := algorithms.run_loss(run):
+    advantage = run.advantage if own.advantage is None else algorithms.ALGORITHMS[own.advantage].advantage
+    if advantage.estimator == "none":
+        yield path, "has no effect: the source has no advantages; name an algorithm with rewards in advantage"
+    elif run.advantage.estimator != "none" and (why := algorithms.run_loss(run)):
         yield path, f"the run's {run.name} {why}: all sources have its loss; remove it, or change algorithm.name"
     elif algorithms.source_loss(spec.algorithm, own) == algorithms.policy_loss(spec.algorithm):
         yield path, "has no effect: it is the run's loss; remove it"

@@ -117,6 +117,15 @@ REFUSED: list[tuple[str, tuple[str, ...], str]] = [
         ("data.train.0.algorithm={kl_estimator: k2}",),
         "data.train.0.algorithm.kl_estimator: the source has no KL term",
     ),
+    (
+        "tiny-mixture",
+        (
+            "algorithm={name: grpo, distill: {coef: 1}}",
+            "roles.teacher={a: {}}",
+            "data.train.0.algorithm={advantage: gkd, loss: gspo}",
+        ),
+        "data.train.0.algorithm.loss: has no effect: the source has no advantages",
+    ),
     *(
         ("tiny-mixture", (f"data.train.0.algorithm={{{fields}}}", *run), f"data.train.0.algorithm.{message}")
         for fields, message, *run in (
@@ -223,6 +232,17 @@ ACCEPTED: list[tuple[str, tuple[str, ...]]] = [
     ),
     ("tiny-grpo", ("algorithm.name=maxrl", "roles.reward.functions=[{name: overlong, weight: 0}, {name: numeric}]")),
     ("tiny-grpo", ("algorithm.name=maxrl", "roles.reward.functions=[{name: numeric}, {name: 'm:f', weight: -1}]")),
+    *(
+        (
+            "tiny-grpo",
+            (
+                f"algorithm.distill={{coef: 1, support: {support}}}",
+                "roles.policy.ema_decay=0.9",
+                "roles.teacher={own: {colocate_with: policy, average: true}}",
+            ),
+        )
+        for support in ("full", "student_top_k")
+    ),
     ("tiny-mixture", ("algorithm={name: reinforce, by_source: false}",)),
     *(("tiny-mixture", (f"data.train.0.algorithm={{loss: {name}}}",)) for name in named_losses() if name != "grpo"),
     *(
@@ -283,6 +303,7 @@ _BOTH, _ALONE = (
         ((_BOTH,), True),
         ((_BOTH, "data.train.1.algorithm={advantage: gkd}"), True),
         ((_ALONE, "data.train.0.algorithm={advantage: grpo}"), True),
+        ((_ALONE, "data.train.0.algorithm={advantage: grpo, loss: gspo}"), True),
         ((_ALONE,), False),
         (("algorithm={name: distill}",), False),
         ((_BOTH, "data.train.0.algorithm={advantage: gkd}"), False),
