@@ -201,6 +201,7 @@ RUN_LOSSES: tuple[tuple[str, Callable[[Algorithm], bool]], ...] = (
     ("has no ratio and trains at temperature 1", lambda row: not row.loss.has_ratio),
     ("limits the step of a whole update", lambda row: bool(row.kl_penalty or row.trust_region or row.natural_gradient)),
     ("chooses tokens of a whole batch", lambda row: row.advantage.covariance != "keep"),
+    ("leaves out samples far from the sampler", lambda row: row.loss.importance.max_divergence is not None),
     ("reads the sampler's likeliest tokens", lambda row: row.loss.recorded_top_k > 0),
     ("trains on pairs", lambda row: row.advantage.estimator in ("preference_pair", "reference_pair")),
     ("has no loss besides the divergence from a teacher", lambda row: row.advantage.estimator == "none"),

@@ -137,6 +137,8 @@ REFUSED: list[tuple[str, tuple[str, ...], str]] = [
                 "loss: raft has no ratio and trains at temperature 1: no source has its loss alone",
             ),
             ("loss: ppo_penalty", "loss: ppo_penalty limits the step of a whole update: no source"),
+            ("loss: flash_reinforce", "loss: flash_reinforce leaves out samples far from the sampler: no source"),
+            ("loss: score_centering", "loss: score_centering reads the sampler's likeliest tokens: no source"),
             ("loss: trpo", "loss: trpo limits the step of a whole update: no source"),
             ("loss: kl_cov", "loss: kl_cov chooses tokens of a whole batch: no source"),
             ("loss: online_dpo", "loss: online_dpo trains on pairs: no source"),
