@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -71,7 +72,8 @@ class Links:
     def environment_link(self, *_: Any) -> str:
         return "environments"
 
-    def judge_link(self, *_: Any) -> str:
+    def judge_link(self, name: str, *_: Any) -> str:
+        self.judge = name
         return "judges"
 
     def reference_link(self, *_: Any) -> str:
@@ -207,3 +209,30 @@ async def test_engines_have_room_for_the_episodes_of_environments_that_are_added
         assert pool.dispatch.max_load == 128 > engine_load(scaler.spec)
         await scaler.close()
     assert {"environment-1", "environment-2"} <= launcher.started.keys()
+
+
+def judge_named(model: Path, *changes: str) -> str:
+    """The name under which answers of the judge in this folder are cached."""
+    spec = load_rollout_spec(SPECS / "tiny-judge.yaml", [f"roles.judge.model.path={model}", *changes])
+
+    async def run() -> str:
+        context, _ = context_of(spec)
+        pools = RunPools(spec, context)
+        await pools.start()
+        await pools.close()
+        return cast("Links", context.cluster).judge
+
+    return on_virtual_time(run())
+
+
+def test_answers_are_cached_by_the_content_of_the_judges_folder(tmp_path: Path) -> None:
+    model = tmp_path / "judge"
+    shutil.copytree(ROOT / ".cache" / "models" / "tiny-llama", model)
+    name = judge_named(model)
+    assert judge_named(model) == judge_named(model, "roles.judge.workers=2") == name
+    assert judge_named(model, "roles.judge.max_tokens=7") != name
+    (weights,) = model.glob("*.safetensors")
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    assert judge_named(model) != name
