@@ -16,6 +16,7 @@ from troupe.orchestrator.cluster.event_loop import gather_all
 from troupe.orchestrator.errors import DataError
 from troupe.orchestrator.rollouts.reward_pool import RewardPool
 from troupe.orchestrator.runs.session import Session
+from troupe.orchestrator.spec.derived.digests import identity
 from troupe.orchestrator.spec.derived.sampling import Offset
 from troupe.orchestrator.training.parts import Metrics, RunPart, UpdatedStep
 from troupe.workers.contract.config_base import Frozen
@@ -28,7 +29,7 @@ class Measured(Frozen):
     """A measured offset."""
 
     model: str
-    """Configuration of the reward model, as JSON."""
+    """The reward model's `identity`."""
     value: float
 
 
@@ -56,7 +57,7 @@ class RewardOffsets(RunPart):
         models = self._session.request.spec.rollouts.roles.reward.reward_models
         found: dict[str, dict[str, Measured]] = {}
         for offset, references in self._references.items():
-            model = models[offset.model].model_dump_json()
+            model = identity(models[offset.model])
             measured = self.state.offsets.get(offset.rewards, {}).get(offset.model)
             if measured is None or measured.model != model:
                 measured = Measured(model=model, value=await self._measure(offset, references))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, nullcontext
@@ -22,7 +21,7 @@ from troupe.orchestrator.rollouts.reward_pool import RewardPool
 from troupe.orchestrator.rollouts.scoring import TokenScorer
 from troupe.orchestrator.rollouts.weight_sync import WeightSync, weight_sync
 from troupe.orchestrator.runs.session import Session
-from troupe.orchestrator.spec.derived.digests import contents_of
+from troupe.orchestrator.spec.derived.digests import identity
 from troupe.orchestrator.spec.derived.sizes import group_scoring_s
 from troupe.orchestrator.spec.derived.training import (
     needs_old_logprobs,
@@ -30,7 +29,6 @@ from troupe.orchestrator.spec.derived.training import (
     resolved_sleep,
     values_at_batch,
 )
-from troupe.orchestrator.spec.field_tree import field_tree
 from troupe.orchestrator.spec.roles import environment_role
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.training.checkpoint import Checkpoint, load_checkpoint
@@ -235,10 +233,8 @@ def reference_engine_pool(run: RunPools, role: str) -> LinkedPool[roles.Referenc
 
 def judge_pool(run: RunPools, role: str) -> LinkedPool[roles.JudgeEngine, JudgeCaller, JudgeLink]:
     """The judge workers, which reward workers, and engines that they play against, call through a link."""
-    # What an answer depends on, also in a cache that outlives the run: another model may lie in the folder by then.
-    settings = settings_of(run.spec, role).config.model_dump(mode="json", exclude={"engine", "device"})
-    files = contents_of({"model": settings["model"]}, field_tree(type(run.spec.roles.judge)))
-    name = json.dumps(settings | files)
+    # What an answer depends on, also in a cache that outlives the run.
+    name = identity(settings_of(run.spec, role).config, exclude={"engine", "device"})
 
     async def connect(worker: JudgeCaller, judge: JudgeLink) -> None:
         if isinstance(worker, Engine):

@@ -75,6 +75,15 @@ def test_another_model_is_measured_anew(tmp_path: Path) -> None:
     assert metrics[-1]["reward/reward_model/offset"] == 5 / 3 != metrics[0]["reward/reward_model/offset"]
 
 
+def test_another_model_in_the_same_folder_is_measured_anew(tmp_path: Path) -> None:
+    folder = tmp_path / "scorer"
+    folder.mkdir()
+    for steps, weights, measured in ((2, "one", ["first"]), (4, "one", []), (6, "two", ["third"])):
+        (folder / "model.safetensors").write_text(weights)
+        scorer, _ = trained(tmp_path, steps, measured or ["second"], path=str(folder))
+        assert scorer.references == measured
+
+
 def test_a_reference_without_a_score_is_an_error_of_the_field(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"^roles\.reward\.model\.offset: rows:1: not a number$"):
         trained(tmp_path, 2, ["some", "", "more"])

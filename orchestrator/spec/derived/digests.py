@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
+
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.derived.paths import paths_below
 from troupe.orchestrator.spec.derived.sampling import HeldOutSettings, held_out_sets, reward_functions
@@ -63,6 +65,13 @@ def contents_of(section: Any, fields: FieldNode) -> dict[str, str]:
     """Digests of the files and folders on this machine that a dumped part of a spec names, by field."""
     digests = ((field, _content_digest(Path(path))) for field, path in paths_below(section, fields))
     return {field: digest for field, digest in digests if digest}
+
+
+def identity(section: BaseModel, exclude: set[str] | None = None) -> str:
+    """A section without some fields as text, with the digests of the files and folders that it names: a folder may hold
+    another model by now."""
+    settings = section.model_dump(mode="json", exclude=exclude)
+    return json.dumps([settings, contents_of(settings, field_tree(type(section)))])
 
 
 def _content_digest(path: Path) -> str:
