@@ -22,6 +22,7 @@ from troupe.orchestrator.errors import WorkerError
 from troupe.orchestrator.rollouts.open_groups import GroupProgress, Samples
 from troupe.orchestrator.rollouts.reward_pool import RewardPool
 from troupe.orchestrator.rollouts.scoring import ScoredGroup
+from troupe.orchestrator.spec.derived.digests import contents_of
 from troupe.orchestrator.spec.derived.training import needs_old_logprobs, old_logprobs_at_batch, values_at_batch
 from troupe.orchestrator.spec.field_tree import field_tree
 from troupe.orchestrator.spec.rollout import RolloutSpec
@@ -79,7 +80,8 @@ _JSON = TypeAdapter(KeptGroups)
 
 
 def fingerprint(spec: RolloutSpec) -> str:
-    """Digest of the spec's settings for sampling and scoring, without numbers of workers and their resources."""
+    """Digest of the spec's settings for sampling and scoring, and of the files that scoring workers read, without
+    numbers of workers and their resources."""
     roles, fields = spec.roles, field_tree(RolloutSpec)
     present = {"reference": None, "environment": None, "judge": None} | roles.present()
 
@@ -98,6 +100,8 @@ def fingerprint(spec: RolloutSpec) -> str:
     for name, role in present.items():
         if fields.at(f"roles.{name}").consequences.samples:
             parts[name] = None if role is None else given(f"roles.{name}", role)
+            if role is not None and (files := contents_of(parts[name], fields.at(f"roles.{name}"))):
+                parts[f"{name} files"] = files
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 

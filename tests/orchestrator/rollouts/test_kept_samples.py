@@ -344,3 +344,17 @@ def test_groups_whose_values_an_earlier_version_kept_are_sampled_again(
     assert again.run().ledger["trained"] == 6 * 3 * GROUP_SIZE
     assert again.taken_over == 0
     assert all(len(versions) == 1 for batch in again.policies[0].values for versions in batch.values())
+
+
+def test_samples_that_another_model_in_the_same_folder_has_scored_are_not_used(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_text("one")
+    reward = {"functions": [{"name": "judge"}], "model": {"path": str(tmp_path)}}
+    by_model = fake_spec(roles={"rollout": {}, "policy": {}, "reward": reward})
+    judge = {"model": {"path": str(tmp_path)}}
+    by_judge = fake_spec(
+        roles={"rollout": {}, "policy": {}, "reward": {"functions": [{"name": "judge"}]}, "judge": judge}
+    )
+    before = [fingerprint(spec) for spec in (by_model, by_judge)]
+    assert before == [fingerprint(spec) for spec in (by_model, by_judge)]
+    (tmp_path / "model.safetensors").write_text("two")
+    assert not {*before} & {fingerprint(spec) for spec in (by_model, by_judge)}
