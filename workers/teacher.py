@@ -95,14 +95,13 @@ class TeacherEngine(SequenceTeacher):
     """A frozen model in one vLLM engine."""
 
     def __init__(self, config: TeacherEngineConfig, name: str) -> None:
-        own = {"max_logprobs": max(1, config.top_k)}
-        if config.device == "cuda":
-            own["max_num_batched_tokens"] = config.batch_tokens
+        own = {"max_num_batched_tokens": config.batch_tokens} if config.device == "cuda" else {}
         self._settings = RolloutConfig(
             model=config.model,
             engine=config.engine,
             engine_options=config.engine_options | own,
             sampling=SamplingConfig(max_tokens=1),
+            top_logprobs=config.top_k,
             seed=0,
             transfer_backend="shm",
             device=config.device,

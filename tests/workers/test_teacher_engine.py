@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
@@ -16,15 +17,19 @@ from troupe.workers.contract.config_base import ModelConfig
 from troupe.workers.contract.messages import WorkerGone
 from troupe.workers.engine.errors import EngineDead
 from troupe.workers.engine.serving import Serving, ServingEngine
+from troupe.workers.engine.settings import engine_args
 from troupe.workers.teacher import TeacherEngine
+
+if TYPE_CHECKING:
+    from vllm.engine.arg_utils import AsyncEngineArgs
 
 NAME = "teacher.math-0"
 
 
-def config(top_k: int = 8, device: str = "cpu", **engine: int) -> TeacherEngineConfig:
+def config(top_k: int = 8, device: str = "cpu", model: Path = Path("m"), **engine: int) -> TeacherEngineConfig:
     return TeacherEngineConfig.model_validate(
         {
-            "model": ModelConfig(path="m"),
+            "model": ModelConfig(path=str(model)),
             "engine": EngineConfig.model_validate({"max_num_seqs": 4, "max_model_len": 64, "threads": 1} | engine),
             "engine_options": {"scheduling_policy": "priority"},
             "column": "teacher.math",
@@ -34,23 +39,27 @@ def config(top_k: int = 8, device: str = "cpu", **engine: int) -> TeacherEngineC
     )
 
 
-def settings(given: TeacherEngineConfig) -> dict[str, Any]:
-    """Options of the engine of vLLM beside those of every engine."""
-    return dict(TeacherEngine(given, NAME)._settings.engine_options)
+def arguments(given: TeacherEngineConfig) -> AsyncEngineArgs:
+    """The arguments of the teacher's engine of vLLM."""
+    return engine_args(TeacherEngine(given, NAME)._settings)
 
 
-@pytest.mark.parametrize(("top_k", "logprobs"), [(0, 1), (1, 1), (8, 8)])
-def test_an_engine_returns_as_many_log_probs_as_are_read(top_k: int, logprobs: int) -> None:
-    assert settings(config(top_k)) == {"scheduling_policy": "priority", "max_logprobs": logprobs}
+@pytest.mark.parametrize("top_k", [0, 1, 8])
+def test_an_engine_returns_as_many_log_probs_as_are_read(tiny_model: Path, top_k: int) -> None:
+    found = arguments(config(top_k, model=tiny_model))
+    assert (found.max_logprobs, found.scheduling_policy) == (top_k, "priority")
 
 
 @pytest.mark.parametrize(
     ("sequences", "longest", "tokens"), [(4, 64, 4 * 64), (32, 4096, 2048), (3000, 4096, 3000), (1, 16, 16)]
 )
-def test_a_batch_on_a_gpu_has_few_tokens_whose_logits_exist_at_once(sequences: int, longest: int, tokens: int) -> None:
-    given = config(device="cuda", max_num_seqs=sequences, max_model_len=longest)
-    assert settings(given)["max_num_batched_tokens"] == given.batch_tokens == tokens
-    assert config(max_num_seqs=sequences, max_model_len=longest).batch_tokens == longest, "on the CPU a whole prompt"
+def test_a_batch_on_a_gpu_has_few_tokens_whose_logits_exist_at_once(
+    tiny_model: Path, sequences: int, longest: int, tokens: int
+) -> None:
+    sizes = {"max_num_seqs": sequences, "max_model_len": longest}
+    given = config(device="cuda", model=tiny_model, **sizes)
+    assert arguments(given).max_num_batched_tokens == given.batch_tokens == tokens
+    assert config(**sizes).batch_tokens == longest, "on the CPU a whole prompt"
 
 
 class Engine:
