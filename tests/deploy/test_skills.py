@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import shlex
@@ -51,8 +52,8 @@ def at(document: Any, path: str) -> tuple[Any, str | int]:
     return document, last
 
 
-def repaired(document: dict[str, Any], problem: Mapping[str, Any]) -> dict[str, Any]:
-    """A spec with the change of the table in `repair-a-spec` for one problem."""
+def repaired(document: dict[str, Any], problem: Mapping[str, Any], meant: dict[str, Any]) -> dict[str, Any]:
+    """A spec with the change of the table in `repair-a-spec` for one problem; `meant`: what the user knows."""
     section, last = at(document, problem["field"])
     suggestion = problem["suggestion"]
     match problem["code"]:
@@ -67,6 +68,10 @@ def repaired(document: dict[str, Any], problem: Mapping[str, Any]) -> dict[str, 
             section[last] = yaml.safe_load(suggestion)
         case "wrong-type":
             section[last] = yaml.safe_load(section[last])
+        case "missing-field":
+            section[last] = at(meant, problem["field"])[0][last]
+        case "conflict" if problem["message"].endswith("; remove it"):
+            del section[last]
         case "unusable":
             (quoted, *_) = re.findall(r"'([^']*)'", problem["message"])
             at(document, problem["field"])
@@ -92,6 +97,9 @@ def repaired(document: dict[str, Any], problem: Mapping[str, Any]) -> dict[str, 
         ("sampling.top_p", 1.5, ["out-of-range"]),
         ("schedule.prompts_per_step", "8", ["wrong-type"]),
         ("data.train.prompt", "qestion", ["unusable"]),
+        ("model.path", None, ["missing-field"]),
+        ("roles.reward.functions.0.name", None, ["missing-field"]),
+        ("algorithm.importance", {"mode": "none", "level": "sequence"}, ["conflict"]),
     ],
 )
 def test_a_bad_spec_is_repaired_by_the_skill(
@@ -108,10 +116,13 @@ def test_a_bad_spec_is_repaired_by_the_skill(
     document["model"]["path"] = str(tiny_model)
     document["data"]["train"] = {"kind": "jsonl", "path": "deploy/recipes/gsm8k/rows.jsonl", "prompt": "question"}
     document["roles"]["reward"]["functions"] = [{"name": "last_number"}]
+    meant = copy.deepcopy(document)
     section, last = at(document, field)
     if field == "roles.rolout":
         value = document["roles"].pop("rollout")
     section[last] = value
+    if value is None:
+        del section[last]
     (validate,) = commands("repair-a-spec")
     spec, found, code, said = tmp_path / "spec.yaml", list[str](), -1, None
     for _ in range(4):
@@ -122,8 +133,37 @@ def test_a_bad_spec_is_repaired_by_the_skill(
             break
         found += [problem["code"] for problem in said["problems"]]
         for problem in said["problems"]:
-            document = repaired(document, problem)
+            document = repaired(document, problem, meant)
     assert code == 0 and found == codes, said
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "mended"),
+    [("\n  name: grpo", "\n\tname: grpo", ("\t", "  ")), ("project: team", "project: @team", ("@team", "'@team'"))],
+)
+def test_yaml_that_cannot_be_read_is_mended_at_its_line(
+    right: str,
+    wrong: str,
+    mended: tuple[str, str],
+    tmp_path: Path,
+    tiny_model: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Spaces instead of tabs, and quotes around special characters."""
+    document = yaml.safe_load((ROOT / "deploy/specs/tiny-grpo.yaml").read_text()) | {"name": "bad"}
+    document["model"]["path"], spec = str(tiny_model), tmp_path / "spec.yaml"
+    document["output"] = {"project": "team"}
+    text = yaml.safe_dump(document, sort_keys=False)
+    assert text.count(right) == 1
+    spec.write_text(text.replace(right, wrong))
+    (validate,) = commands("repair-a-spec")
+    code, said = answer(validate, capsys, SPEC=spec)
+    (problem,) = said["problems"]
+    assert (code, problem["code"]) == (2, "unreadable")
+    lines = spec.read_text().splitlines()
+    lines[problem["line"] - 1] = lines[problem["line"] - 1].replace(*mended)
+    spec.write_text("\n".join(lines))
+    assert answer(validate, capsys, SPEC=spec)[0] == 0
 
 
 def test_the_skill_has_a_row_for_every_code() -> None:
