@@ -1,6 +1,7 @@
 """Samples with vLLM's model runner V2, which engines on GPUs have, on the CPU: Triton's interpreter runs its kernels.
 
-Prints a JSON object for each request: prompt, response, log-probs, and the words of each token.
+Prints a JSON object for each request: prompt, response, log-probs, and the words of each token. Before it a fork, which
+shares the import of vLLM, prints those of `runner_v2_routes.py`. The arguments are the models of both.
 """
 
 from __future__ import annotations
@@ -8,9 +9,12 @@ from __future__ import annotations
 import json
 import os
 import sys
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+from tests.real import runner_v2_routes
 
 PROMPT = [1, 40, 41, 42]
 REQUESTS: dict[str, dict[str, Any]] = {
@@ -33,10 +37,20 @@ def run_triton_on_cpu() -> None:
     vars(triton.backends)["backends"]["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True))
 
 
-def main(model: Path) -> None:
-    """Sample all requests."""
+def import_engine(model: Path) -> None:
+    """Import what both programs use."""
     run_triton_on_cpu()
 
+    from tests.real.rollout_helpers import rollout_config
+    from troupe.workers.engine.settings import set_environment
+
+    set_environment(rollout_config(model).process)
+    import_module("vllm.v1.engine.llm_engine")
+    import_module("vllm.v1.worker.cpu.model_runner")
+
+
+def main(model: Path) -> None:
+    """Sample all requests."""
     from tests.real.rollout_helpers import rollout_config
     from troupe.workers.engine.kept_tokens import kept_tokens
     from troupe.workers.engine.settings import engine_args, set_environment
@@ -74,4 +88,11 @@ def main(model: Path) -> None:
 
 
 if __name__ == "__main__":
+    import_engine(Path(sys.argv[1]))
+    if not (fork := os.fork()):
+        runner_v2_routes.main(Path(sys.argv[2]))
+        sys.stdout.flush()
+        os._exit(0)
+    if os.waitpid(fork, 0)[1]:
+        sys.exit("the fork failed")
     main(Path(sys.argv[1]))

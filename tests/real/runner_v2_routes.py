@@ -4,20 +4,15 @@ prompt, response, log-probs and routes, as the rollout worker writes them."""
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
-
-from tests.real.runner_v2 import run_triton_on_cpu
 
 PROMPTS = ([1, 40, 41, 42], [1, 43, 44, 45, 46])
 TOKENS = 12
 
 
 def main(model: Path) -> None:
-    """Sample a response to each prompt."""
-    run_triton_on_cpu()
-
+    """Sample a response to each prompt, in a process that has imported the engine."""
     from tests.real.rollout_helpers import rollout_config
     from troupe.workers.engine.rows import sampled_turn
     from troupe.workers.engine.settings import engine_args, set_environment
@@ -48,7 +43,3 @@ def main(model: Path) -> None:
             turn = sampled_turn(output, routed=True)
             row = {"prompt_ids": output.prompt_token_ids, "response_ids": turn.ids, "rollout_logprobs": turn.logprobs}
             print(json.dumps(row | {"routes": (turn.routes or b"").hex()}))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,20 +27,36 @@ from troupe.workers.models.token_batch import TokenTable
 pytestmark = pytest.mark.real
 
 
-def sampled(script: str, model: Path) -> list[dict[str, Any]]:
-    """The rows that a program of this folder prints."""
+@dataclass(frozen=True)
+class Sampled:
+    """What the programs print."""
+
+    experts: Path
+    """The model of experts."""
+    routed: list[dict[str, Any]]
+    """Its rows, by `runner_v2_routes.py`."""
+    kept: dict[str, dict[str, Any]]
+    """The rows of `runner_v2.py`, by name."""
+
+
+@pytest.fixture(scope="module")
+def sampled(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Sampled:
+    """The rows of both programs."""
     pytest.importorskip("triton")
-    command = [sys.executable, "-m", f"tests.real.{script}", str(model)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    experts = tmp_path_factory.mktemp("runner-v2") / "model"
+    save_model(FAMILIES["qwen3-moe"], experts, tiny_model)
+    command = [sys.executable, "-m", "tests.real.runner_v2", str(tiny_model), str(experts)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert not done.returncode, done.stderr[-3000:]
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    kept = {row["name"]: row for row in rows if "name" in row}
+    return Sampled(experts, [row for row in rows if "routes" in row], kept)
 
 
-def test_the_recorded_experts_are_those_that_the_trainer_replays(tiny_model: Path, tmp_path: Path) -> None:
+def test_the_recorded_experts_are_those_that_the_trainer_replays(sampled: Sampled) -> None:
     """In float32 engine and trainer choose the same experts: what is recorded of every token and layer is the
     trainer's own choice, and with it its log-probs are the sampler's. With others they are not."""
-    model = load_model(save_model(FAMILIES["qwen3-moe"], tmp_path / "model", tiny_model))
-    rows = sampled("runner_v2_routes", tmp_path / "model")
+    model, rows = load_model(sampled.experts), sampled.routed
     module = CausalLogprobs(model, temperature=1.0)
     replay = module.replay = RouteReplay(model)
     for row in rows:
@@ -55,9 +72,9 @@ def test_the_recorded_experts_are_those_that_the_trainer_replays(tiny_model: Pat
     assert len(rows) == 2
 
 
-def test_the_sets_of_runner_v2_are_those_that_its_logprobs_are_among(tiny_model: Path) -> None:
+def test_the_sets_of_runner_v2_are_those_that_its_logprobs_are_among(tiny_model: Path, sampled: Sampled) -> None:
     """Of requests that are sampled together, those that are greedy or ask for no log-probs among them."""
-    rows = {row["name"]: row for row in sampled("runner_v2", tiny_model)}
+    rows = sampled.kept
     assert rows.keys() == REQUESTS.keys() and not any(row["problem"] for row in rows.values())
     model, sizes = load_model(tiny_model), {}
     for name, row in rows.items():
