@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 import traceback
 from collections.abc import Iterator, Sequence
@@ -34,6 +35,11 @@ class _RankProcess(ForkServerProcess):
         """Start the process as a fork of the ranks' server."""
         with patch.object(forkserver, "connect_to_new_process", _SERVER.connect_to_new_process):
             super().start()
+
+    def run(self) -> None:
+        """Run in the fork. DeepSpeed collects garbage for every model, and would scan all that was imported ahead."""
+        gc.freeze()
+        super().run()
 
 
 class _RankContext(ForkServerContext):
