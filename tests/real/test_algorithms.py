@@ -78,7 +78,10 @@ PLACEMENT = Placement(
 _ONE_ENGINE = [name for name, row in ALGORITHMS.items() if not row.advantage.compares_reference]
 SPECS = (*sorted(_ONE_ENGINE, key=lambda name: spec_of(name).path), "tiny-grpo-process")
 """Rows with the same spec follow each other. One with an engine of the reference is in test_reference_pairs_run.py."""
-ASYNCHRONOUS = ("sapo", "gmpo", "gspo", "dppo_tv", "dppo_kl", "maxrl", "pass_at_k", "clip_cov", "gdpo", "cispo", "dcpo")
+ASYNCHRONOUS = (
+    *("sapo", "gmpo", "gspo", "dppo_tv", "dppo_kl", "maxrl", "pass_at_k", "clip_cov", "gdpo", "cispo", "dcpo"),
+    "score_centering",
+)
 """Rows whose second step learns from samples of the policy before the first: one of every objective and estimator."""
 DAPO_STEPS = 5
 DAPO = (f"schedule.steps={DAPO_STEPS}", "checkpoint={every_steps: 1, keep: 10}")
@@ -93,7 +96,7 @@ class ReusableRollout(RolloutWorker):
 
     async def reconfigure(self, config: RolloutConfig) -> None:
         """Render and sample as another configuration says."""
-        update = {"model": config.model, "sampling": config.sampling, "seed": config.seed}
+        update = {name: getattr(config, name) for name in ("model", "sampling", "seed", "top_logprobs")}
         self.generation.config = self.generation.config.model_copy(update=update)
         self.generation.tokenizer = load_chat_tokenizer(config.model)
 

@@ -114,7 +114,7 @@ def engine_args(config: RolloutConfig) -> AsyncEngineArgs:
         weight_transfer_config=WeightTransferConfig(
             backend=receiver_name(config.transfer_backend) if config.lora is None else ADAPTER_BACKEND
         ),
-        max_logprobs=config.top_logprobs,
+        max_logprobs=-1,  # requests ask for what is read
         worker_extension_cls=_extension(config),
         # Without white space between the parts of JSON: a response could consist of it.
         structured_outputs_config=StructuredOutputsConfig(backend="xgrammar", disable_any_whitespace=True),
