@@ -25,7 +25,7 @@ from troupe.orchestrator.cluster.worker_group import RecoverableCalls
 from troupe.orchestrator.controller import RunOutcome
 from troupe.orchestrator.data.prompt_check import PromptCheck
 from troupe.orchestrator.data.summary import RunData
-from troupe.orchestrator.errors import TroupeError, UsageError
+from troupe.orchestrator.errors import NeverFits, TroupeError, UsageError
 from troupe.orchestrator.hub.resolve import LocalFiles
 from troupe.orchestrator.live.lock import locked
 from troupe.orchestrator.pools.engine import Engine
@@ -50,7 +50,7 @@ from troupe.orchestrator.training.checkpoint import CheckpointStore
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A cluster whose workers have started when `workers` is set; `log` says what happened to it."""
-    state = SimpleNamespace(workers=asyncio.Event(), log=[])
+    state = SimpleNamespace(workers=asyncio.Event(), log=[], impossible="")
 
     class Launcher:
         def __init__(self, *_: Any) -> None: ...
@@ -63,9 +63,14 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Any:
     async def close(_: float) -> None:
         state.log.append("close")
 
+    async def refuse_impossible(*_: Any) -> None:
+        if state.impossible:
+            raise NeverFits(state.impossible)
+
     connected = SimpleNamespace(
         watch=lambda _: None,
         close=close,
+        refuse_impossible=refuse_impossible,
         abandon=lambda: state.log.append("abandon"),
         events=SimpleNamespace(close=lambda: None, record=lambda *_, **__: None),
         logs="logs",
@@ -112,6 +117,28 @@ async def test_workers_that_start_first_wait_for_the_check(cluster: Any, tmp_pat
     async with asyncio.timeout(60):
         assert await refused(tmp_path) == {"train": 3}
     assert cluster.log == ["start workers", "close", "abandon"]
+
+
+@pytest.mark.parametrize("first", [True, False])
+async def test_a_cluster_without_room_ends_the_first_start_only(
+    cluster: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, first: bool
+) -> None:
+    """A resumed run had its places: a node that is away may come again."""
+
+    async def check() -> PromptCheck:
+        asyncio.get_running_loop().call_later(0.05, cluster.workers.set)
+        return PromptCheck()
+
+    cluster.check, cluster.impossible = check, "no node is large enough"
+    if not first:
+        found = cast("Any", SimpleNamespace(step=0))
+        resumed = RunCheckpoints(CheckpointStore(tmp_path / "checkpoints", 1), found)
+        monkeypatch.setattr(session_module, "_run_folder", lambda *_: nullcontext(resumed))
+        monkeypatch.setattr(session_module, "require_same_rows", lambda *_: None)
+    async with asyncio.timeout(60):
+        with pytest.raises(NeverFits, match="no node is large enough") if first else nullcontext():
+            await refused(tmp_path)
+    assert cluster.log == ["start workers", *["close"] * (not first), "abandon"]
 
 
 @pytest.mark.parametrize("done", [0, 4])
