@@ -56,7 +56,7 @@ def test_an_engine_returns_as_many_log_probs_as_are_read(tiny_model: Path, top_k
 def test_a_batch_on_a_gpu_has_few_tokens_whose_logits_exist_at_once(
     tiny_model: Path, sequences: int, longest: int, tokens: int
 ) -> None:
-    sizes = {"max_num_seqs": sequences, "max_model_len": longest}
+    sizes: dict[str, Any] = {"max_num_seqs": sequences, "max_model_len": longest}
     given = config(device="cuda", model=tiny_model, **sizes)
     assert arguments(given).max_num_batched_tokens == given.batch_tokens == tokens
     assert config(**sizes).batch_tokens == longest, "on the CPU a whole prompt"
