@@ -65,10 +65,12 @@ REQUEST = GroupRequest(prompt_uid="p0", row=0, attempt=2, samples=4, seed=11)
 async def worker(tiny_model: Path) -> AsyncIterator[RolloutWorker]:
     """One worker for all tests of this file, of which the last ends its engine.
 
-    The engine records the tokens that its sampler leaves, which it does not where the spec does not truncate.
+    The engine records the tokens that its sampler leaves, which it does not where the spec does not truncate, and
+    returns as many log-probs as a judge or a teacher asks for.
     """
     config = rollout_config(tiny_model).model_copy(update={"engine_options": {"scheduling_policy": "priority"}})
-    recording = config.model_copy(update={"sampling": config.sampling.model_copy(update={"top_p": 0.8})})
+    sampling = config.sampling.model_copy(update={"top_p": 0.8})
+    recording = config.model_copy(update={"sampling": sampling, "top_logprobs": 20})
     worker = RolloutWorker(recording, "rollout-0")
     with pytest.raises(EngineClosed, match="not started"):
         await worker.generate(REQUEST, PROMPTS)
