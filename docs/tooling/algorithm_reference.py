@@ -212,6 +212,10 @@ training that knows more (self-distillation: SDFT, arXiv 2601.19897; OPSD, arXiv
 position that it has behind this prompt. A sample is dropped if its row lacks a column, or if prompt and response
 exceed the teacher's positions or `micro_batch_tokens` (an engine's `max_model_len`).
 
+The template has nothing of the sample: a reward function returns a number or steps, without a text, teachers in
+separate workers score while rewards are computed, and a sample whose reward fails is dropped. So SDPO's feedback, such
+as the error of the code that a response contains, is not supported.
+
 With `colocate_with: policy` the teacher is the policy before the updates of each step, which needs a prompt (SDPO,
 arXiv 2601.20802), or with `average: true` the moving average of its weights (`roles.policy.ema_decay`). An older
 policy, such as that of some steps before, does not teach: a teacher that lags behind is the average. The policy's
