@@ -79,6 +79,13 @@ class ModelSize(ModelShape):
         looked_up = self.vocabulary * self.hidden if self.head else 0
         return self.parameters - looked_up - int(idle * self.sparse * self.expert_weights)
 
+    def divided_experts(self, ranks: int) -> ModelSize:
+        """The same model as ranks gather it that divide the experts of every layer among them."""
+        own = self.expert_weights // ranks  # gate, up and down are a tensor each
+        fused = self.largest == 2 * self.expert_weights // 3
+        largest = max(self.vocabulary * self.hidden, own // 3) if fused else self.largest
+        return replace(self, largest=largest, expert_weights=own)
+
     def with_score(self) -> ModelSize:
         """The same backbone with a head of one score (critics, reward models)."""
         return replace(self, head=self.hidden)

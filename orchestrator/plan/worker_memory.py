@@ -129,7 +129,7 @@ def training(worker: str, rank: Training) -> tuple[WorkerMemory, ...]:
     device: Where = "gpu" if rank.gpu else "host"
     parts: dict[Where, list[Part]] = {"gpu": [], "host": []}
     stage = trainer.stage_for(rank.ranks, rank.dtype == "float32")
-    trained = size
+    trained = size.divided_experts(trainer.expert_parallel_size) if trainer.expert_parallel_size > 1 else size
     if rank.adapters:
         layer = math.ceil(rank.adapters / size.layers)
         trained = replace(size, backbone=rank.adapters, head=0, largest=layer, expert_weights=0)
@@ -161,6 +161,9 @@ def training(worker: str, rank: Training) -> tuple[WorkerMemory, ...]:
         # What a rank sends and receives of the queries; the ones that attention keeps are counted as activations.
         layers += 2 * width * tokens * size.heads * size.head_dim
     parts[device].append(Part("activations", layers, "pass"))
+    if trainer.expert_parallel_size > 1:
+        # What a rank sends and receives of its tokens in a layer, to the experts and back, if they are used equally.
+        parts[device].append(Part("all-to-all", 4 * width * tokens * size.experts * size.hidden, "pass"))
     if rank.values:
         parts[device].append(Part("head", tokens * size.hidden * (width + 4), "pass"))
     else:

@@ -17,7 +17,7 @@ from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.errors import SpecError
 from troupe.orchestrator.spec.field_tree import field_tree
 from troupe.orchestrator.spec.load import plan_runs, read_document
-from troupe.orchestrator.training.checkpoint import Checkpoint, stage_problem, trainer_layouts
+from troupe.orchestrator.training.checkpoint import Checkpoint, expert_problem, stage_problem, trainer_layouts
 
 
 @dataclass(frozen=True)
@@ -102,3 +102,5 @@ def _problems(found: Checkpoint, spec: RunSpec, unknown_spec: bool) -> Iterator[
                 yield f"model.dtype: the checkpoint's {name} is of type {saved[name].dtype}"
         elif wrong := stage_problem(saved[name], layout):
             yield f"roles.{name}.zero_stage: {wrong}"
+        elif wrong := expert_problem(saved[name], layout):
+            yield f"roles.{name}.expert_parallel_size: {wrong}"

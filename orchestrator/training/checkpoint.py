@@ -57,6 +57,7 @@ class TrainerLayout:
     workers: int
     dtype: str
     """Data type of the weights."""
+    expert_parallel_size: int = 1
 
 
 class CheckpointError(OSError, TroupeError):
@@ -335,7 +336,8 @@ def trainer_layouts(spec: RunSpec) -> dict[str, TrainerLayout]:
     layouts = {}
     for name, role in spec.roles.trainers().items():
         dtype = models.get(f"roles.{name}.model", spec.model).dtype
-        layouts[name] = TrainerLayout(role.stage_for(role.workers, dtype == "float32"), role.workers, dtype)
+        stage = role.stage_for(role.workers, dtype == "float32")
+        layouts[name] = TrainerLayout(stage, role.workers, dtype, role.expert_parallel_size)
     return layouts
 
 
@@ -350,6 +352,17 @@ def stage_problem(saved: TrainerLayout, now: TrainerLayout) -> str:
     )
     remedy = "set zero_stage: 3" if saved.zero_stage == 3 else f"set zero_stage: {saved.zero_stage}"
     return f"{words}; {remedy}, or start another run from the model in the checkpoint"
+
+
+def expert_problem(saved: TrainerLayout, now: TrainerLayout) -> str:
+    """Why trainers cannot load files of experts that were divided in another way, or empty."""
+    sizes = saved.expert_parallel_size, now.expert_parallel_size
+    if sizes == (1, 1) or (sizes[0] == sizes[1] and saved.workers == now.workers):
+        return ""
+    return (
+        f"the checkpoint was written with expert_parallel_size {sizes[0]} by {saved.workers} worker(s), and divided "
+        "experts are not resharded; set both as they were, or start another run from the model in the checkpoint"
+    )
 
 
 async def load_checkpoint(found: Checkpoint, groups: Sequence[TrainerGroup[Any]], timeout_s: float) -> list[str]:

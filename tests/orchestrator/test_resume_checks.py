@@ -172,6 +172,23 @@ def test_another_zero_stage_is_refused_with_the_field_and_the_stage_that_wrote(t
     assert lines(tmp_path, before, before, state)
 
 
+@pytest.mark.parametrize(("size", "workers"), [(1, 4), (2, 2)])
+def test_experts_that_were_divided_otherwise_are_refused(tmp_path: Path, size: int, workers: int) -> None:
+    def spec(size: int, workers: int) -> RunSpec:
+        given = {"workers": workers, "zero_stage": 3, "expert_parallel_size": size}
+        return shipped("tiny-ppo", *(f"roles.policy.{name}={value}" for name, value in given.items()))
+
+    before = spec(2, 4)
+    state = {"trainers": {role: vars(layout) for role, layout in trainer_layouts(before).items()}}
+    assert lines(tmp_path, before, before, state)
+    with pytest.raises(UsageError, match=r"roles\.policy\.expert_parallel_size: .* expert_parallel_size 2 by 4 worker"):
+        lines(tmp_path, before, spec(size, workers), state)
+    # Checkpoints of earlier versions do not say how experts were divided: they were not.
+    earlier = {"trainers": {role: {"zero_stage": 3, "workers": 4, "dtype": "float32"} for role in ("policy",)}}
+    with pytest.raises(UsageError, match=r"written with expert_parallel_size 1 by 4"):
+        lines(tmp_path, spec(1, 4), before, earlier)
+
+
 def test_other_rows_are_refused(tmp_path: Path) -> None:
     found = Checkpoint(2, tmp_path, {"source": {"digest": "a"}})
     require_same_rows(None, lambda state: [("data.train", state, "b")])

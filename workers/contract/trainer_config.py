@@ -36,6 +36,10 @@ class OptimizerConfig(Frozen):
 _NO_AVERAGE = Consequences(resume=Resume(refused_if_off="the checkpoint has no moving average of the weights"))
 
 
+EXPERT_FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe")
+"""Types of models whose experts can be divided among the workers (`expert_parallel_size`)."""
+
+
 class TrainerConfig(OptimizerConfig):
     """One DeepSpeed training group (policy or critic)."""
 
@@ -55,6 +59,10 @@ class TrainerConfig(OptimizerConfig):
     """Workers that share each micro-batch: every one runs the model on a part of the tokens and, in attention, on all
     of them with a part of the heads (Ulysses). Activations are divided by it, for contexts that one worker cannot hold.
     It must divide `workers` and the model's attention heads, and needs `packing`. 1: no worker shares a micro-batch."""
+    expert_parallel_size: int = Field(default=1, ge=1)
+    """Adjacent workers that divide the experts of each layer among them: every one holds and trains an equal part, and
+    tokens travel to their experts and back (all-to-all). For Qwen2-MoE, Qwen3-MoE and Mixtral; needs `zero_stage` 3. It
+    must divide `workers` and the model's experts. 1: every worker runs all experts."""
     packing: bool = True
     """Concatenate the sequences of a micro-batch into one row, without padding, if the model takes that; the result
     is the same to float tolerance. False: pad them to one length."""

@@ -6,6 +6,7 @@ import contextlib
 import io
 import logging
 import math
+import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,8 +33,9 @@ from troupe.workers.models.partitioned import whole_shape
 from troupe.workers.training.adapter import ModelAdapter
 from troupe.workers.training.background_save import HostCopies, Write
 from troupe.workers.training.checkpoint_files import opened, rank_file, rank_files, restrict_loading, save_trained_only
-from troupe.workers.training.group import import_deepspeed
+from troupe.workers.training.group import import_deepspeed, within_node
 from troupe.workers.training.master_weights import WeightSnapshot, own_part
+from troupe.workers.training.model_tensors import divide_experts, layout_of, model_tensors, undivided
 from troupe.workers.training.offload import StateOffload, gradient_buffers, optimizer_states
 from troupe.workers.training.optimizer import (
     LossScale,
@@ -134,13 +136,19 @@ class TrainEngine:
             return_large()
             share_gradient(model)
         numbers = sum(math.prod(whole_shape(parameter)) for parameter in module.parameters() if parameter.requires_grad)
+        layout, settings = layout_of(model), deepspeed_config(config, self._stage, dtype, numbers)
+        if config.expert_parallel_size > 1:
+            settings |= divide_experts(model, module, config.expert_parallel_size)
         # One of DeepSpeed's optimizers prints its memory use while it is built.
-        with contextlib.redirect_stdout(io.StringIO()):
+        with contextlib.redirect_stdout(io.StringIO()), within_node(os.environ["MASTER_ADDR"]):
             self._engine, *_ = self._deepspeed.initialize(
-                model=module,
-                optimizer=adamw(module, config),
-                config=deepspeed_config(config, self._stage, dtype, numbers),
+                model=module, optimizer=adamw(module, config), config=settings
             )
+        if adapter is None:
+            self._tensors = model_tensors(model, layout)
+        else:
+            described = (DESCRIPTION, adapter.description()), *adapter.named_parameters()
+            self._tensors = [undivided(name, tensor) for name, tensor in described]
         self._files = restrict_loading(self._engine)
         if adapter is not None:
             save_trained_only(self._engine)
@@ -253,7 +261,7 @@ class TrainEngine:
 
     def digest(self) -> str:
         """Digest of this rank's part of the weights, in the optimizer's precision. Not collective."""
-        return tensors_digest(own_part(self._engine, self._stage, self.rank))
+        return tensors_digest(own_part(self._engine, self._stage))
 
     @property
     def gathers(self) -> bool:
@@ -264,19 +272,9 @@ class TrainEngine:
         """(Hugging Face name, whole tensor) of every parameter and saved buffer, tied ones once, or of the adapters
         and their description (peft's names). Collective. Tensors are live: copy them to outlast the next update
         or, under ZeRO-3, item."""
-        if self._adapter is not None:
-            yield DESCRIPTION, self._adapter.description()
-        trained = self._model if self._adapter is None else self._adapter
-        for name, parameter in trained.named_parameters():
-            if self.gathers:
-                with self._deepspeed.zero.GatheredParameters([parameter]):
-                    yield name, parameter.detach()
-            else:
-                yield name, parameter.detach()
-        if self._adapter is not None:
-            return
-        saved = self._model.state_dict().keys()
-        yield from ((name, buffer) for name, buffer in self._model.named_buffers() if name in saved)
+        for tensor in self._tensors:
+            with tensor.gathered() as whole:
+                yield tensor.name, whole
 
     def _averaged_parts(self) -> list[torch.Tensor]:
         """This rank's part of every parameter that is averaged, live."""
@@ -291,15 +289,7 @@ class TrainEngine:
 
     def weight_shapes(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
         """(name, type, whole shape) of every item of `named_weights`, in the same order, without gathering."""
-        if self._adapter is not None:
-            about, named = self._adapter.description(), self._adapter.named_parameters()
-            trained = [(name, parameter.dtype, whole_shape(parameter)) for name, parameter in named]
-            return [(DESCRIPTION, about.dtype, tuple(about.shape)), *trained]
-        saved = self._model.state_dict().keys()
-        buffers = [(name, buffer) for name, buffer in self._model.named_buffers() if name in saved]
-        return [
-            (name, tensor.dtype, whole_shape(tensor)) for name, tensor in [*self._model.named_parameters(), *buffers]
-        ]
+        return [(tensor.name, tensor.dtype, tensor.shape) for tensor in self._tensors]
 
     def save(self, directory: str) -> None:
         """Write what a bitwise resume on the CPU needs: weights, optimizer, schedule position, random state."""
@@ -338,6 +328,8 @@ class TrainEngine:
         self._states.reload()
         files = rank_files(directory)
         resized = len(files) != dist.get_world_size()
+        if resized and self._config.expert_parallel_size > 1:
+            raise ValueError(f"{directory} is of {len(files)} rank(s): divided experts are not resharded")
         # All ranks start from one seed, so an additional rank can take the random state of any other rank.
         own = files[self.rank % len(files)]
         with opened(own) as file:

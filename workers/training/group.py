@@ -43,7 +43,7 @@ def open_store(address: str, timeout: timedelta = COLLECTIVE_TIMEOUT) -> TCPStor
 
 
 @contextmanager
-def _within_node(address: str) -> Iterator[None]:
+def within_node(address: str) -> Iterator[None]:
     """Makes groups of gloo that are created inside the block listen at loopback, if their store does."""
     before = os.environ.get(_GLOO_INTERFACE)
     if address == LOOPBACK:
@@ -72,7 +72,7 @@ def join_group(rendezvous: Rendezvous, device: Device, store: TCPStore | None = 
         torch.cuda.set_device(0)
     if store is None:
         store = TCPStore(rendezvous.address, rendezvous.port, is_master=False, timeout=COLLECTIVE_TIMEOUT)
-    with _within_node(rendezvous.address):
+    with within_node(rendezvous.address):
         dist.init_process_group(
             "nccl" if device == "cuda" else "gloo",
             store=store,
@@ -104,7 +104,7 @@ def sequence_group(size: int) -> SequenceGroup | None:
     ranks = dist.get_world_size()
     if ranks % size:
         raise ValueError(f"sequence_parallel_size {size} does not divide the {ranks} workers")
-    with _within_node(os.environ["MASTER_ADDR"]):
+    with within_node(os.environ["MASTER_ADDR"]):
         group, _ = dist.new_subgroups(group_size=size, timeout=COLLECTIVE_TIMEOUT)
     return SequenceGroup(cast(dist.ProcessGroup, group), size, dist.get_rank() % size)
 

@@ -19,7 +19,7 @@ def master_weights(engine: Any, stage: int) -> list[torch.Tensor]:
     return [parameter.data for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def own_part(engine: Any, stage: int, rank: int) -> Iterator[torch.Tensor]:
+def own_part(engine: Any, stage: int) -> Iterator[torch.Tensor]:
     """The parts of `master_weights` without the unwritten memory that ZeRO-3 appends to last shares (others: zeros)."""
     flats = master_weights(engine, stage)
     if stage < 3:
@@ -29,7 +29,7 @@ def own_part(engine: Any, stage: int, rank: int) -> Iterator[torch.Tensor]:
         start = 0
         for parameter in parameters:
             width = parameter.ds_tensor.ds_numel
-            held = min(max(parameter.ds_numel - rank * width, 0), width)
+            held = min(max(parameter.ds_numel - parameter.ds_zero_partition_rank * width, 0), width)
             yield flat[start : start + held]
             start += width
 

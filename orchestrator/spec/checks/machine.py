@@ -63,6 +63,7 @@ def model_problems(spec: RunSpec, models: Mapping[str, ModelConfig]) -> list[Fin
         *of_models.too_long(models, sequence_lengths(spec)),
         *of_models.undivided_heads(models, _shared_models(spec)),
         *_adapted_experts(spec, models),
+        *_divided_experts(spec, models),
         *(() if spec.rollouts is None else _in_engines(spec.rollouts, models)),
     ]
 
@@ -114,6 +115,14 @@ def _adapted_experts(spec: RunSpec, models: Mapping[str, ModelConfig]) -> Iterat
         if lora.targets == ALL_LINEAR and section_ in models and of_models.has_experts(models[section_]):
             layers = ", ".join(of_models.ATTENTION)
             yield f"{path}.targets", f"adapters of experts are not supported; name other layers: [{layers}]"
+
+
+def _divided_experts(spec: RunSpec, models: Mapping[str, ModelConfig]) -> Iterator[Finding]:
+    for name, role in spec.roles.trainers().items():
+        own = f"roles.{name}.model"
+        model = models.get(own if own in spec.models() else "model")
+        if model is not None and (why := of_models.undivided_experts(model, role.expert_parallel_size)):
+            yield f"roles.{name}.expert_parallel_size", why
 
 
 def _shared_models(spec: RunSpec) -> Iterator[tuple[str, str, int]]:

@@ -23,6 +23,7 @@ from troupe.orchestrator.model_facts.model_size import (
 from troupe.orchestrator.spec.locations import is_hub_name
 from troupe.workers.contract.config_base import NO_TEMPLATE, ModelConfig
 from troupe.workers.contract.model_files import check_model_files
+from troupe.workers.contract.trainer_config import EXPERT_FAMILIES
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -286,6 +287,16 @@ def is_dense(model: ModelConfig) -> bool:
     """Whether no layer of a model has experts, by its config.json; False if that does not define it."""
     shape = _shape(model)
     return shape is not None and shape.experts == 0
+
+
+def undivided_experts(model: ModelConfig, size: int) -> str:
+    """Why a model's experts cannot be divided among `size` workers, by its config.json, or empty."""
+    kind, shape = _text_config(Path(model.path)).get("model_type"), _shape(model)
+    if size == 1 or shape is None:
+        return ""
+    if kind not in EXPERT_FAMILIES:
+        return f"must be 1 for models of type {kind}; supported: {', '.join(EXPERT_FAMILIES)}"
+    return f"{size} does not divide the model's {shape.routed} experts" if shape.routed % size else ""
 
 
 def has_latent_attention(model: ModelConfig) -> bool:

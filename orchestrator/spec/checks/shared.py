@@ -49,6 +49,14 @@ def changed(section: Frozen, field: str) -> bool:
     return dict(section)[field] != type(section).model_fields[field].get_default(call_default_factory=True)
 
 
+_BESIDE_DIVIDED_EXPERTS: Mapping[str, tuple[object, str]] = {
+    "zero_stage": (3, "must be 3"),
+    "lora": (None, "must be null: checkpoints of divided experts hold trained weights only"),
+    "kernels": ("torch", "must be torch: other kernels replace the same layers"),
+}
+"""The value that a trainer's field must have with `expert_parallel_size` above 1, and why."""
+
+
 def trainer_problems(spec: RunSpec) -> Iterator[Finding]:
     """Settings of training roles that cannot work, whatever they train on."""
     for name, role in spec.roles.trainers().items():
@@ -71,6 +79,14 @@ def trainer_problems(spec: RunSpec) -> Iterator[Finding]:
             yield f"roles.{name}.sequence_parallel_size", f"{size} does not divide the role's {role.workers} workers"
         elif size > 1 and not role.packing:
             yield f"roles.{name}.packing", f"must be true with sequence_parallel_size {size}: it divides packed rows"
+        size = role.expert_parallel_size
+        if role.workers % size:
+            yield f"roles.{name}.expert_parallel_size", f"{size} does not divide the role's {role.workers} workers"
+        given = dict(role) if size > 1 else {}
+        for field in given.keys() & _BESIDE_DIVIDED_EXPERTS:
+            needed, why = _BESIDE_DIVIDED_EXPERTS[field]
+            if given[field] != needed:
+                yield f"roles.{name}.{field}", f"{why} (expert_parallel_size is {size})"
         for index, beta in enumerate(role.adam_betas):
             if not 0.0 <= beta < 1.0:
                 yield f"roles.{name}.adam_betas.{index}", f"must be at least 0 and less than 1, got {beta}"

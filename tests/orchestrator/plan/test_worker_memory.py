@@ -397,6 +397,21 @@ def test_ranks_that_share_their_rows_have_a_part_of_the_activations_and_all_kept
     assert shared == plain
 
 
+def test_ranks_that_divide_experts_gather_a_part_of_them_and_exchange_tokens() -> None:
+    mixture = replace(
+        SEVEN_B, expert_weights=6_000_000_000, largest=4_000_000_000, experts=8, routed=128, sparse=28, counted=True
+    )
+    (whole, _), (divided, _) = (
+        training("policy-0", told(mixture, expert_parallel_size=size, micro_batch_tokens=1000)) for size in (1, 4)
+    )
+    before, after = ({part.name: part.bytes for part in memory.parts} for memory in (whole, divided))
+    assert after.pop("all-to-all") == 4 * 2 * 1000 * 8 * mixture.hidden
+    assert before.pop("gathered") == 2 * 6_000_000_000
+    assert after.pop("gathered") == 2 * 6_000_000_000 // 4
+    assert before.pop("step") > after.pop("step")
+    assert before == after
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("gpu", [False, True])

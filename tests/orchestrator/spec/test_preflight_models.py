@@ -239,6 +239,32 @@ def test_every_model_that_shares_rows_is_checked(tmp_path: Path) -> None:
         assert refused[f"roles.{role}.sequence_parallel_size"].startswith("4 does not divide the 14 attention heads of")
 
 
+MIXTURE = {"model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
+@pytest.mark.parametrize(
+    ("changes", "size", "wrong"),
+    [
+        ({}, 2, ""),
+        ({}, 4, "4 does not divide the model's 6 experts"),
+        ({"model_type": "deepseek_v3"}, 2, "must be 1 for models of type deepseek_v3; supported: mixtral, qwen2_moe"),
+        ({"model_type": "llama"}, 1, ""),
+    ],
+)
+def test_an_expert_parallel_size_must_divide_the_experts_of_a_known_family(
+    tmp_path: Path, changes: dict[str, Any], size: int, wrong: str
+) -> None:
+    path = folder(tmp_path, CAUSAL | HEADS | MIXTURE | changes)
+    spec = planned(
+        "tiny-grpo",
+        *(f"model.path={path}", "roles.policy.workers=4", "roles.policy.zero_stage=3"),
+        f"roles.policy.expert_parallel_size={size}",
+    )
+    found = dict(model_problems(spec, spec.models())).get("roles.policy.expert_parallel_size", "")
+    assert found.startswith(wrong)
+    assert bool(found) == bool(wrong)
+
+
 def whole_model(tmp_path: Path, content: bytes) -> dict[str, ModelConfig]:
     path = folder(tmp_path, CAUSAL)
     (tmp_path / "tokenizer.json").write_text("{}")

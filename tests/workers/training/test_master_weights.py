@@ -26,23 +26,28 @@ def test_one_bit_changes_the_digest_and_the_split_into_tensors_does_not() -> Non
     assert tensors_digest([weights.double()]) != tensors_digest([weights])
 
 
-def partitioned(*sizes: int, world: int) -> list[Any]:
-    """Parameters as ZeRO-3 has them: `ds_numel` elements in shares of equal width."""
-    return [SimpleNamespace(ds_numel=size, ds_tensor=SimpleNamespace(ds_numel=-(-size // world))) for size in sizes]
+def partitioned(*sizes: int, rank: int, world: int) -> list[Any]:
+    """Parameters as ZeRO-3 has them: `ds_numel` elements in shares of equal width, of which a rank has one."""
+    return [
+        SimpleNamespace(
+            ds_numel=size, ds_tensor=SimpleNamespace(ds_numel=-(-size // world)), ds_zero_partition_rank=rank
+        )
+        for size in sizes
+    ]
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_what_zero_3_appends_to_a_share_is_not_in_the_digest(world: int) -> None:
     sizes = (5, 1, 8)
-    parameters = partitioned(*sizes, world=world)
     total = 0
     for rank in range(world):
+        parameters = partitioned(*sizes, rank=rank, world=world)
         width = sum(parameter.ds_tensor.ds_numel for parameter in parameters)
         flat = torch.arange(width, dtype=torch.float32)
         engine = SimpleNamespace(
             optimizer=SimpleNamespace(fp32_partitioned_groups_flat=[flat], fp16_groups=[parameters])
         )
-        parts = list(own_part(engine, 3, rank))
+        parts = list(own_part(engine, 3))
         held = [min(max(size - rank * -(-size // world), 0), -(-size // world)) for size in sizes]
         assert [len(part) for part in parts] == held
         starts = [0, parameters[0].ds_tensor.ds_numel, width - parameters[2].ds_tensor.ds_numel]
