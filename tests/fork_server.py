@@ -6,6 +6,7 @@ A fork gets the descriptors and the environment of the process that it stands fo
 from __future__ import annotations
 
 import atexit
+import gc
 import json
 import os
 import select
@@ -78,6 +79,8 @@ def serve(listening: str, owner_pipe: str, become: Callable[..., None], with_cal
     if len(os.listdir("/proc/self/task")) > 1:
         raise RuntimeError("a process with threads cannot be forked")
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    gc.collect()
+    gc.freeze()  # a collection in a fork neither walks nor copies what all forks share
     with socket.socket(fileno=listener) as accepting:
         while owner not in select.select([accepting, owner], [], [])[0]:
             connection, _ = accepting.accept()
