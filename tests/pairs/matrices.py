@@ -149,6 +149,7 @@ ROLLOUTS = Matrix(
             "trpo": {"algorithm.name": "trpo", "algorithm.kl.coef": 0, "roles.critic": _TRAINER},
             "gspo": _RATED | {"algorithm.name": "gspo"},
             "raft": _RATED | {"algorithm.name": "raft"},
+            "score_centering": _RATED | {"algorithm.name": "score_centering"},
             "xpo": _RATED
             | {
                 "algorithm.name": "xpo",
@@ -272,7 +273,9 @@ ROLLOUTS = Matrix(
         "importance": {
             "truncated": {},
             "none": {"algorithm.importance": {"mode": "none"}},
-            "masked samples": {"algorithm.importance": {"mode": "mask", "level": "sequence", "cap": 10.0}},
+            "masked samples": {
+                "algorithm.importance": {"mode": "mask", "level": "sequence", "cap": 10.0, "max_divergence": 10.0}
+            },
         },
         "groups": {"all": {}, "dynamic": {"algorithm.dynamic_sampling": 1}},
         "truncated": {

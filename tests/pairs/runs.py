@@ -132,7 +132,7 @@ def check(run: Finished) -> None:
     assert all(math.isfinite(value) for line in every for value in line.values() if isinstance(value, float)), every
     _check_metrics(lines)
     _check_ledger(lines, run)
-    _check_weights(run)
+    _check_weights(run, lines)
     if run.spec.rollouts is not None:
         _check_versions(run)
         _check_samples(lines, run)
@@ -185,8 +185,10 @@ def _check_samples(lines: list[dict[str, Any]], run: Finished) -> None:
             assert all(math.isfinite(row["reward"]) for row in rows)
 
 
-def _check_weights(run: Finished) -> None:
-    """What the newest checkpoint holds is not what training began with."""
+def _check_weights(run: Finished, lines: list[dict[str, Any]]) -> None:
+    """What the newest checkpoint holds is not what training began with, unless each update of float16 overflowed."""
+    updates = run.spec.schedule.minibatches * run.spec.schedule.epochs
+    moved = any(line.get("policy/overflows", 0.0) < updates for line in lines)
     folder = run.out / "checkpoints" / f"step-{STEPS:06d}" / "model"
     if run.spec.trains_adapters:
         adapters = load_file(folder / "adapter_model.safetensors")
@@ -197,9 +199,10 @@ def _check_weights(run: Finished) -> None:
         halves = {name: tensor for name, tensor in adapters.items() if "lora_B" in name}
         assert halves
         for name, tensor in halves.items():
-            assert not torch.equal(tensor.float(), before[name].float() if before else torch.zeros_like(tensor).float())
+            old = before[name].float() if before else torch.zeros_like(tensor).float()
+            assert torch.equal(tensor.float(), old) is not moved, name
         return
     before, after = load_file(MODELS / "tiny-llama" / "model.safetensors"), load_file(folder / "model.safetensors")
     shared = after.keys() & before.keys()
     same = [name for name in shared if torch.equal(before[name].to(after[name].dtype), after[name])]
-    assert not same, same
+    assert len(same) == (0 if moved else len(shared)), same

@@ -8,7 +8,6 @@ import importlib
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
@@ -98,7 +97,6 @@ class _Later(ModuleType):
         return getattr(importlib.import_module(self.__name__), name)
 
 
-@cache
 def gym_factory() -> Any:
     """The module `reasoning_gym.factory`. Its package imports every task, but here not cellpylib, which imports
     matplotlib, and which two tasks use. Raises ImportError."""

@@ -16,7 +16,7 @@ from troupe.orchestrator.spec.rollout import RolloutSpec
 
 SPECS = {"rollouts": RolloutSpec, "offline": OfflineSpec}
 BOTH = pytest.mark.parametrize("matrix", MATRICES, ids=lambda matrix: matrix.name)
-MOST_ROWS = {"rollouts": 42, "offline": 41}
+MOST_ROWS = {"rollouts": 51, "offline": 40}
 
 
 @pytest.mark.parametrize("seed", range(5))
