@@ -5,6 +5,7 @@ Two ranks have a half of the experts each; of four ranks two have the same half,
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from pathlib import Path
@@ -21,7 +22,10 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from tests.conftest import ROOT
+from tests.real.commands import metrics_lines
 from tests.real.ranks import rank_context, reported, wait_for_ranks
+from tests.real.rollout_helpers import save_model
 from tests.real.test_accumulation import (
     BETAS,
     CLIP,
@@ -38,6 +42,10 @@ from tests.real.test_accumulation import (
     rows,
 )
 from tests.real.test_trainer import grouped
+from troupe.orchestrator.runs.session import RunRequest
+from troupe.orchestrator.runs.training import train
+from troupe.orchestrator.spec.load import plan_runs, read_document
+from troupe.orchestrator.telemetry.console import Console
 from troupe.workers.contract.config import Rendezvous
 from troupe.workers.contract.config_base import ModelConfig
 from troupe.workers.contract.trainer_config import TrainerConfig
@@ -326,3 +334,24 @@ def test_routes_are_replayed_on_all_ranks(out: Path, models: Path) -> None:
 
 def test_another_number_of_ranks_cannot_resume(trained: Path) -> None:
     assert every(trained / "4", "unchanged") == [True] * 4
+
+
+@pytest.mark.long
+def test_engines_sample_from_divided_experts(tiny_model: Path, tmp_path: Path) -> None:
+    """A whole run: after every update the engine has the trainers' weights, and its log-probs are theirs."""
+    config = Qwen3MoeConfig(**EIGHT, norm_topk_prob=True, max_position_embeddings=2048, bos_token_id=1, eos_token_id=2)
+    torch.manual_seed(0)
+    model = save_model(AutoModelForCausalLM.from_config(config), tiny_model, tmp_path / "model")
+    ranks = {"workers": 2, "zero_stage": 3, "expert_parallel_size": DIVIDED}
+    changes = [
+        f"model.path={model}",
+        "schedule.steps=3",
+        *(f"roles.policy.{name}={value}" for name, value in ranks.items()),
+    ]
+    planned = plan_runs(read_document(ROOT / "deploy/specs/tiny-grpo.yaml", changes))[0]
+    outcome = train(RunRequest(planned.spec, tmp_path / "run", False, None), Console(io.StringIO()))
+    gaps = [line["policy/rollout_logprob_gap"] for line in metrics_lines(tmp_path / "run")]
+    assert outcome.steps_done == len(gaps) == 3 and max(gaps) < 1e-5
+    weights = AutoModelForCausalLM.from_pretrained(tmp_path / "run/checkpoints/step-000003/model").state_dict()
+    start = AutoModelForCausalLM.from_pretrained(model).state_dict()
+    assert weights.keys() == start.keys() and not any(torch.equal(weights[name], start[name]) for name in start)
