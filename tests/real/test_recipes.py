@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from tests.conftest import ROOT
-from tests.deploy.test_recipes import local
+from tests.deploy.test_recipes import NAMES, local
 from tests.pairs.runs import shared_cluster
 from tests.real.commands import metrics_lines
 from troupe.deploy.examples.search import write_index
@@ -23,6 +23,7 @@ from troupe.orchestrator.telemetry.console import Console
 
 pytestmark = [pytest.mark.real, pytest.mark.long]
 
+STEPS = 5
 TRAINER = {"workers": 1, "cpus": 0.5, "gpus": 0, "threads": 1, "zero_stage": 1, "micro_batch_tokens": 4096}
 SMALL: dict[str, dict[str, Any]] = {
     "rollout": {"workers": 1, "cpus": 0.5, "threads": 1, "max_num_seqs": 16, "max_model_len": 512, "kv_cache_gib": 0.1},
@@ -42,7 +43,7 @@ def cluster() -> Iterator[None]:
 
 
 def small(section: dict[str, Any], model: Path) -> dict[str, Any]:
-    """A spec, or a stage of one, as two cores can run it for a step."""
+    """A spec, or a stage of one, as two cores can run it for some steps."""
     for name, role in section["roles"].items():
         role |= SMALL.get(name, {})
         if name == "critic" or "model" in role:
@@ -56,7 +57,7 @@ def small(section: dict[str, Any], model: Path) -> dict[str, Any]:
     if "model" in section and not str(section["model"]["path"]).startswith("stage:"):
         section["model"] = {"path": str(model), "dtype": "float32"}
     batch = "prompts_per_step" if "sampling" in section else "examples_per_step"
-    section["schedule"] = {"steps": 1, batch: 4}
+    section["schedule"] = {"steps": STEPS, batch: 4}
     section["checkpoint"] = {"every_steps": 0, "keep": 1}
     if "evaluation" in section:
         section["evaluation"] = {"every_steps": 0, "at_end": True}
@@ -66,12 +67,9 @@ def small(section: dict[str, Any], model: Path) -> dict[str, Any]:
     return section
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["gsm8k-calculator", "dapo-math", "mbpp", "hh-rlhf", "ultrafeedback-dpo", "search-r1", "distillation", "self-play"],
-)
-def test_the_first_step_of_a_recipe(name: str, tiny_model: Path, tmp_path: Path) -> None:
-    spec = local(RECIPES + name)
+@pytest.mark.parametrize("name", NAMES)
+def test_the_first_steps_of_a_recipe(name: str, tiny_model: Path, tmp_path: Path) -> None:
+    spec = local(name)
     if "stages" in spec:
         base = {key: spec.pop(key) for key in ("model", "roles", "checkpoint")}
         for stage in spec["stages"].values():
@@ -81,11 +79,11 @@ def test_the_first_step_of_a_recipe(name: str, tiny_model: Path, tmp_path: Path)
         spec |= {"model": {"path": str(tiny_model), "dtype": "float32"}, "checkpoint": {"every_steps": 0, "keep": 1}}
     else:
         small(spec, tiny_model)
-        if name == "dapo-math":
-            del spec["algorithm"]["dynamic_sampling_on"]  # a random model solves nothing
-            spec["algorithm"]["name"] = "grpo"
-            spec["roles"]["reward"]["functions"][1]["args"] = {"limit": 8, "buffer": 4}
-    if name == "search-r1":
+        if name == f"{RECIPES}dapo-math":
+            letters = {"name": "letter_share", "label": "correct", "args": {"letters": "aeiou"}}
+            overlong = {"name": "overlong", "args": {"limit": 8, "buffer": 4}}
+            spec["roles"]["reward"]["functions"] = [letters, overlong]  # a random model solves nothing
+    if name == f"{RECIPES}search-r1":
         passages, index = tmp_path / "passages.jsonl", tmp_path / "passages.db"
         passages.write_text('{"contents": "Night Harbour is a play."}')
         assert write_index(index, [passages]) == 1
@@ -95,5 +93,5 @@ def test_the_first_step_of_a_recipe(name: str, tiny_model: Path, tmp_path: Path)
     planned = ready(file, [], tmp_path / "run")
     for run in planned:
         outcome = train(RunRequest(run.spec, run.out, False, None), Console(io.StringIO()))
-        assert outcome.steps_done == 1 == metrics_lines(run.out)[-1]["step"]
+        assert outcome.steps_done == STEPS == metrics_lines(run.out)[-1]["step"]
     assert len(planned) == len(spec.get("stages", [1]))

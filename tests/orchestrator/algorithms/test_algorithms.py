@@ -17,6 +17,7 @@ from troupe.orchestrator.algorithms.description import description, listing, row
 from troupe.orchestrator.algorithms.offline import OFFLINE_ALGORITHMS
 from troupe.orchestrator.algorithms.section import (
     AlgorithmConfig,
+    ImportanceSection,
     KlConfig,
     advantage,
     critic_loss,
@@ -97,7 +98,7 @@ def test_settings_override_the_row() -> None:
         kl=KlConfig(coef=0.02, estimator="k2"),
         entropy_coef=0.01,
         aggregation="constant",
-        importance=ImportanceConfig(mode="mask", cap=4.0),
+        importance=ImportanceSection(mode="mask", cap=4.0),
         normalize_by_std=False,
     )
     assert policy_loss(config) == PolicyLossConfig(
