@@ -98,7 +98,7 @@ def test_settings_override_the_row() -> None:
         kl=KlConfig(coef=0.02, estimator="k2"),
         entropy_coef=0.01,
         aggregation="constant",
-        importance=ImportanceSection(mode="mask", cap=4.0),
+        importance=ImportanceSection.model_validate({"mode": "mask", "cap": 4.0}),
         normalize_by_std=False,
     )
     assert policy_loss(config) == PolicyLossConfig(
