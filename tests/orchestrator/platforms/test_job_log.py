@@ -24,7 +24,7 @@ LAST = "step 2/40  reward -0.5  no update: no sample has an advantage"
 
 @pytest.mark.parametrize("status", JobStatus)
 def test_the_last_step_of_a_job_that_has_ended_leaves_no_time(status: JobStatus) -> None:
-    state = JobState("job", "", str(status.value), 1.0, "")
+    state = JobState("job", "", str(status.value), "running", 1.0, "")
     assert state.last_step(LOG) == (LAST if status.is_terminal() else f"{LAST}  1 h 20 min left")
     planned = "step 1/40 is planned\nwaiting for nodes: no node is large enough for policy for 34 s\n"
     assert state.last_step(planned) == ("" if status.is_terminal() else planned.splitlines()[-1])

@@ -68,12 +68,12 @@ class Server:
     stopped: list[str] = field(default_factory=list)
 
     def jobs(self) -> list[JobState]:
-        return [JobState(job, "", status, 1.0, "") for job, status in self.states.items()]
+        return [JobState(job, "", status, "running", 1.0, "") for job, status in self.states.items()]
 
     def stop(self, job: str, timeout_s: float) -> JobState:
         assert 0 < timeout_s <= 60
         self.stopped.append(job)
-        return JobState(job, "", "STOPPED", 1.0, "")
+        return JobState(job, "", "STOPPED", "stopped", 1.0, "")
 
 
 def test_the_head_stops_the_jobs_that_run() -> None:
