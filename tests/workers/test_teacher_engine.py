@@ -46,8 +46,9 @@ def arguments(given: TeacherEngineConfig) -> AsyncEngineArgs:
 
 @pytest.mark.parametrize("top_k", [0, 1, 8])
 def test_an_engine_returns_as_many_log_probs_as_are_read(tiny_model: Path, top_k: int) -> None:
-    found = arguments(config(top_k, model=tiny_model))
-    assert (found.max_logprobs, found.scheduling_policy) == (top_k, "priority")
+    engine = TeacherEngine(config(top_k, model=tiny_model), NAME)
+    found = engine_args(engine._settings)
+    assert (engine._settings.top_logprobs, found.max_logprobs, found.scheduling_policy) == (top_k, -1, "priority")
 
 
 @pytest.mark.parametrize(
