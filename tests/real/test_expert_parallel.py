@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, cast
 
@@ -86,6 +87,8 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "recompute": ("qwen3", "float32", {"gradient_checkpointing": True}),
 }
 ALIKE = {"float16": 0.05, "shared rows": 1e-5, "values": 1e-5}
+OF_FOUR = ("qwen3", "shared rows")
+"""What four ranks train; two train all cases."""
 """What is compared with the same updates without divided experts, and the largest gap."""
 DECAY = 0.5
 ROUTES = torch.randint(0, 8, (2, 6, 2, 2), generator=torch.Generator().manual_seed(3))
@@ -202,6 +205,16 @@ class Scenario:
         engine.close()
 
 
+def of_ranks(names: Iterable[str], world: int) -> list[str]:
+    """Those of the names that so many ranks train."""
+    return [name for name in names if world == RANKS[0] or name in OF_FOUR]
+
+
+def trained_by(names: Iterable[str]) -> list[Any]:
+    """(number of ranks, name) as parameters of a test."""
+    return [pytest.param(world, name, id=f"{world}-{name}") for world in RANKS for name in of_ranks(names, world)]
+
+
 def rank_main(models: Path, root: Path, rank: int, world: int, port: int) -> None:
     """Entry of the process of one rank."""
     out = root / str(world)
@@ -210,10 +223,10 @@ def rank_main(models: Path, root: Path, rank: int, world: int, port: int) -> Non
         torch.set_num_threads(1)
         join_group(Rendezvous(address="127.0.0.1", port=port, rank=rank, world_size=world), "cpu")
         scenario = Scenario(models, out, rank, world)
-        for case in CASES:
+        for case in of_ranks(CASES, world):
             scenario.train(case)
         scenario.state()
-        for name in ALIKE:
+        for name in of_ranks(ALIKE, world):
             for divided in (1, DIVIDED):
                 scenario.alike(name, divided)
         if world > RANKS[0]:
@@ -260,9 +273,9 @@ def every(out: Path, name: str) -> list[Any]:
     return [of_rank(out, rank)[name] for rank in range(int(out.name))]
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_several_passes_give_the_update_of_plain_torch(case: str, out: Path, models: Path) -> None:
-    family, dtype, _ = CASES[case]
+@pytest.mark.parametrize(("world", "case"), trained_by(CASES))
+def test_several_passes_give_the_update_of_plain_torch(world: int, case: str, trained: Path, models: Path) -> None:
+    (family, dtype, _), out = CASES[case], trained / str(world)
     path = str(models / family)
     start = {name: parameter.detach() for name, parameter in load(path, dtype).named_parameters()}
     found = load_file(out / f"{case}-start.safetensors")
@@ -273,8 +286,9 @@ def test_several_passes_give_the_update_of_plain_torch(case: str, out: Path, mod
     assert every(out, case) == [pytest.approx(norms, rel=TOLERANCE[dtype])] * int(out.name)
 
 
-@pytest.mark.parametrize("name", ALIKE)
-def test_updates_are_those_without_divided_experts(name: str, out: Path) -> None:
+@pytest.mark.parametrize(("world", "name"), trained_by(ALIKE))
+def test_updates_are_those_without_divided_experts(world: int, name: str, trained: Path) -> None:
+    out = trained / str(world)
     start = load_file(out / "qwen3-start.safetensors")
     whole, divided = (load_file(out / f"{name}-{size}.safetensors") for size in (1, DIVIDED))
     common = start.keys() & whole.keys()
