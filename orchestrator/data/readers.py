@@ -485,13 +485,11 @@ def file_format(name: str) -> str:
     return next((kind for suffix, kind in _SUFFIXES.items() if plain.endswith(suffix)), "")
 
 
-def _library(name: str, label: str) -> Any:
-    """A library of an extra, imported when it is used."""
+def _library(name: str, label: str, load: Callable[[str], Any] = importlib.import_module) -> Any:
+    """A library of an extra, imported when it is used. Raises DataError."""
     try:
-        if name == "reasoning_gym":
-            return gym_factory()
         with without_collections():
-            return importlib.import_module(name)
+            return load(name)
     except ImportError as error:
         problem = missing_package(name) or f"{name} cannot be imported ({error})"
         raise DataError(f"{label}.kind: {problem}") from None
@@ -526,7 +524,7 @@ def _reasoning_gym(source: ReasoningGymSource, label: str) -> Iterator[RawRow]:
 
 def _tasks(recipe: RecipeConfig, size: int, seed: int, label: str) -> Any:
     """A task family. Its errors (TypeError, bare AssertionError) become a DataError that names the field."""
-    factory = _library("reasoning_gym", label)
+    factory = _library("reasoning_gym", label, lambda _: gym_factory())
     families = factory.DATASETS
     if recipe.name not in families:
         hint = nearest(recipe.name, families)

@@ -104,6 +104,8 @@ class LockHolder:
     pid: int
     started: int
     """Start of the process, as the kernel counts: a process id may be reused."""
+    namespace: int
+    """The process ids that it is counted among: a container may have other ones, and the name of its host."""
     since: float
     """When it locked the folder, in seconds since 1970."""
     command: str
@@ -122,7 +124,7 @@ class LockHolder:
 
     @property
     def is_active(self) -> bool:
-        """Whether the process runs; of another host's, whether it has renewed the lock lately."""
+        """Whether the process runs; of another host's or container's, whether it has renewed the lock lately."""
         return is_running(self.pid, self.started) if self._is_local else self.silent_s < _SILENT_S
 
     @property
@@ -135,7 +137,7 @@ class LockHolder:
 
     @property
     def _is_local(self) -> bool:
-        return self.host == socket.gethostname()
+        return (self.host, self.namespace) == (socket.gethostname(), _namespace())
 
 
 @contextmanager
@@ -228,9 +230,18 @@ def _own_facts() -> dict[str, object]:
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "started": started_at(os.getpid()),
+        "namespace": _namespace(),
         "since": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join(sys.argv)[:_LONGEST_COMMAND],
     }
+
+
+def _namespace() -> int:
+    """The kernel's number for the process ids that this process sees, or 0 without /proc."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
 
 
 def _user() -> str:

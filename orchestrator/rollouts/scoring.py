@@ -71,7 +71,7 @@ class ScoredGroup:
         none: it gives them no advantage."""
         partners = () if self.candidates is None else self.candidates.statuses
         own = enumerate(zip(self.rewards.statuses, partners, strict=False))
-        alone = {i: f"response of the reference: {why}" for i, (status, why) in own if status == OK != why}
+        alone = {i: f"response of the reference: {why}" for i, (status, why) in own if status == OK and why != OK}
         return self.without(alone) if alone else self
 
     @cached_property

@@ -168,7 +168,7 @@ class OfflineUpdates(Updates):
 
 
 class RolloutUpdates(Updates):
-    """Updates of policy and critic on rollouts: at once, or in float16 one after the other, where a policy's overflow
+    """Updates of policy and critic on rollouts: at once, or in float16 one after the other: a policy's overflow
     skips the critic's too. DeepSpeed-Chat's `--align_overflow` (`ppo_trainer.py`) has both gradients before either
     step, and skips both if one overflows. Here an overflow of the critic comes after the policy's step, which stays."""
 

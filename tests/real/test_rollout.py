@@ -65,7 +65,7 @@ REQUEST = GroupRequest(prompt_uid="p0", row=0, attempt=2, samples=4, seed=11)
 async def worker(tiny_model: Path) -> AsyncIterator[RolloutWorker]:
     """One worker for all tests of this file, of which the last ends its engine.
 
-    The engine records the tokens that its sampler leaves, which it does not where the spec does not truncate, and
+    The engine records the tokens that its sampler leaves, which it does not if the spec does not truncate, and
     returns as many log-probs as a judge or a teacher asks for.
     """
     config = rollout_config(tiny_model).model_copy(update={"engine_options": {"scheduling_policy": "priority"}})

@@ -2,7 +2,7 @@
 
 `python -m tests.real.warm_nodes start ...` is `ray start ...`, but for the command of a worker: each worker would spend
 ten to twenty CPU seconds on its imports, and each engine as many again. The process that they are forks of is a fork
-itself where the environment names its template (`warm.py`), and ends with the node. Workers that import on their own
+itself if the environment names its template (`warm.py`), and ends with the node. Workers that import on their own
 are in test_wheel.py. The node starts no process of Ray that these tests do not ask. The same file is what it runs for a
 worker.
 """

@@ -149,7 +149,7 @@ def importance_weights(
 
 
 def sampler_weights(log_ratio: torch.Tensor, config: ImportanceConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """The weights of `importance_weights` and where they were changed, of log w of any shape."""
+    """The weights of `importance_weights`, and whether each was changed, of log w of any shape."""
     ratio, cap = bounded_exp(log_ratio), config.cap or math.inf
     if config.mode == "none":
         return torch.ones_like(ratio), torch.zeros_like(ratio, dtype=torch.bool)

@@ -24,7 +24,7 @@ class ImportanceConfig(Frozen):
     level: Literal["token", "sequence"] = "token"
     """`token`: every token has its own w; `sequence`: all tokens of a sample share the product of their w."""
     cap: float | None = Field(default=2.0, gt=1.0)
-    """Upper bound of w; none: w is not bounded."""
+    """Upper bound of w, if it has one."""
     max_divergence: float | None = Field(default=None, gt=0.0)
     """Leave out the samples whose mean KL(sampler || policy) per token is above this, in nats. Each token's is that of
     a choice between it and all others (FlashREINFORCE)."""

@@ -302,8 +302,8 @@ class CausalLogprobs(ModelModule):
         return self.logits(states) if self.split_head else states
 
     def logits(self, hidden: torch.Tensor, weights: Mapping[str, torch.Tensor] | None = None) -> torch.Tensor:
-        """The model's logits [..., vocabulary] of hidden states, before the temperature. `weights`: those of the head,
-        or None for its own."""
+        """The model's logits [..., vocabulary] of hidden states, before the temperature. `weights`: of the head, or
+        None for its own."""
         head = self._own_head
         logits = head(hidden) if weights is None else functional_call(head, dict(weights), hidden)
         if self.scale != 1.0:

@@ -99,7 +99,7 @@ def _functions(spec: RolloutSpec, section: str, components: Sequence[RewardFunct
 
 
 def _below_zero(spec: RolloutSpec, section: str, functions: Sequence[RewardFunctionConfig]) -> Iterator[Finding]:
-    """Components that make rewards negative, where advantages are divided by the mean reward."""
+    """Components that make rewards negative, if advantages are divided by the mean reward."""
     run, own = algorithms.advantage(spec.algorithm), source_advantages(spec)
     scored = [source for split, source in _scored_by(spec, section).items() if split.startswith("train")]
     estimators = {own.get(one.name if isinstance(one, Mixed) else "", run).estimator for one in scored}

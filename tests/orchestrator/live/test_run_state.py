@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -189,15 +190,17 @@ def test_a_start_that_is_killed_after_an_end_has_died(tmp_path: Path) -> None:
     assert run_state(RunFolder(folder)).name == "died"
 
 
-def test_a_process_of_another_host_is_known_by_the_age_of_its_lock(tmp_path: Path) -> None:
+@pytest.mark.parametrize("other", [{"host": "elsewhere"}, {"namespace": 1}], ids=["host", "container"])
+def test_a_process_that_is_not_seen_here_is_known_by_the_age_of_its_lock(other: dict[str, Any], tmp_path: Path) -> None:
+    """A container on the host's network has the host's name, and other process ids."""
     folder = tmp_path / "run"
     with recorded(folder, "died"):
         file = folder / LOCK_FILE
-        file.write_text(json.dumps(json.loads(file.read_text()) | {"host": "elsewhere", "pid": 1}))
+        file.write_text(json.dumps(json.loads(file.read_text()) | other | {"pid": 2**22 + 1}))
         assert run_state(RunFolder(folder)).name == "running"
         os.utime(file, (time.time(), time.time() - 600))
         state = run_state(RunFolder(folder))
-        assert state.name == "died" and "process 1 on elsewhere has not renewed its lock for 600 s" in state.detail
+        assert state.name == "died" and "has not renewed its lock for 600 s" in state.detail
 
 
 def test_a_page_that_is_open_changes_when_the_process_of_its_run_ends(tmp_path: Path) -> None:
@@ -211,8 +214,11 @@ def test_a_page_that_is_open_changes_when_the_process_of_its_run_ends(tmp_path: 
     assert data.mark() != before
 
 
-def test_a_reused_process_id_is_not_the_run() -> None:
-    holder = LockHolder("me", socket.gethostname(), os.getpid(), 1, 0.0, "troupe run")
+def test_a_reused_process_id_is_not_the_run(tmp_path: Path) -> None:
+    with locked(tmp_path):
+        own = LockHolder.of(tmp_path)
+    assert own is not None
+    holder = replace(own, started=1)
     assert state_of([{"event": "run_started"}], holder, 0, 3).name == "died"
 
 

@@ -293,24 +293,29 @@ def offline_loss(worker: PolicyWorker, samples: pa.Table, scored: pa.Table, plan
     return losses[0]
 
 
+def policy_config(model: ModelConfig, distill: DistillConfig, **teacher: Any) -> PolicyConfig:
+    """A policy whose loss is the divergence alone."""
+    return PolicyConfig(
+        model=model,
+        trainer=TrainerConfig(),
+        loss=PolicyLossConfig(objective="policy_gradient", distill=distill),
+        advantage=AdvantageConfig(estimator="none"),
+        sampling=SamplingConfig(temperature=0.7, max_tokens=8),
+        run_id="teacher",
+        total_updates=1,
+        seed=1,
+        device="cpu",
+        **teacher,
+    )
+
+
 @pytest.mark.parametrize("support", SUPPORTS)
 def test_the_policys_loss_has_the_divergence_from_its_teacher(
     support: str, models: tuple[ModelConfig, ModelConfig]
 ) -> None:
     """A micro-batch of an update, with the trainer's engine replaced by the model alone."""
     distill = config_of(support=support, coef=0.5)
-    config = PolicyConfig(
-        model=models[0],
-        trainer=TrainerConfig(),
-        loss=PolicyLossConfig(objective="policy_gradient", distill=distill),
-        advantage=AdvantageConfig(estimator="none"),
-        sampling=SamplingConfig(temperature=0.7, max_tokens=8),
-        run_id="teacher",
-        reference_model=models[1],
-        total_updates=1,
-        seed=1,
-        device="cpu",
-    )
+    config = policy_config(models[0], distill, reference_model=models[1])
     student, teacher = (CausalLogprobs(load_causal(one), 0.7, chunks=2) for one in models)
     worker = PolicyWorker(config, "policy-0")
     worker._engine = cast(TrainEngine, SimpleNamespace(module=student, device=torch.device("cpu")))
@@ -342,19 +347,8 @@ def test_the_policys_average_teaches_with_all_of_its_logits(
 ) -> None:
     """The head runs in chunks of the update, when the weights are the policy's again."""
     distill = config_of(support=support, coef=0.5)
-    config = PolicyConfig(
-        model=models[0],
-        trainer=TrainerConfig(),
-        loss=PolicyLossConfig(objective="policy_gradient", distill=distill),
-        advantage=AdvantageConfig(estimator="none"),
-        sampling=SamplingConfig(temperature=0.7, max_tokens=8),
-        run_id="teacher",
-        reference_model=None,
-        teachers={"teacher.own": TeacherSettings(average=True)},
-        total_updates=1,
-        seed=1,
-        device="cpu",
-    )
+    own = {"teacher.own": TeacherSettings(average=True)}
+    config = policy_config(models[0], distill, reference_model=None, teachers=own)
     student, teacher = (CausalLogprobs(load_causal(models[0]), 0.7, chunks=2) for _ in range(2))
     for weight in teacher.parameters():
         weight.data += 0.05 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(5))

@@ -40,7 +40,7 @@ class SampledTurn:
     kept: Sequence[bytes] = ()
     """The tokens that the sampler left to each one (`contract/kept_tokens.py`); none: they are not recorded."""
     likeliest: Sequence[bytes] = ()
-    """The likeliest tokens at each one (`SAMPLER_TOKENS`); none: they are not recorded."""
+    """The likeliest tokens at each one (`SAMPLER_TOKENS`), empty unless they are recorded."""
     routes: bytes | None = None
     """The experts of the prompt's and the turn's tokens (`contract/routes.py`), or None if they are not recorded."""
     problem: str = ""
