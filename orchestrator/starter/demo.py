@@ -107,7 +107,7 @@ def make_models(names: Iterable[str], folder: Path, say: Callable[[str], object]
     with tempfile.TemporaryDirectory(prefix="troupe-") as scratch:
         source = weights_file() or download_weights(Path(scratch), say)
         for name in missing:
-            size = "270 MB, about half a minute" if name == DEFAULT else "1 MB, some seconds"
+            size = "270 MB, about half a minute" if name == DEMO else "1 MB, some seconds"
             say(f"creating {folder / name} ({size}, once)")
             try:
                 # Not multiprocessing, which runs the user's script again in the process that it spawns.
