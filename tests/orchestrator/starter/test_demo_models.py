@@ -62,7 +62,6 @@ def test_a_model_of_the_users_own_with_the_same_name_is_never_replaced(
     assert [path.name for path in (tmp_path / demo.DEMO).iterdir()] == ["config.json"]
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("name", demo.MODELS)
 def test_the_size_that_is_announced_is_that_of_the_model(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -74,6 +73,7 @@ def test_the_size_that_is_announced_is_that_of_the_model(
     assert len(said) == 1 and said[0].startswith(f"creating {tmp_path / name} ({round(made / 1e6, -1) or 1:g} MB, ")
 
 
+@pytest.mark.long
 def test_a_model_is_made_as_it_always_was_from_a_script_that_is_run_once(tiny_model: Path, tmp_path: Path) -> None:
     """Bit for bit: recorded benchmarks and the expected values of tests are about these weights.
 
