@@ -114,7 +114,7 @@ def test_a_teacher_with_an_adapter_scores_with_the_sum_of_both(model: ModelConfi
     for name in [name for name in factors if ".lora_A." in name]:
         layer = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
         product = factors[name.replace("lora_A", "lora_B")].double() @ factors[name].double()
-        plain.get_submodule(layer).weight.data += 6 / 2 * product
+        plain.get_parameter(f"{layer}.weight").data += 6 / 2 * product
     table = samples(load_chat_tokenizer(model))
     rows, failed = scored(model.model_copy(update={"adapter": str(tmp_path)}), table)
     bare = scored(model, table)[0]

@@ -52,7 +52,8 @@ def rising(first: float, slope: float) -> Callable[[int], float]:
 
 def killed(found: History) -> History:
     """The record of a run whose process has left its lock."""
-    holder = LockHolder("me", socket.gethostname(), os.getpid(), 1, 0.0, "troupe run")
+    own = os.stat("/proc/self/ns/pid").st_ino
+    holder = LockHolder("me", socket.gethostname(), os.getpid(), 1, own, since=0.0, command="troupe run")
     return replace(found, state=state_of(found.events, holder, found.last_step, STEPS))
 
 

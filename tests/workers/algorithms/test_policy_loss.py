@@ -114,6 +114,7 @@ def test_ratio_one_gives_the_policy_gradient() -> None:
 def reference_loss(tokens: PolicyTokens, config: PolicyLossConfig) -> tuple[float, list[float]]:
     """Loss and gradient by a plain loop: the formulas written out token by token with Python floats."""
     loss, grads = 0.0, []
+    cap = config.importance.cap or math.inf
     for t in range(len(tokens.logprobs)):
         if not tokens.loss_mask[t]:
             grads.append(0.0)
@@ -125,8 +126,8 @@ def reference_loss(tokens: PolicyTokens, config: PolicyLossConfig) -> tuple[floa
         if config.importance.mode == "none":
             w = 1.0
         elif config.importance.mode == "truncate":
-            w = min(w, config.importance.cap)
-        elif not 1 / config.importance.cap <= w <= config.importance.cap:
+            w = min(w, cap)
+        elif not 1 / cap <= w <= cap:
             w = 0.0
         free = -advantage * ratio
         bounded = -advantage * min(max(ratio, 1 - config.clip_low), 1 + config.clip_high)

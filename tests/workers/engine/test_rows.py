@@ -75,7 +75,7 @@ def likeliest_output(*entries: int) -> Any:
         flat.append_fast(
             [token, *range(10, 9 + count)],
             [-1.0, *(-0.5 * n for n in range(1, count))],
-            itertools.count(),
+            itertools.chain(itertools.count()),
             itertools.repeat(None),
         )
     return sampled
