@@ -59,7 +59,7 @@ def submit(
     submission = Submission(job, working_dir, requirements)
     server = JobServer(address)
     job = server.submit(loaded, submission, lambda line: typer.echo(f"note: {line}", err=True))
-    folders = [str(planned.spec.run_folder.absolute()) for planned in runs]
+    folders = [str(planned.out.absolute()) for planned in runs]
     of_job = f"{job} --address {address}"
     commands = {"follow": f"troupe logs {of_job} --follow", "stop": f"troupe stop {of_job}"}
     if as_json:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from troupe.orchestrator.insight.sweep.sweep import SweepRequest, SweepRun
     from troupe.orchestrator.insight.sweep.trials import Trial
     from troupe.orchestrator.spec.chain import PlannedRun
+    from troupe.orchestrator.spec.yaml_reader import Document
 
 
 def sweep(
@@ -85,7 +86,7 @@ def sweep(
     if (
         at_once > 1
         and cluster_to_join(address) is None
-        and any(role.gpus for trial in trials for role in trial.spec.roles.present().values())
+        and any(role.gpus for trial in trials for run in trial.runs for role in run.spec.roles.present().values())
     ):
         raise UsageError("--at-once with GPUs needs a cluster that divides them: `ray start --head`, --address auto")
     if (folder / RECORD).exists() and not resume:
@@ -122,21 +123,24 @@ def _trials(spec: Path, assignments: list[str], seeds: int, random: int | None, 
     """The trials, with their models in place. Raises SpecError or UsageError."""
     from troupe.orchestrator.commands.runs import announce, create_models, read_data
     from troupe.orchestrator.insight.sweep.trials import drawn, grid, parse_axes, plan_trials
-    from troupe.orchestrator.runs.prepare import checked, single
+    from troupe.orchestrator.runs.epochs import plan_counted
+    from troupe.orchestrator.runs.prepare import checked
     from troupe.orchestrator.spec.load import read_document
 
     fixed, varied = parse_axes(assignments, ranges=random is not None)
 
-    def plan(own: list[str], folder: Path | None) -> PlannedRun:
-        return single(read_document(spec, own), str(spec), announce, folder)
+    def plan(own: list[str], folder: Path | None) -> tuple[Document, tuple[PlannedRun, ...]]:
+        document = read_document(spec, own)
+        return document, plan_counted(document, announce, folder)
 
     settings = grid(varied) if random is None else drawn(varied, random, seed=0)
     trials = plan_trials(plan, fixed, settings, seeds, out)
-    runs = tuple(trial.planned for trial in trials)
+    runs = tuple(run for trial in trials for run in trial.runs)
     create_models(runs)
     runs = checked(runs)
     read_data([*{str(run.spec.data): run for run in runs}.values()])
-    return [replace(trial, planned=run) for trial, run in zip(trials, runs, strict=True)]
+    left = iter(runs)
+    return [trial.pinned([*islice(left, len(trial.runs))]) for trial in trials]
 
 
 def _check_metric(name: str) -> None:

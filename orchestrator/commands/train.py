@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -197,8 +196,9 @@ def _request(planned: PlannedRun, resume: bool, address: str | None) -> RunReque
 def write_run_report(runs: Sequence[PlannedRun]) -> Path | None:
     """The report of all runs that have recorded steps, next to their results; see `write_last_report`."""
     from troupe.orchestrator.insight.report.report import REPORT, write_last_report
+    from troupe.orchestrator.spec.chain import results_folder
 
-    return write_last_report([planned.out for planned in runs], _results(runs) / REPORT)
+    return write_last_report([planned.out for planned in runs], results_folder(runs) / REPORT)
 
 
 def next_steps(spec: Path, runs: Sequence[PlannedRun], report: Path | None = None) -> str:
@@ -210,6 +210,7 @@ def next_steps(spec: Path, runs: Sequence[PlannedRun], report: Path | None = Non
         report: The report that was written, or None if no report was.
     """
     from troupe.orchestrator.spec.base import RESOLVED_SPEC
+    from troupe.orchestrator.spec.chain import results_folder
     from troupe.orchestrator.spec.examples import PREFIX
 
     last, name = runs[-1], str(spec)
@@ -223,7 +224,7 @@ def next_steps(spec: Path, runs: Sequence[PlannedRun], report: Path | None = Non
     if name.startswith(PREFIX):
         example = f"troupe init --from {name.removeprefix(PREFIX)}"
         commands += [(example, "this spec as a file to edit: run.yaml"), ("troupe init", "a spec for your own data")]
-    return _lines(f"results are in {_results(runs)}", commands, report)
+    return _lines(f"results are in {results_folder(runs)}", commands, report)
 
 
 def resume_steps(arguments: Sequence[str], runs: Sequence[PlannedRun], report: Path | None) -> str:
@@ -235,6 +236,7 @@ def resume_steps(arguments: Sequence[str], runs: Sequence[PlannedRun], report: P
         report: The report that was written, or None if none was.
     """
     from troupe.orchestrator.platforms.ray_jobs import SENT
+    from troupe.orchestrator.spec.chain import results_folder
 
     begun = [planned for planned in runs if planned.out.is_dir()] or runs
     again = ["troupe", *(argument for argument in arguments if argument != "--resume")]
@@ -245,11 +247,7 @@ def resume_steps(arguments: Sequence[str], runs: Sequence[PlannedRun], report: P
     commands = [(command, "resumes from the newest checkpoint"), *_samples(begun[-1])]
     if report is None:
         commands.append((shlex.join(["troupe", "report", *(str(run.out) for run in begun)]), "writes the report"))
-    return _lines(f"results so far are in {_results(runs)}", commands, report)
-
-
-def _results(runs: Sequence[PlannedRun]) -> Path:
-    return Path(os.path.commonpath([run.out.parent for run in runs])) if runs[-1].stage else runs[-1].out
+    return _lines(f"results so far are in {results_folder(runs)}", commands, report)
 
 
 def _samples(planned: PlannedRun) -> list[tuple[str, str]]:

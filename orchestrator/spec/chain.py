@@ -3,16 +3,20 @@
 A chain is a file with a section `stages`. The other sections are shared: every stage is their content, with the stage's
 own section merged over it. A model's path may be `stage:NAME`, the final model of the earlier stage NAME; the path of
 offline data may be so too, the stage's samples with their rewards. With `rounds: N` the stages run N times, and each
-round starts from the last policy of the round before.
+round starts from the last policy of the round before. A stage whose model is `stage:` and its own name starts from its
+model of the round before; in the first round, from the shared model.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
+
+import yaml
 
 from troupe.orchestrator.algorithms.offline import OFFLINE_ALGORITHMS
 from troupe.orchestrator.algorithms.table import ALGORITHMS
@@ -25,6 +29,7 @@ from troupe.orchestrator.spec.checks.models import reads_tokens, scores_text
 from troupe.orchestrator.spec.errors import Path as FieldPath
 from troupe.orchestrator.spec.errors import Place, Problem, Source, SpecError, format_path
 from troupe.workers.contract.adapter_config import as_peft, difference
+from troupe.workers.contract.atomic_file import PRIVATE, write_atomic
 
 STAGE = "stage:"
 _STAGES, _ROUNDS = "stages", "rounds"
@@ -56,6 +61,10 @@ class PlannedRun:
         """Folder of the model in the run's last checkpoint."""
         return self.out / "checkpoints" / f"step-{self.spec.schedule.steps:06d}" / "model"
 
+    def field(self, path: str) -> str:
+        """Dotted path in the file of a field of the run's spec."""
+        return f"{_STAGES}.{self.stage}.{path}" if self.stage else path
+
     def missing(self) -> list[Problem]:
         """What the run names and this machine does not have, except for models that an earlier stage will write."""
         return [self.problem(path, message) for path, message in missing(self.spec) if path not in self.borrowed]
@@ -75,6 +84,15 @@ class ChainDocument:
     def model_dump(self, *, mode: Literal["json"]) -> dict[str, Any]:
         """Its data, with the folder of runs filled in."""
         return self.data | {"output": {"folder": "runs"} | (self.data.get("output") or {})}
+
+    def write(self, file: Path) -> None:
+        """Write it as YAML, for its owner only."""
+        write_atomic(file, yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False), PRIVATE)
+
+
+def results_folder(runs: Sequence[PlannedRun]) -> Path:
+    """Folder of all runs of a file: of the run, or of the chain."""
+    return Path(os.path.commonpath([run.out.parent for run in runs])) if runs[-1].stage else runs[-1].out
 
 
 def is_chain(document: yaml_reader.Document) -> bool:
@@ -197,10 +215,13 @@ def _plan_stage(
     if isinstance(algorithm, dict) and stage in {*ALGORITHMS, *OFFLINE_ALGORITHMS}:
         algorithm.setdefault("name", stage)
     source = _stage_source(document.source, stage)
+    earlier = {run.stage: run for run in before}
+    model = _section(data, "model")
+    if _ROUNDS in document.data and stage not in earlier and model.get("path") == f"{STAGE}{stage}":
+        data["model"] = {**model, "path": _section(shared, "model").get("path", model["path"])}
     borrowed = dict(_borrowed(data))
     problems: list[Problem] = []
     samples_of: list[Path] = []
-    earlier = {run.stage: run for run in before}
     for path, name in borrowed.items():
         if path not in _DATA and name in earlier and earlier[name].spec.checkpoint.patience is not None:
             why = f"stage '{name}' may end before its last step (checkpoint.patience), so its model has no known folder"
@@ -302,9 +323,9 @@ def _unfit(
     """Models of the wrong kind: a reward model instead of a language model, or the reverse, or other adapters."""
     trains_reward_model = spec.trains == "reward_model"
     for path, name in borrowed.items():
-        if path in _DATA:
+        if path in _DATA or name not in earlier:
             continue
-        is_reward_model = earlier[name].spec.trains == "reward_model" if name in earlier else False
+        is_reward_model = earlier[name].spec.trains == "reward_model"
         if path[:2] == ("roles", "reward") and not is_reward_model:
             yield path, f"stage {name} trains a policy; the reward role needs a reward model"
         either = path[:2] in (("roles", "reward"), ("roles", "critic")) or trains_reward_model

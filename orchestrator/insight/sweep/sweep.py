@@ -32,8 +32,9 @@ from troupe.orchestrator.insight.sweep.trials import Trial
 from troupe.orchestrator.live.diff import field_changes
 from troupe.orchestrator.runs.checkpoints import saved_run
 from troupe.orchestrator.runs.children import ChildCommand, describe, stop_all
+from troupe.orchestrator.runs.epochs import plan_counted
 from troupe.orchestrator.signals import SIGNALS_S, STOPPED
-from troupe.orchestrator.spec.load import parse_spec
+from troupe.orchestrator.spec.chain import to_send
 from troupe.orchestrator.spec.yaml_reader import read_file
 from troupe.orchestrator.telemetry.run_folder import METRICS, RunFolder
 from troupe.workers.contract.atomic_file import PRIVATE, write_atomic
@@ -86,7 +87,7 @@ class SweepRun:
         early = json.loads((folder / RECORD).read_text(encoding="utf-8"))["stopped_early"] if known else {}
         self._ended |= {name: ("stopped early", reason) for name, reason in early.items()}
         for trial in trials:
-            if saved_run(trial.spec, trial.folder).complete:
+            if _complete(trial):
                 self._ended[trial.name] = ("complete", "")
             self._compare(trial)
 
@@ -131,10 +132,10 @@ class SweepRun:
 
     def write_page(self) -> Path | None:
         """Write the report of all trials that have recorded steps, or return None without one."""
-        begun = [trial for trial in self.request.trials if (trial.folder / METRICS).is_file()]
+        begun = [trial for trial in self.request.trials if (trial.last / METRICS).is_file()]
         if not begun:
             return None
-        data = page_data([RunFolder(trial.folder) for trial in begun])
+        data = page_data([RunFolder(trial.last) for trial in begun])
         for run, trial in zip(data["runs"], begun, strict=True):
             run["label"] = trial.label
         write_atomic(page := self.request.folder / REPORT, render(data | {"sweep": self.record()}))
@@ -173,7 +174,7 @@ class SweepRun:
                 child.stop()
 
     def _settle(self, trial: Trial, code: int, last_line: str) -> None:
-        if saved_run(trial.spec, trial.folder).complete:
+        if _complete(trial):
             self._ended[trial.name] = ("complete", "")
         elif trial.name not in self._ended and code == STOPPED:
             self._ended[trial.name] = ("stopped", "")
@@ -203,11 +204,20 @@ class SweepRun:
         return TrialResult(trial.name, trial.spec.seed, str(trial.folder), status, reason, step, *values)
 
     def _keep_spec(self, trial: Trial) -> None:
-        """Write a trial's spec beside its folder. Raises UsageError if another one is there."""
+        """Write a trial's file beside its folder. Raises UsageError if another one is there."""
         file = Path(f"{trial.folder}.yaml")
         if not file.is_file():
-            trial.spec.write(file)
-        elif changes := field_changes(parse_spec(read_file(file)), trial.spec):
+            to_send(trial.document, trial.runs).write(file)
+            return
+        kept = plan_counted(read_file(file), self._say, trial.folder)
+        changes = [
+            (now.field(field), *values)
+            for before, now in zip(kept, trial.runs, strict=False)
+            for field, *values in field_changes(before.spec, now.spec)
+        ]
+        if len(kept) != len(trial.runs):
+            changes = [("the number of runs", len(kept), len(trial.runs))]
+        if changes:
             changed, old, new = changes[0]
             raise UsageError(f"{file}: {changed} is {old}, now {new}: a sweep resumes unchanged; use another --out")
 
@@ -216,5 +226,10 @@ class SweepRun:
         write_atomic(self.request.folder / RECORD, record + "\n", PRIVATE)
 
 
+def _complete(trial: Trial) -> bool:
+    return all(saved_run(run.spec, run.out).complete for run in reversed(trial.runs))
+
+
 def _lines(trial: Trial) -> Lines:
-    return RunFolder(trial.folder).metrics() if (trial.folder / METRICS).is_file() else []
+    """The metrics of the last run."""
+    return RunFolder(trial.last).metrics() if (trial.last / METRICS).is_file() else []

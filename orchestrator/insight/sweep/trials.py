@@ -1,4 +1,7 @@
-"""The trials of a sweep: settings on a grid or drawn at random, each with several seeds, as checked specs."""
+"""The trials of a sweep: settings on a grid or drawn at random, each with several seeds, as checked specs.
+
+A trial of a file with stages is the whole chain; what is compared is its last run.
+"""
 
 from __future__ import annotations
 
@@ -8,25 +11,30 @@ import math
 import random
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
 from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.insight.bench.points import Sweep, parse_sweep, settings_label
+from troupe.orchestrator.live.diff import field_changes
 from troupe.orchestrator.spec.base import RunSpec
-from troupe.orchestrator.spec.chain import PlannedRun
+from troupe.orchestrator.spec.chain import PlannedRun, is_chain, results_folder
 from troupe.orchestrator.spec.errors import Problem, SpecError
-from troupe.orchestrator.spec.yaml_reader import OVERRIDE
+from troupe.orchestrator.spec.yaml_reader import OVERRIDE, Document, override
 
 MOST_TRIALS = 1000
 _NUMBER = r"[0-9]*\.?[0-9]+(?:[eE][-+]?[0-9]+)?"
 _RANGE = re.compile(rf"({_NUMBER})\.\.({_NUMBER})")
+_OWN = re.compile(r"name|(stages\.[^.]+\.)?seed")
+"""Fields that a sweep sets in each trial."""
 
 Settings = Mapping[str, Any]
 """Values by the dotted path of their field."""
-Plan = Callable[[list[str], Path | None], PlannedRun]
-"""Plans the run of the spec with these assignments, in this folder or the spec's. Raises SpecError."""
+Plan = Callable[[list[str], Path | None], tuple[Document, tuple[PlannedRun, ...]]]
+"""Reads the file with these assignments and plans its runs, in this folder or the file's. Raises SpecError."""
 
 
 @dataclass(frozen=True)
@@ -44,22 +52,36 @@ class Range:
 
 @dataclass(frozen=True)
 class Trial:
-    """One run of a sweep."""
+    """One run, or chain of runs, of a sweep."""
 
     name: str
     """Name of its folder: `trial-001`."""
     setting: int
     """Number of its setting, from 0; the trials of a setting differ in the seed."""
     settings: Settings
-    planned: PlannedRun
+    folder: Path
+    document: Document
+    """The file with its assignments."""
+    runs: tuple[PlannedRun, ...]
 
     @property
     def spec(self) -> RunSpec:
-        return self.planned.spec
+        """Spec of the last run, whose metrics are compared."""
+        return self.runs[-1].spec
 
     @property
-    def folder(self) -> Path:
-        return self.planned.out
+    def last(self) -> Path:
+        """Folder of the last run."""
+        return self.runs[-1].out
+
+    def pinned(self, runs: Sequence[PlannedRun]) -> Trial:
+        """The trial with these runs, whose names on the hub are pinned to commits, as is a chain's document."""
+        pins = [
+            _pin(run, field)
+            for before, run in zip(self.runs, runs, strict=True)
+            for field, *_ in (field_changes(before.spec, run.spec) if is_chain(self.document) else ())
+        ]
+        return replace(self, runs=tuple(runs), document=override(self.document, list(dict.fromkeys(pins))))
 
     @property
     def label(self) -> str:
@@ -123,18 +145,19 @@ def plan_trials(plan: Plan, fixed: Settings, settings: Sequence[Settings], seeds
     any of them; UsageError if there are too many."""
     if len(settings) * seeds > MOST_TRIALS:
         raise UsageError(f"{len(settings) * seeds} trials are more than {MOST_TRIALS}")
-    if taken := {"name", "seed"} & settings[0].keys():
+    if taken := [field for field in settings[0] if _OWN.fullmatch(field)]:
         raise UsageError(f"{OVERRIDE} {min(taken)}: a sweep sets it in each trial; --seeds N tries N seeds")
     trials: list[Trial] = []
     problems: dict[Problem, None] = {}
     for number, (seed, setting) in enumerate(itertools.product(range(seeds), range(len(settings))), start=1):
         name, values = f"trial-{number:03d}", settings[setting]
         try:
-            base = plan(_assignments({**fixed, **values}), None)
-            folder = out or base.out.with_name(f"{base.spec.name}-sweep")
-            own = {"name": f"{base.spec.name}-{number:03d}", "seed": base.spec.seed + seed}
-            planned = plan(_assignments({**fixed, **values, **own}), folder / name)
-            trials.append(Trial(name, setting, values, planned))
+            _, runs = plan(_assignments({**fixed, **values}), None)
+            base = results_folder(runs)
+            folder = (out or base.with_name(f"{base.name}-sweep")) / name
+            seeds_of = {run.field("seed"): run.spec.seed + seed for run in runs}
+            own = {"name": f"{base.name}-{number:03d}", **seeds_of}
+            trials.append(Trial(name, setting, values, folder, *plan(_assignments({**fixed, **values, **own}), folder)))
         except SpecError as error:
             problems |= dict.fromkeys(error.problems)
     if problems:
@@ -144,3 +167,10 @@ def plan_trials(plan: Plan, fixed: Settings, settings: Sequence[Settings], seeds
 
 def _assignments(settings: Settings) -> list[str]:
     return [f"{field}={json.dumps(value)}" for field, value in settings.items()]
+
+
+def _pin(run: PlannedRun, field: str) -> str:
+    """The assignment of a field of a run, or of the list that holds it, to its stage."""
+    path = [*itertools.takewhile(lambda part: not part.isdigit(), field.split("."))]
+    value = reduce(getitem, path, run.spec.model_dump(mode="json"))
+    return f"{run.field('.'.join(path))}={json.dumps(value)}"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
-from troupe.orchestrator.commands.train import _results
 from troupe.orchestrator.spec import yaml_reader
-from troupe.orchestrator.spec.chain import PlannedRun
+from troupe.orchestrator.spec.chain import PlannedRun, results_folder
 from troupe.orchestrator.spec.errors import SpecError
 from troupe.orchestrator.spec.load import plan_runs
 
@@ -62,7 +62,34 @@ def test_every_round_starts_from_the_last_policy_and_trains_on_its_own_samples()
         assert runs[f"round-000{number}/dpo"].samples_of == (Path(samples),)
         assert runs[f"round-000{number}/sample"].samples_of == ()
     assert len({run.spec.name for run in runs.values()}) == 12, "their checkpoints in an object store do not mix"
-    assert _results([*runs.values()]) == Path("runs/rounds")
+    assert results_folder([*runs.values()]) == Path("runs/rounds")
+
+
+def test_a_stage_that_names_itself_goes_on_from_its_model_of_the_round_before() -> None:
+    own = 'stages.reward_model.model={path: "stage:reward_model"}'
+    runs = planned(ROUNDS, "model.revision=main", own)
+    models = [run.spec.model for name, run in runs.items() if name.endswith("reward_model")]
+    step = "reward_model/checkpoints/step-000002/model"
+    before = [f"runs/rounds/round-000{number}/{step}" for number in (1, 2)]
+    assert [model.path for model in models] == ["base", *before]
+    assert models[0].revision == "main" and models[0].dtype == "float32", "the first one is the shared model"
+    borrowed = ["model.path" in run.borrowed for name, run in runs.items() if name.endswith("reward_model")]
+    assert borrowed == [False, True, True], "what the first round starts from has to exist"
+    assert planned(ROUNDS, "rounds=1", own)["reward_model"].spec.model.path == "base"
+    with pytest.raises(SpecError, match="no earlier stage 'reward_model'"):
+        planned(ROUNDS.replace("rounds: 3\n", ""), own)
+
+
+def test_a_stage_that_is_invalid_is_not_taken_for_one_of_another_kind() -> None:
+    text = ROUNDS.replace("functions: [{name: exact_match}]", 'model: {path: "stage:reward_model"}')
+    order = ["reward_model", "sample"]
+    data = yaml_reader.parse(text, "rounds.yaml").data["stages"]
+    stages = {name: data[name] for name in order}
+    stages["reward_model"] |= {"schedule": {"steps": 0, "examples_per_step": 8}}
+    stages["reward_model"]["data"]["train"] = {"kind": "jsonl", "path": "pairs.jsonl"}
+    with pytest.raises(SpecError) as caught:
+        planned(text, f"stages={json.dumps(stages)}")
+    assert [problem.path for problem in caught.value.problems] == ["stages.reward_model.schedule.steps"]
 
 
 def test_one_round_is_the_chain() -> None:

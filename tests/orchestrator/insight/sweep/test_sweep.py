@@ -18,10 +18,11 @@ from troupe.orchestrator.insight.sweep import sweep as module
 from troupe.orchestrator.runs.checkpoints import SavedRun
 from troupe.orchestrator.runs.children import ChildCommand
 from troupe.orchestrator.spec.base import RunSpec
-from troupe.orchestrator.spec.load import parse_spec
+from troupe.orchestrator.spec.load import plan_runs
 from troupe.orchestrator.spec.yaml_reader import read_file
 
 SFT = ROOT / "deploy" / "specs" / "tiny-sft.yaml"
+CHAIN = ROOT / "deploy" / "specs" / "tiny-three-stage.yaml"
 RATE = "roles.policy.learning_rate"
 
 
@@ -36,9 +37,13 @@ class Child(ChildCommand):
 
     def __init__(self, arguments: Sequence[str], log: Path) -> None:
         assert arguments[0] == "run" and "--resume" in arguments
-        self.spec = parse_spec(read_file(arguments[1]))
         self.folder = Path(arguments[3])
-        self.folder.mkdir(exist_ok=True)
+        *before, last = plan_runs(read_file(arguments[1]), self.folder)
+        self.spec, self.out = last.spec, last.out
+        for run in (*before, last):
+            run.out.mkdir(parents=True, exist_ok=True)
+        for run in before:
+            (run.out / "metrics.jsonl").write_text('{"step": 0, "policy/nll": 100.0}\n' * run.spec.schedule.steps)
         self.code: int | None = None
         self.stopping = False
         Child.started.append(self.folder.name)
@@ -50,7 +55,7 @@ class Child(ChildCommand):
     def ended(self) -> int | None:
         if self.code is not None:
             return self.code
-        done = steps_of(self.folder)
+        done = steps_of(self.out)
         if self.folder.name in Child.fails:
             self._end(1)
         elif self.stopping:
@@ -71,7 +76,7 @@ class Child(ChildCommand):
     def _train(self, step: int) -> None:
         loss = 1 - 10 * self.spec.roles.policy.learning_rate + 0.001 * self.spec.seed
         line = {"step": step, "policy/nll": loss, "kl_ref": loss / 2, "reward/mean": -loss}
-        with (self.folder / "metrics.jsonl").open("a") as file:
+        with (self.out / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
 
     def stop(self) -> None:
@@ -100,9 +105,12 @@ def children(monkeypatch: pytest.MonkeyPatch, tiny_model: Path) -> type[Child]:
     return Child
 
 
-def sweep(folder: Path, *options: str, rates: str = "0.01,0.02,0.03", steps: int = 3) -> Result:
-    fields = ("--set", f"{RATE}={rates}", "--set", f"schedule.steps={steps}", "--metric", "policy/nll")
-    return CliRunner().invoke(app, ["sweep", str(SFT), *fields, "--out", str(folder / "sweep"), *options])
+def sweep(
+    folder: Path, *options: str, rates: str = "0.01,0.02,0.03", steps: int = 3, spec: Path = SFT, stage: str = ""
+) -> Result:
+    values = f"{stage}{RATE}={rates}", f"{stage}schedule.steps={steps}"
+    fields = (*(part for value in values for part in ("--set", value)), "--metric", "policy/nll")
+    return CliRunner().invoke(app, ["sweep", str(spec), *fields, "--out", str(folder / "sweep"), *options])
 
 
 def refused(done: Result) -> str:
@@ -171,3 +179,30 @@ def test_a_trial_that_fails_costs_no_other(children: type[Child], tmp_path: Path
     assert [one["complete"] for one in record(tmp_path)["settings"]] == [True, False, True]
     children.fails, children.started = frozenset(), []
     assert sweep(tmp_path, "--resume").exit_code == 0 and children.started == ["trial-002"]
+
+
+def test_a_trial_of_a_chain_is_the_whole_chain_and_its_value_that_of_the_last_stage(
+    children: type[Child], tmp_path: Path
+) -> None:
+    def chain(*options: str, **given: Any) -> Result:
+        return sweep(tmp_path, "--seeds", "2", *options, spec=CHAIN, stage="stages.ppo.", **given)
+
+    children.interrupt_at = 2
+    assert chain().exit_code == 130
+    children.started.clear()
+    done = chain("--resume")
+    assert done.exit_code == 0, done.output
+    assert children.started == [f"trial-00{number}" for number in range(2, 7)]
+    found = record(tmp_path)
+    assert [one["mean"] for one in found["settings"]] == pytest.approx([0.9075, 0.8075, 0.7075])
+    assert found["best"] == "learning_rate 0.03" and len(found["frontier"]) == 1
+    assert '"label":"learning_rate 0.02, seed 8"' in (tmp_path / "sweep" / "report.html").read_text()
+    (tmp_path / "sweep" / "trial-003" / "sft" / "metrics.jsonl").unlink()
+    children.started.clear()
+    assert chain("--resume").exit_code == 0
+    assert children.started == ["trial-003"], "a trial is complete if each of its stages is"
+    assert "trial-001.yaml: stages.sft.schedule.steps is 8, now 5" in refused(
+        chain("--resume", "--set", "stages.sft.schedule.steps=5")
+    )
+    rounds = refused(chain("--resume", "--set", "rounds=2"))
+    assert "trial-001.yaml: the number of runs is 3, now 6" in rounds

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,17 +12,26 @@ from tests.conftest import ROOT
 from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.insight.bench.points import settings_label
 from troupe.orchestrator.insight.sweep.trials import Range, drawn, grid, parse_axes, plan_trials
-from troupe.orchestrator.runs.prepare import single
-from troupe.orchestrator.spec.chain import PlannedRun
+from troupe.orchestrator.runs.epochs import plan_counted
+from troupe.orchestrator.spec.base import RunSpec
+from troupe.orchestrator.spec.chain import PlannedRun, to_send
+from troupe.orchestrator.spec.derived.paths import hub_data, hub_models, with_sections
 from troupe.orchestrator.spec.errors import SpecError
-from troupe.orchestrator.spec.load import read_document
+from troupe.orchestrator.spec.load import plan_runs, read_document
+from troupe.orchestrator.spec.yaml_reader import Document, read_file
 
 SFT = ROOT / "deploy" / "specs" / "tiny-sft.yaml"
+CHAIN = ROOT / "deploy" / "specs" / "tiny-three-stage.yaml"
 RATE = "roles.policy.learning_rate"
 
 
-def plan(own: list[str], out: Path | None) -> PlannedRun:
-    return single(read_document(SFT, own), str(SFT), print, out)
+def plan(own: list[str], out: Path | None, file: Path = SFT) -> tuple[Document, tuple[PlannedRun, ...]]:
+    document = read_document(file, own)
+    return document, plan_counted(document, print, out)
+
+
+def plan_stages(own: list[str], out: Path | None) -> tuple[Document, tuple[PlannedRun, ...]]:
+    return plan(own, out, CHAIN)
 
 
 def test_one_value_is_that_of_all_trials_and_several_are_tried() -> None:
@@ -86,7 +96,52 @@ def test_every_trial_is_checked_and_every_problem_is_named_once() -> None:
     lines = str(caught.value).splitlines()
     assert len(lines) == len(set(lines)) == 3
     assert [line.split(": ")[1] for line in sorted(lines)] == [RATE, "schedule.steps", "stepz"]
-    with pytest.raises(UsageError, match="--set seed: a sweep sets it in each trial"):
-        plan_trials(plan, {}, [{"seed": 1}, {"seed": 2}], 1, None)
+    for field in ("seed", "stages.sft.seed"):
+        with pytest.raises(UsageError, match=f"--set {field}: a sweep sets it in each trial"):
+            plan_trials(plan, {}, [{field: 1}, {field: 2}], 1, None)
     with pytest.raises(UsageError, match="2000 trials are more than 1000"):
         plan_trials(plan, {}, [{}], 2000, None)
+
+
+def test_a_trial_of_a_chain_is_all_of_its_stages_with_own_seeds(tmp_path: Path) -> None:
+    """Of the stages one has its own seed; in a trial each has its own, as many higher."""
+    fixed, varied = parse_axes(["stages.ppo.schedule.steps=2,3", "stages.sft.seed=40"], ranges=False)
+    trials = plan_trials(plan_stages, fixed, grid(varied), 2, None)
+    assert [[run.spec.seed for run in trial.runs] for trial in trials] == [[40, 7, 7]] * 2 + [[41, 8, 8]] * 2
+    assert [trial.spec.schedule.steps for trial in trials] == [2, 3, 2, 3]
+    last = trials[3]
+    assert (last.label, str(last.folder)) == ("steps 3, seed 8", "runs/tiny-three-stage-sweep/trial-004")
+    assert (last.spec.name, last.last) == ("tiny-three-stage-004-ppo", last.folder / "ppo")
+    to_send(last.document, last.runs).write(tmp_path / "trial.yaml")
+    again = plan_runs(read_file(tmp_path / "trial.yaml"), last.folder)
+    assert [(run.spec, run.out) for run in again] == [(run.spec, run.out) for run in last.runs]
+
+
+SHARED = """\
+name: shared
+model: {path: own/model}
+roles: {policy: {}}
+algorithm: {name: sft}
+schedule: {steps: 2, examples_per_step: 8}
+data: {train: [{name: a, kind: hub, dataset: own/a}, {name: b, kind: hub, dataset: own/b}]}
+stages: {first: , second: {model: {path: "stage:first"}}}
+"""
+
+
+def test_a_chain_is_written_with_the_commits_of_its_trial(tmp_path: Path) -> None:
+    """Also those in a list of the shared part: each stage gets the whole list."""
+    file = tmp_path / "shared.yaml"
+    file.write_text(SHARED)
+    (trial,) = plan_trials(lambda own, out: plan(own, out, file), {}, [{}], 1, None)
+    pinned = trial.pinned([replace(run, spec=committed(run.spec)) for run in trial.runs])
+    to_send(pinned.document, pinned.runs).write(tmp_path / "trial.yaml")
+    again = plan_runs(read_file(tmp_path / "trial.yaml"), trial.folder)
+    assert [run.spec for run in again] == [run.spec for run in pinned.runs]
+    assert [run.spec.model.revision for run in again] == ["commit", None]
+    assert [one.revision for run in again for one in run.spec.offline.data.mixture] == ["commit"] * 4
+
+
+def committed(spec: RunSpec) -> RunSpec:
+    """The spec as `pin_run` returns it."""
+    sections = {**hub_models(spec), **hub_data(spec)}
+    return with_sections(spec, {name: one.model_copy(update={"revision": "commit"}) for name, one in sections.items()})
