@@ -4,6 +4,7 @@
     python -m benchmarks.algorithm_curves grpo --seeds 7 8    # some runs; the others stay as recorded
     python -m benchmarks.algorithm_curves --missing           # only runs that are not recorded
     python -m benchmarks.algorithm_curves --draw              # no run: the figure from the recorded curves
+    python -m benchmarks.algorithm_curves --draw --missing    # the same, and which runs are not recorded
 
 Results go to `benchmarks/recorded/algorithm_curves.json` and the figure to `docs/reference/images/`; the reference of
 the algorithms (`python -m docs.tooling.write_reference`) shows both.
@@ -107,13 +108,8 @@ def metric_of(name: str) -> str:
     return OFFLINE_METRIC if name in OFFLINE_ALGORITHMS else METRIC_OF.get(name, METRIC)
 
 
-def seeds_of(name: str) -> Sequence[int]:
-    """Seeds that are recorded of an algorithm: several of those that are ranked."""
-    return SEEDS if metric_of(name) == METRIC else SEEDS[:1]
-
-
-def measure(name: str, steps: int, seed: int) -> Run:
-    """Run the shipped spec of an algorithm with a seed.
+def measure(name: str, steps: int, seed: int, student: Path | None = None) -> Run:
+    """Run the shipped spec of an algorithm with a seed; one that learns from a teacher trains `student`.
 
     Raises:
         subprocess.CalledProcessError: the run failed; its output has been printed.
@@ -123,7 +119,7 @@ def measure(name: str, steps: int, seed: int) -> Run:
     with tempfile.TemporaryDirectory(prefix="troupe-curve-") as folder:
         out = Path(folder) / name
         if name in TAUGHT:
-            settings += ["--set", f"model.path={noisy_copy(ROOT / SMOLLM2, Path(folder) / 'student')}"]
+            settings += ["--set", f"model.path={student}"]
         command = [sys.executable, "-m", "troupe", "run", str(spec_of(name).path), "--out", str(out)]
         subprocess.run([*command, *settings], cwd=ROOT, timeout=LONGEST_S, check=True)
         values = {str(step): round(value, 5) for step, value in curve(out, metric_of(name)).items()}
@@ -224,8 +220,9 @@ def curves(runs: Mapping[str, Runs] | None = None) -> Curves:
         f"model, a reward for the share of vowels, {STEPS} steps (`distill` and `gkd`: SmolLM2 with noise in its",
         "weights, its divergence from SmolLM2, a learning rate of 3e-5 and responses of 16 tokens). Offline",
         "algorithms run as many steps as their specs have; their curve is the loss on held-out examples, each",
-        "algorithm's own, so the levels do not compare. Values are means over the seeds, with a 95% interval",
-        "(Student's t). The band of the figure is from the least to the greatest seed, the line their mean.",
+        "algorithm's own, so the levels do not compare; their seeds differ in the order of the examples and in a new",
+        "score head. Values are means over the seeds, with a 95% interval (Student's t). The band of the figure is",
+        "from the least to the greatest seed, the line their mean.",
         "",
         f"![Curves of all algorithms]({IMAGE})",
         "",
@@ -285,10 +282,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     every = [*ALGORITHMS, *OFFLINE_ALGORITHMS]
     parser.add_argument("names", nargs="*", metavar="NAME", help="algorithms to run (default: all)")
     parser.add_argument("--steps", type=int, default=STEPS, help=f"steps of a run on rollouts (default: {STEPS})")
-    parser.add_argument(
-        "--seeds", type=int, nargs="+", help="seeds of the runs (default: 7 to 11, 7 of what learns from no reward)"
-    )
-    parser.add_argument("--missing", action="store_true", help="leave out runs that are recorded")
+    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS, help="seeds of the runs (default: 7 to 11)")
+    parser.add_argument("--missing", action="store_true", help="list runs that are not recorded, and leave out others")
     parser.add_argument("--at-once", type=int, default=1, help="runs at the same time (default: 1)")
     parser.add_argument("--draw", action="store_true", help="draw the recorded curves, without running anything")
     parser.add_argument("--json", type=Path, default=RECORDED, help="results file; curves of other algorithms stay")
@@ -300,18 +295,27 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return given
 
 
+def missing(runs: Mapping[str, Runs], names: Sequence[str], seeds: Sequence[int], steps: int) -> dict[str, list[int]]:
+    """The seeds of each algorithm whose runs with these settings are not recorded; without those that miss none."""
+    known = {name: row.seeds for name, row in runs.items() if row.overrides == overrides(name, steps)}
+    left = {name: [seed for seed in seeds if str(seed) not in known.get(name, {})] for name in names}
+    return {name: found for name, found in left.items() if found}
+
+
 def main() -> int:
     """Run, record and draw; returns exit code 1 if a run failed."""
     given = parse(sys.argv[1:])
     began, failed, writing = time.monotonic(), list[str](), threading.Lock()
+    before = recorded(given.json) if given.missing else {}
+    left = missing(before, given.names, given.seeds, given.steps)
+    if given.missing:
+        print(f"{sum(map(len, left.values()))} runs are not recorded")
+        print("".join(f"  {name}: seeds {' '.join(map(str, seeds))}\n" for name, seeds in left.items()), end="")
 
-    def run(name: str, seed: int) -> None:
+    def run(name: str, seed: int, student: Path | None) -> None:
         settings = overrides(name, given.steps)
-        before = recorded(given.json).get(name)
-        if given.missing and before and before.overrides == settings and str(seed) in before.seeds:
-            return
         try:
-            one = measure(name, given.steps, seed)
+            one = measure(name, given.steps, seed, student)
         except (subprocess.SubprocessError, OSError, ValueError) as error:
             print(f"{name}, seed {seed}: {error}", file=sys.stderr)
             failed.append(name)
@@ -319,9 +323,12 @@ def main() -> int:
         with writing:  # After every run, so that none is lost.
             write(add(recorded(given.json), name, settings, seed, one), given.json)
 
-    with ThreadPoolExecutor(given.at_once) as pool:
-        todo = [(name, seed) for name in given.names for seed in given.seeds or seeds_of(name)]
-        list(pool.map(lambda pair: run(*pair), [] if given.draw else todo))
+    with tempfile.TemporaryDirectory(prefix="troupe-student-") as folder, ThreadPoolExecutor(given.at_once) as pool:
+        todo = [] if given.draw else [(name, seed) for name, seeds in left.items() for seed in seeds]
+        # Before the threads start: no two of them can import transformers at once.
+        taught = any(name in TAUGHT for name, _ in todo)
+        student = noisy_copy(ROOT / SMOLLM2, Path(folder)) if taught else None
+        list(pool.map(lambda one: run(one[0], one[1], student), todo))
     draw(recorded(given.json), given.figure)
     print(f"wrote {given.json} and {given.figure} after {time.monotonic() - began:.0f} s")
     return 1 if failed else 0
