@@ -178,7 +178,7 @@ def _training(
 
 
 def _passes(trainer: TrainerConfig, size: ModelSize) -> float:
-    """Forward passes that an update costs as much as: a backward pass is two, and repeats the recomputed layers."""
+    """Forward passes that an update reads as much as: a backward pass is two, and repeats the recomputed layers."""
     return 3 + trainer.recomputed(size.layers) / size.layers
 
 
@@ -191,9 +191,10 @@ def token_seconds(
     passes = _passes(trainer, size)
     products, traffic = PRODUCTS * peaks.flops, TRAFFIC * peaks.bandwidth
     head = size.vocabulary * size.hidden
-    body = 2 * (size.multiplied() - head) * (passes - adapters) / products
+    multiplied = passes if trainer.recompute_products else 3
+    body = 2 * (size.multiplied() - head) * (multiplied - adapters) / products
     spans = (size.layers - size.windowed) * length / 2 + size.windowed * min(size.window, length / 2)
-    attention = (passes - 2 + 2.5) * 4 * size.heads * size.head_dim * spans / (ATTENTION * peaks.flops)
+    attention = (multiplied - 2 + 2.5) * 4 * size.heads * size.head_dim * spans / (ATTENTION * peaks.flops)
     projected = (size.heads + size.kv_heads) * size.head_dim
     layer = 64 * size.hidden + 20 * projected + 10 * size.intermediate
     if trainer.kernels == "liger":

@@ -156,7 +156,10 @@ def training(worker: str, rank: Training) -> tuple[WorkerMemory, ...]:
         parts[device].append(Part("kept", 4 * size.vocabulary * math.ceil(rank.kept_states / shares)))
     tokens = trainer.worker_tokens
     masked = _mask_row(size, rank.longest, trainer.packing)
-    layers = activations(size, width, tokens, masked, trainer.recomputed(size.layers))
+    recomputed = trainer.recomputed(size.layers)
+    layers = activations(size, width, tokens, masked, recomputed)
+    if not trainer.recompute_products:
+        layers += tokens * recomputed * products(size, width)
     if trainer.sequence_parallel_size > 1:
         # What a rank sends and receives of the queries; the ones that attention keeps are counted as activations.
         layers += 2 * width * tokens * size.heads * size.head_dim
@@ -308,6 +311,13 @@ def layer_bytes(size: ModelSize, width: int, masked: int) -> int:
 def _pairs(size: ModelSize, masked: int) -> int:
     """Bytes that eager attention keeps of one token's pairs: capped logits and probabilities, also in float32."""
     return 8 * size.heads * masked if size.eager else 0
+
+
+def products(size: ModelSize, width: int) -> int:
+    """Bytes of the results of one layer's matrix products and attention, of one token: query, key, value, output of
+    attention and its log-sum, gate and up, outputs of the two halves and of each expert's copy."""
+    attention = width * (2 * size.heads + 2 * size.kv_heads) * size.head_dim + 4 * size.heads
+    return attention + width * (2 * size.hidden + 2 * size.intermediate + size.experts * size.hidden)
 
 
 def activations(size: ModelSize, width: int, tokens: int, masked: int, recomputed: int) -> int:

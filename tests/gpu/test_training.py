@@ -66,6 +66,10 @@ VARIANTS = (
         "SFT, ZeRO 3, deterministic", "tiny-sft", 3, "deterministic=true", "roles.policy.gradient_checkpointing=true"
     ),
     _variant("SFT, ZeRO 3, activations recomputed", "tiny-sft", 3, "roles.policy.gradient_checkpointing=true"),
+    _variant(
+        "SFT, ZeRO 3, all but products recomputed",
+        *("tiny-sft", 3, "roles.policy.gradient_checkpointing=true", "roles.policy.recompute_products=false"),
+    ),
     _variant("SFT, ZeRO 2, offloaded", "tiny-sft", 2, _OFFLOADED, on_cpu=False),
     _variant("SFT, ZeRO 3, offloaded", "tiny-sft", 3, _OFFLOADED, on_cpu=False),
     _variant("SFT, head in bfloat16", "tiny-sft", 1, "model.float32_head=false"),

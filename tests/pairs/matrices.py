@@ -75,6 +75,8 @@ _COMPUTE: dict[str, Fields] = {
         "roles.policy.gradient_checkpointing": True,
         "roles.policy.recompute_every": 2,
         "roles.critic.gradient_checkpointing?": True,
+        "roles.policy.recompute_products": False,
+        "roles.critic.recompute_products?": False,
     },
 }
 _AVERAGE: dict[str, Fields] = {"none": {}, "average": {"roles.policy.ema_decay": 0.5}}

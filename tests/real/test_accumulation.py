@@ -46,6 +46,11 @@ def rows(update: int) -> torch.Tensor:
     return torch.randint(3, 4096, (PASSES * 2, 6), generator=torch.Generator().manual_seed(update))
 
 
+def recomputed(dtype: str, offload: bool) -> bool:
+    """Whether layers compute again all but their products, under every ZeRO stage."""
+    return dtype == "float32" and not offload
+
+
 class Logits(ModelModule):
     """The module that is trained: ids to logits."""
 
@@ -110,6 +115,8 @@ def train(path: str, stage: int, dtype: str, offload: bool, rank: int, world: in
         max_grad_norm=CLIP,
         zero_stage=stage,  # pyright: ignore[reportArgumentType]
         offload_optimizer=offload,
+        gradient_checkpointing=recomputed(dtype, offload),
+        recompute_products=False,
     )
     engine = TrainEngine(Logits(model), model, config, UPDATES, "cpu", getattr(torch, dtype))
     norms = []

@@ -52,6 +52,9 @@ class TrainerConfig(OptimizerConfig):
     """Recompute activations in the backward pass: less memory for about a third more compute."""
     recompute_every: int = Field(default=1, ge=1)
     """With `gradient_checkpointing`, recompute every n-th layer, and keep what the others computed. 1: all layers."""
+    recompute_products: bool = True
+    """With `gradient_checkpointing`, also recompute a layer's matrix products and attention. False: keep their results,
+    and recompute norms, rotary positions and activation functions: less memory is saved, for hardly more compute."""
     micro_batch_tokens: int = Field(default=4096, ge=8)
     """Maximum number of tokens, padding included, in one forward pass of one worker, or of the workers that share it
     (`sequence_parallel_size`)."""

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from troupe.workers.contract.config_base import Device, ModelConfig
 from troupe.workers.contract.trainer_config import TrainerConfig
@@ -54,6 +55,16 @@ Batch = TypeVar("Batch")
 Forward = Callable[..., Any]
 """The trained module, called with the module's own arguments."""
 
+_PRODUCTS = frozenset(
+    {
+        *("aten::mm", "aten::addmm", "aten::bmm", "mkldnn::_linear_pointwise"),
+        *("aten::_grouped_mm", "transformers::grouped_mm_fallback"),
+        *(f"aten::_scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient", "cudnn")),
+        *("aten::_scaled_dot_product_flash_attention_for_cpu", "torch_attn::_varlen_attn"),
+    }
+)
+"""Operations whose results are kept without `recompute_products`. By name: torch registers some at their first use."""
+
 _TAG = "state"
 _ADAM = ("betas", "eps", "weight_decay")
 """Settings of a parameter group of AdamW that the configuration decides; the learning rate is set at every update."""
@@ -66,13 +77,24 @@ _BASE = "base"
 logger = logging.getLogger(__name__)
 
 
-def recompute(model: PreTrainedModel, every: int, stage: int) -> None:
-    """Make the backward pass compute every n-th layer again, under this ZeRO stage."""
-    # ZeRO-3 frees a parameter between forward and backward, which non-reentrant checkpointing rejects.
-    reentrant = stage == 3
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant}, every_n_layers=every)
-    if reentrant:
-        model.enable_input_require_grads()
+def recompute(model: PreTrainedModel, config: TrainerConfig, stage: int) -> None:
+    """Make the backward pass compute every n-th layer again, with or without its products, under this ZeRO stage."""
+    partitioned = stage == 3
+    if config.recompute_products:
+        # ZeRO-3 frees a parameter between forward and backward, which the checks of non-reentrant checkpointing reject.
+        settings: dict[str, Any] = {"use_reentrant": partitioned}
+        if partitioned:
+            model.enable_input_require_grads()
+    else:
+        settings = {"use_reentrant": False, "context_fn": partial(create_selective_checkpoint_contexts, _recomputed)}
+        if partitioned:
+            settings["determinism_check"] = "none"  # it compares the shapes of parameters
+    model.gradient_checkpointing_enable(settings, every_n_layers=config.recompute_every)
+
+
+def _recomputed(context: object, operation: torch._ops.OpOverload, *args: object, **kwargs: object) -> CheckpointPolicy:
+    """Which results of a layer's operations are kept."""
+    return CheckpointPolicy.MUST_SAVE if operation.name() in _PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 @contextlib.contextmanager
@@ -129,7 +151,7 @@ class TrainEngine:
         self._loss_scale = LossScale() if dtype == torch.float16 else None
         self._stage = config.stage_for(dist.get_world_size(), dtype == torch.float32)
         if config.gradient_checkpointing:
-            recompute(model, config.recompute_every, self._stage)
+            recompute(model, config, self._stage)
         module.train()
         check_deterministic(module, model, device)
         if device == "cpu":

@@ -69,8 +69,9 @@ def trainer_problems(spec: RunSpec) -> Iterator[Finding]:
         elif role.kernels == "liger" and spec.deterministic:
             why = "liger adds in an order that torch does not know: use torch, or remove deterministic"
             yield f"roles.{name}.kernels", why
-        if changed(role, "recompute_every") and not role.gradient_checkpointing:
-            yield f"roles.{name}.recompute_every", "has no effect without gradient_checkpointing"
+        for key in ("recompute_every", "recompute_products"):
+            if changed(role, key) and not role.gradient_checkpointing:
+                yield f"roles.{name}.{key}", "has no effect without gradient_checkpointing"
         if role.schedule == "constant" and changed(role, "min_lr_ratio"):
             why = "has no effect on a constant learning rate: set schedule to linear or cosine, or this to 0"
             yield f"roles.{name}.min_lr_ratio", why

@@ -47,21 +47,23 @@ def test_a_token_is_multiplied_with_the_published_active_parameters(name: str, b
 
 
 @pytest.mark.parametrize(
-    ("name", "checkpointing", "kernels", "length", "microseconds"),
+    ("name", "recomputed", "kernels", "length", "microseconds"),
     [
         # An independent sum of products, attention, elementwise traffic and head for each token, on an H100.
-        ("1.5B", False, "torch", 2048, 11.7 + 1.9 + 7.2 + 2.8),
-        ("7B", True, "torch", 4096, 77.6 + 11.2 + 21.6 + 7.0),
-        ("7B", True, "liger", 4096, 77.6 + 11.2 + 8.7 + 7.0),
-        ("7B", True, "torch", 16384, 77.6 + 44.7 + 21.6 + 7.0),
-        ("32B", True, "torch", 4096, 371 + 36.5 + 71.6 + 10.0),
+        ("1.5B", None, "torch", 2048, 11.7 + 1.9 + 7.2 + 2.8),
+        ("7B", "all", "torch", 4096, 77.6 + 11.2 + 21.6 + 7.0),
+        ("7B", "rest", "torch", 4096, 77.6 * 3 / 4 + 11.2 * 3.5 / 4.5 + 21.6 + 7.0),
+        ("7B", "all", "liger", 4096, 77.6 + 11.2 + 8.7 + 7.0),
+        ("7B", "all", "torch", 16384, 77.6 + 44.7 + 21.6 + 7.0),
+        ("32B", "all", "torch", 4096, 371 + 36.5 + 71.6 + 10.0),
     ],
 )
 def test_the_time_of_a_token_is_that_of_a_sum_by_hand(
-    name: str, checkpointing: bool, kernels: Any, length: int, microseconds: float
+    name: str, recomputed: str | None, kernels: Any, length: int, microseconds: float
 ) -> None:
     size = size_of(name)
-    trainer = TrainerConfig(learning_rate=1e-6, gradient_checkpointing=checkpointing, kernels=kernels)
+    checkpointing: Any = {"gradient_checkpointing": recomputed is not None, "recompute_products": recomputed != "rest"}
+    trainer = TrainerConfig(learning_rate=1e-6, kernels=kernels, **checkpointing)
     found = 1e6 * token_seconds(size, trainer, length, H100)
     assert found == pytest.approx(microseconds, rel=0.06)
 

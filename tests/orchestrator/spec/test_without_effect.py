@@ -172,6 +172,7 @@ REFUSED: list[tuple[str, tuple[str, ...], str]] = [
         "data.train.0.algorithm.clip_high: raft does not use it; remove it",
     ),
     ("tiny-grpo", ("roles.policy.min_lr_ratio=0.1",), "roles.policy.min_lr_ratio: has no effect on a constant"),
+    ("tiny-grpo", ("roles.policy.recompute_products=false",), "roles.policy.recompute_products: has no effect without"),
     ("tiny-grpo", ("roles.policy.recompute_every=2",), "roles.policy.recompute_every: has no effect without"),
     ("tiny-ppo", ("roles.critic.min_lr_ratio=0.1",), "roles.critic.min_lr_ratio: has no effect on a constant"),
     ("tiny-sft", ("roles.policy.min_lr_ratio=1",), "roles.policy.min_lr_ratio: has no effect on a constant"),

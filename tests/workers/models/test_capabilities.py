@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -35,11 +39,15 @@ from transformers import (
 from tests.token_batches import batch_of
 from tests.workers.models.test_modeling import SIZES, save_model
 from tests.workers.models.test_token_batch import train_table
+from troupe.orchestrator.model_facts.model_size import read_size
+from troupe.orchestrator.plan.worker_memory import products
+from troupe.workers.contract.trainer_config import TrainerConfig
 from troupe.workers.models.capabilities import adapt, check_deterministic
 from troupe.workers.models.modeling import CausalLogprobs, ModelModule, TokenValues, load_causal, load_value, score
 from troupe.workers.models.packed_attention import install
 from troupe.workers.models.proxy import randomize
 from troupe.workers.models.token_batch import TokenTable
+from troupe.workers.training import deepspeed_engine
 from troupe.workers.training.deepspeed_engine import recompute
 
 NO_HEAD_DIM = {name: value for name, value in SIZES.items() if name != "head_dim"}
@@ -137,7 +145,7 @@ def test_every_other_layer_is_recomputed_with_the_same_gradients_and_half_of_the
     for every in (0, 1, 2):
         module = CausalLogprobs(load_causal(path), temperature=1.0)
         if every:
-            recompute(module.model, every, stage)
+            recompute(module.model, TrainerConfig(learning_rate=1.0, recompute_every=every), stage)
         own = {parameter.data_ptr() for parameter in module.parameters()}
         saved: dict[int, int] = {}
 
@@ -155,6 +163,66 @@ def test_every_other_layer_is_recomputed_with_the_same_gradients_and_half_of_the
     for every in (1, 2):
         assert all(map(torch.equal, gradients[every], gradients[0])) and len(gradients[every]) == len(gradients[0])
     assert kept[0] > 8 * kept[1] and kept[0] - kept[2] == pytest.approx(kept[2] - kept[1], rel=0.05), kept
+
+
+class Calls(TorchDispatchMode):
+    """Counts operations by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[operation.name().removeprefix("aten::")] += 1
+        return operation(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("family", [LlamaConfig(**SIZES), MixtralConfig(**NO_HEAD_DIM, num_local_experts=4)])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_layers_that_keep_their_products_compute_only_the_rest_again(
+    stage: int, family: PreTrainedConfig, tmp_path: Path
+) -> None:
+    multiplied = (
+        "mm",
+        "addmm",
+        "bmm",
+        "mkldnn::_linear_pointwise",
+        "_grouped_mm",
+        "_scaled_dot_product_flash_attention_for_cpu",
+    )
+    gradients, counts = [], []
+    for kept_products in (None, True, False):
+        module = loaded(family, tmp_path)
+        if kept_products is not None:
+            recompute(module.model, TrainerConfig(learning_rate=1.0, recompute_products=not kept_products), stage)
+        value = logprobs(module.train()).sum()
+        with Calls() as calls:
+            value.backward()
+        gradients.append([p.grad for p in module.parameters() if p.grad is not None])
+        counts.append([sum(calls.counts[name] for name in multiplied), calls.counts["silu"]])
+    (none, _), (kept, silu), (again, all_silu) = counts
+    assert kept == none < again and silu == all_silu > 0, counts
+    assert all(map(torch.equal, gradients[0], gradients[1]))
+
+
+def test_the_plan_counts_the_products_that_layers_keep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = LlamaConfig(**SIZES)
+    module = CausalLogprobs(load_causal(save_model(config, tmp_path)), temperature=1.0)
+    modes: list[Any] = []
+
+    def contexts(*args: Any) -> Any:
+        modes.append(create_selective_checkpoint_contexts(*args))
+        return modes[-1]
+
+    monkeypatch.setattr(deepspeed_engine, "create_selective_checkpoint_contexts", contexts)
+    recompute(module.model, TrainerConfig(learning_rate=1.0, recompute_products=False), 1)
+    value = logprobs(module.train())
+    kept = [
+        x.val for mode, _ in modes for entry in mode.storage.values() for x in tree_leaves(entry) if hasattr(x, "val")
+    ]
+    total = sum({x.data_ptr(): x.untyped_storage().nbytes() for x in kept if isinstance(x, torch.Tensor)}.values())
+    assert len(modes) == 2 and value.requires_grad
+    assert total == pytest.approx(IDS.shape[1] * 2 * products(read_size(tmp_path), 4), rel=0.02)
 
 
 @pytest.mark.parametrize("family", ["phimoe-sampled-experts", "mixtral-jitter", "persimmon"])
