@@ -5,7 +5,6 @@ vLLM takes seconds to import: another process does so, and its answer stays in t
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -15,6 +14,7 @@ from typing import Any
 from troupe.orchestrator.errors import Finding, nearest
 from troupe.workers.contract.atomic_file import write_atomic
 from troupe.workers.contract.config_base import Frozen
+from troupe.workers.contract.imports import package_versions
 from troupe.workers.isolation.interpreters import cache_folder
 from troupe.workers.isolation.probe import ProbeFailed, ask
 
@@ -92,7 +92,4 @@ def _offers() -> Offers | None:
 
 def _version() -> str | None:
     """Distribution and version of vLLM, or None if it is not installed."""
-    for name in _DISTRIBUTIONS:
-        with suppress(importlib.metadata.PackageNotFoundError):
-            return f"{name}-{importlib.metadata.version(name)}"
-    return None
+    return next((f"{name}-{found}" for name, found in package_versions(_DISTRIBUTIONS).items()), None)

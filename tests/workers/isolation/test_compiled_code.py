@@ -46,7 +46,7 @@ def test_what_the_environment_says_is_kept(environment: Path, monkeypatch: pytes
     assert {folder.parents[1] for folder in folders() - {Path("/mine")}} == {environment / "disk"}
 
 
-@pytest.mark.parametrize("changed", ["_versions", "_processor", "_gpus", "gethostname"])
+@pytest.mark.parametrize("changed", ["package_versions", "_processor", "_gpus", "gethostname"])
 def test_another_version_machine_or_host_has_another_folder(changed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Code for AVX-512 ends a process without it; two containers write to one temporary file."""
     key = compiled_code._key.__wrapped__
@@ -58,7 +58,7 @@ def test_another_version_machine_or_host_has_another_folder(changed: str, monkey
 
 
 def test_versions_and_hardware_are_those_of_the_machine(tmp_path: Path) -> None:
-    assert {"torch", "deepspeed"} <= set(compiled_code._versions())
+    assert {"torch", "deepspeed"} <= set(compiled_code.package_versions(compiled_code._PACKAGES))
     processor = compiled_code._processor(Path("/proc/cpuinfo"))
     assert 0 < len(processor) <= 4, "a line for each kind, not for each core, and no clock rates"
     for number, model in enumerate(("H100", "H100", "L4")):
