@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import cast
@@ -38,16 +38,19 @@ from troupe.workers.contract.messages import (
     WeightsSent,
     WeightUpdate,
     WorkerHealth,
+    kind_of,
 )
 from troupe.workers.contract.roles import EngineLink
 from troupe.workers.contract.weight_backends import BACKENDS
-from troupe.workers.data.teacher_prompts import TeacherPrompts
+from troupe.workers.data.teacher_prompts import TeacherPrompts, feedback_in
 from troupe.workers.data.texts import cut_sources, text_batches
 from troupe.workers.data.tokenizer import load_tokenizer
+from troupe.workers.models.adapter_files import AdapterBeside, read_adapter
 from troupe.workers.models.distillation import LogitsReader, SquareSums, WholeTeacher, top_tokens
 from troupe.workers.models.modeling import CausalLogprobs, evaluating, longest_row, score_plan
 from troupe.workers.models.route_replay import RouteReplay
 from troupe.workers.models.token_batch import TokenBatch, TokenTable
+from troupe.workers.training.adapter import ModelAdapter
 from troupe.workers.training.deepspeed_engine import Forward, StepResult
 from troupe.workers.training.master_weights import WeightSnapshot
 from troupe.workers.training.meter import TokenRecorder
@@ -70,6 +73,8 @@ class PolicyWorker(TrainingRank[PolicyConfig]):
         self._stored_distributions: list[tuple[TokenBatch, torch.Tensor]] = []
         self._weights_before: WeightSnapshot | None = None
         self._natural: NaturalGradient | None = None
+        self._shared: dict[str, Callable[[], AbstractContextManager[None]]] = {}
+        """Blocks inside which the policy's model is a teacher that has it with another adapter, by role."""
         self._records = TokenRecorder() if config.records_tokens else None
 
     @property
@@ -86,14 +91,15 @@ class PolicyWorker(TrainingRank[PolicyConfig]):
 
     def build(self) -> WorkerHealth:
         """Load the models; see `TrainingRank.build`. Raises ValueError if the environment has variables that prevent
-        sending weights, or the model has no routers to replay, and StoreFailed if the object store for weights cannot
-        be used."""
+        sending weights, the model has no routers to replay, or a teacher's adapter does not fit it, and StoreFailed if
+        the object store for weights cannot be used."""
         config = self._config
         if (check := BACKENDS[config.transfer_backend].check) is not None:
             resolve(check)(os.environ)
         if config.weight_store is not None and dist.get_rank() == 0:
             self._weight_store = WeightStore(config.weight_store, config.run_id)
-        self._train_policy(config.reference_model, config.sampling.temperature, config.loss.entropy_coef > 0)
+        adapter = self._train_policy(config.reference_model, config.sampling.temperature, config.loss.entropy_coef > 0)
+        self._shared = {name: self._teacher_in(adapter, name, path) for name, path in config.teacher_adapters.items()}
         if config.sampling.router_replay:
             module = cast(CausalLogprobs, self.engine.module)
             module.replay = RouteReplay(module.model)
@@ -109,19 +115,40 @@ class PolicyWorker(TrainingRank[PolicyConfig]):
         device, routed = self.engine.device, self._config.sampling.router_replay
         return score_plan(self.engine.module, plan, rollouts, "old_logprobs", device, reader, routed)
 
-    def teacher_logprobs(self, plan: RankPlan, name: str, *rollouts: pa.Table) -> tuple[ScoreSummary, pa.Table]:
-        """(summary, token_scores table): the rows under the policy or its average, behind this teacher's prompts."""
+    def teacher_logprobs(self, plan: RankPlan, name: str, *tables: pa.Table) -> tuple[ScoreSummary, pa.Table]:
+        """(summary, token_scores table): the rows under the policy, its average or its model with the teacher's
+        adapter, behind this teacher's prompts. `tables`: ROLLOUTS, and REWARDS if the teacher reads feedback."""
+        rollouts = [table for table in tables if kind_of(table) == "rollouts"]
         teacher, reader = self._config.teachers[name], top_tokens(self._distill.stored_k)
 
         def score(plan: RankPlan, tables: Sequence[pa.Table]) -> tuple[ScoreSummary, pa.Table]:
             return score_plan(self.engine.module, plan, tables, name, self.engine.device, reader)
 
-        with self.engine.averaged() if teacher.average else nullcontext():
+        with self._as_teacher(name):
             if teacher.prompt is None:
                 return score(plan, rollouts)
             most = self._config.trainer.micro_batch_tokens
             longest = longest_row(cast(CausalLogprobs, self.engine.module).model, most)
-            return TeacherPrompts(teacher.prompt, self._config.model, longest, most).score(score, plan, rollouts)
+            prompts = TeacherPrompts(teacher.prompt, self._config.model, longest, most)
+            rewards = [table for table in tables if kind_of(table) == "rewards"]
+            feedback = feedback_in(pa.concat_tables(rewards)) if teacher.reads_feedback else None
+            return prompts.score(score, plan, rollouts, feedback)
+
+    def _teacher_in(
+        self, trained: ModelAdapter | None, name: str, folder: str
+    ) -> Callable[[], AbstractContextManager[None]]:
+        """Blocks inside which the policy's model has the adapter in a folder. Raises OSError or ValueError."""
+        if trained is None:
+            raise ValueError(f"roles.{name}.model.adapter needs roles.policy.lora: all weights of the policy train")
+        adapter = read_adapter(folder)
+        adapter.require_base(self._config.model.path)
+        return partial(trained.replaced_by, AdapterBeside(cast(CausalLogprobs, self.engine.module).model, adapter))
+
+    def _as_teacher(self, name: str) -> AbstractContextManager[None]:
+        """Inside the block the policy's model is this teacher."""
+        if name in self._shared:
+            return self._shared[name]()
+        return self.engine.averaged() if self._config.teachers[name].average else nullcontext()
 
     def shares_prompts(self) -> bool:
         """Whether samples of a group train behind one copy of their prompt: if configured, and packed."""
@@ -230,7 +257,7 @@ class PolicyWorker(TrainingRank[PolicyConfig]):
             self._weight_store = None
         self._disconnect()
         self.discard_stored()
-        self._natural = None
+        self._natural, self._shared = None, {}
         super().release()
 
     def _stored(self, name: str, content: Bytes) -> Bytes | StoredBytes:

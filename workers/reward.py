@@ -490,6 +490,7 @@ def _rewards_table(
                 for label, one, outcome in zip(asked.labels, asked.components, outcomes, strict=True)
             ],
             "reward_spans": [{"end": end, "reward": value} for end, value in reward.spans],
+            "feedback": "\n".join(outcome.feedback for outcome in outcomes if outcome.feedback) or None,
         }
         for identity, reward, outcomes in zip(identities, rewards, per_sample, strict=True)
     ]

@@ -181,6 +181,7 @@ roles:
     maths: {model: {path: models/large-math}, sources: [sums, proofs]}
     informed: {prompt: "{prompt}\\n\\nThe answer is {answer}."}
     itself: {colocate_with: policy, average: true, prompt: "{prompt}\\n\\nThe answer is {answer}."}
+    coder: {colocate_with: policy, model: {path: models/small, adapter: adapters/code}, sources: [code]}
 ```
 
 A teacher that needs many GPUs, or that shall score faster, is an engine (`kind: engine`): workers with one vLLM engine
@@ -212,14 +213,33 @@ training that knows more (self-distillation: SDFT, arXiv 2601.19897; OPSD, arXiv
 position that it has behind this prompt. A sample is dropped if its row lacks a column, or if prompt and response
 exceed the teacher's positions or `micro_batch_tokens` (an engine's `max_model_len`).
 
-The template has nothing of the sample: a reward function returns a number or steps, without a text, teachers in
-separate workers score while rewards are computed, and a sample whose reward fails is dropped. So SDPO's feedback, such
-as the error of the code that a response contains, is not supported.
+With `{feedback}` in its `prompt` a teacher with `colocate_with: policy` reads what reward functions say of the sample
+(SDPO, arXiv 2601.20802), such as the error of the code that it contains
+([Feedback](../guides/reward.md#feedback)): the policy with feedback teaches the policy without it. A sample without
+feedback has no loss of this teacher, is not scored by it, and is counted (`untaught_teacher.NAME`); its other teachers
+and its rewards teach it as before. The mean over tokens counts its tokens. Teachers in separate workers score while
+rewards are computed, and read none; the answers of an environment or of a judge are no feedback, and a sample whose
+reward fails is dropped.
+
+```yaml
+roles:
+  policy: {ema_decay: 0.99}
+  reward: {functions: [{name: "my_rewards:checked"}]}
+  teacher:
+    hears: {colocate_with: policy, average: true, prompt: "{prompt}\\n\\nAn earlier answer: {feedback}"}
+```
 
 With `colocate_with: policy` the teacher is the policy before the updates of each step, which needs a prompt (SDPO,
 arXiv 2601.20802), or with `average: true` the moving average of its weights (`roles.policy.ema_decay`). An older
 policy, such as that of some steps before, does not teach: a teacher that lags behind is the average. The policy's
 workers then score the whole batch between two steps, also in asynchronous training.
+
+If the policy trains adapters (`roles.policy.lora`), a teacher with `colocate_with: policy` may be the same model with
+another adapter, which `model` names beside the `path` (and `dtype`) of the policy's model. The policy's layers then
+compute this adapter in place of the one that trains: no second model is loaded, `troupe plan` counts the adapter alone,
+and checkpoints, exports and digests are those of a run without it. Rank, alpha and layers may differ from the policy's.
+Without a `prompt` it works with every ZeRO stage. In float32 its log-probs are within 1e-5 nats of those of the model
+to which the adapter was added; in bfloat16 the sum is not rounded, as that model's weights are.
 
 In 20 steps of this run the divergence from each of two teachers falls. The first teacher is an engine, the second one
 reads the answer, and the weights of both are random:

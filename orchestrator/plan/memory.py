@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from troupe.orchestrator.model_facts.model_size import ModelSize, SizeUnknown, read_size
+from troupe.orchestrator.model_facts.model_size import ModelSize, SizeUnknown, read_size, tensors_of
 from troupe.orchestrator.plan.worker_memory import (
     PERIODS,
     WIDTHS,
@@ -45,6 +46,7 @@ from troupe.orchestrator.spec.derived.sizes import longest_sequence
 from troupe.orchestrator.spec.derived.training import needs_old_logprobs, old_logprobs_at_batch, resolved_sleep
 from troupe.orchestrator.spec.offline import OfflineSpec
 from troupe.orchestrator.spec.rollout import RolloutSpec
+from troupe.workers.contract.adapter_config import ADAPTER_WEIGHTS
 from troupe.workers.contract.config import EngineWorkerConfig, Sleep
 from troupe.workers.contract.config_base import ModelConfig
 from troupe.workers.contract.offline_config import RewardLossConfig
@@ -364,6 +366,7 @@ def of_policy(spec: RolloutSpec, placed: PlacedWorker, _gpu: int, sizes: Sizes) 
         copies_saves=spec.checkpoint.async_save,
         exported=placed.is_first,
         adapters=_adapters(size, config.lora, values=False),
+        frozen_adapters=sum(map(_numbers_in, config.teacher_adapters.values())),
     )
     memories = training(placed.worker, rank)
     if resolved_sleep(spec) == "none":
@@ -376,6 +379,13 @@ def of_policy(spec: RolloutSpec, placed: PlacedWorker, _gpu: int, sizes: Sizes) 
 def _reference(model: ModelConfig | None, sizes: Sizes) -> tuple[ModelSize, Any] | None:
     size = sizes.of(model) if model is not None else None
     return None if model is None or size is None else (size, model.dtype)
+
+
+def _numbers_in(adapter: str) -> int:
+    """Numbers of an adapter, or 0 if its file is not there: `validate` reports it."""
+    with suppress(SizeUnknown):
+        return sum(tensor.numbers for tensor in tensors_of(Path(adapter) / ADAPTER_WEIGHTS))
+    return 0
 
 
 def _adapters(size: ModelSize, lora: LoraConfig | None, values: bool) -> int:

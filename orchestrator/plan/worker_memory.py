@@ -117,6 +117,8 @@ class Training:
     """Buffers for sending weights from device to device."""
     adapters: int = 0
     """Numbers of the adapters, which alone train; 0: all weights do."""
+    frozen_adapters: int = 0
+    """Numbers of the adapters of teachers that have the policy's model."""
     copies_saves: bool = False
     """Whether checkpoints are written from a copy of the state."""
     exported: bool = True
@@ -148,6 +150,8 @@ def training(worker: str, rank: Training) -> tuple[WorkerMemory, ...]:
         frozen, dtype = rank.reference
         held = math.ceil(frozen.parameters / rank.ranks) if stage == 3 else frozen.parameters
         parts[device].append(Part("reference", WIDTHS[dtype] * held))
+    if rank.frozen_adapters:
+        parts[device].append(Part("teacher adapters", width * rank.frozen_adapters))
     if rank.natural_gradient:
         parts[device].append(Part("natural gradient", 4 * NATURAL_VECTORS * size.parameters, "pass"))
     if rank.kept_states:

@@ -184,6 +184,14 @@ def teacher_engine_configs(spec: RolloutSpec) -> dict[str, TeacherEngineConfig]:
     }
 
 
+def _shared_adapters(spec: RolloutSpec) -> dict[str, str]:
+    """Folders of the adapters of teachers that score in the policy's workers, by role."""
+    models = {
+        name: spec.models().get(f"roles.{name}.model") for name in spec.roles.teachers() if name in spec.in_policy
+    }
+    return {name: model.adapter for name, model in models.items() if model is not None and model.adapter is not None}
+
+
 def policy_config(spec: RolloutSpec) -> PolicyConfig:
     role = spec.roles.policy
     return role.part(
@@ -200,6 +208,7 @@ def policy_config(spec: RolloutSpec) -> PolicyConfig:
         run_id=spec.name,
         reference_model=_colocated_reference(spec),
         teachers={n: one.part(TeacherSettings) for n, one in spec.roles.teachers().items() if n in spec.in_policy},
+        teacher_adapters=_shared_adapters(spec),
         total_updates=spec.updates_of("policy"),
         seed=spec.seed,
         deterministic=spec.deterministic,

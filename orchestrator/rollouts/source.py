@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -42,6 +42,7 @@ from troupe.workers.contract.config import BUDGETS
 from troupe.workers.contract.messages import (
     Fault,
     PrepareRequest,
+    SampleKey,
     SampleSummary,
     Unscored,
     engine_prompt_tokens,
@@ -51,6 +52,9 @@ from troupe.workers.contract.rewards import is_solved
 from troupe.workers.contract.roles import TableRef
 
 logger = logging.getLogger(__name__)
+
+Untaught = Mapping[str, frozenset[SampleKey]]
+"""The samples that a teacher which reads feedback does not teach, by its role."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,8 @@ class _BatchScorer:
     """The role whose scores they are."""
     sources: Sequence[str] | None = None
     """The sources whose samples it scores, or None for all."""
+    reads_feedback: bool = False
+    """Whether it reads the feedback in the rewards of the samples."""
 
 
 def _batch_scorers(spec: RolloutSpec, workers: Workers) -> list[_BatchScorer]:
@@ -96,7 +102,8 @@ def _batch_scorers(spec: RolloutSpec, workers: Workers) -> list[_BatchScorer]:
     for name, teacher in spec.roles.teachers().items():
         if name in spec.in_policy:
             policy = workers.require_policy()
-            found.append(_BatchScorer(name, policy, policy.teacher(name), name, teacher.sources))
+            own = teacher.sources, teacher.reads_feedback
+            found.append(_BatchScorer(name, policy, policy.teacher(name), name, *own))
     return found
 
 
@@ -283,12 +290,13 @@ class RolloutSource(BatchSource):
         rollouts = [group.rollouts for group in groups]
         tables = [*rollouts, *(group.reward_table for group in groups), *_unique(groups)]
         policy, timeout_s = self._components.workers.require_policy(), self._spec.schedule.train_timeout_s
+        untaught: Untaught = {}
         if self._batch_scorers:
-            scores, unscored = await self._score_batch(groups)
+            scores, unscored, untaught = await self._score_batch(groups)
             tables += scores
             if unscored:
                 groups = self._groups = self._drop(unscored, groups)
-        request = self._prepare_request(groups)
+        request = self._prepare_request(groups, untaught)
         summary, table = await policy.prepare(request, *tables, timeout_s=timeout_s)
         policy_trains = version >= self._spec.critic_warmup
         self._advantage_state = self._advantage_state.after(summary.state, policy_trains=policy_trains)
@@ -296,8 +304,9 @@ class RolloutSource(BatchSource):
         texts = None if self._components.texts is None else self._components.texts.pick()
         return Batch(summary, table, texts=texts)
 
-    async def _score_batch(self, groups: Sequence[ScoredGroup]) -> tuple[list[TableRef], Unscored]:
-        """Token scores of the batch by every trainer that scores whole batches, and the samples without finite ones."""
+    async def _score_batch(self, groups: Sequence[ScoredGroup]) -> tuple[list[TableRef], Unscored, Untaught]:
+        """Token scores of the batch by every trainer that scores whole batches, the samples without finite ones, and
+        those without the feedback that a teacher reads."""
         self._console.phase(" and ".join(scorer.what for scorer in self._batch_scorers))
         timeout_s, settings = self._spec.schedule.train_timeout_s, self._components.scheduler.settings
 
@@ -306,7 +315,9 @@ class RolloutSource(BatchSource):
             if not own:
                 return []
             plans = plan_rows([length for group in own for length in row_lengths(group.summary)], scorer.group)
-            return await scorer.score(plans, *(group.rollouts for group in own), timeout_s=timeout_s)
+            tables = [group.rollouts for group in own]
+            tables += [group.reward_table for group in own] if scorer.reads_feedback else []
+            return await scorer.score(plans, *tables, timeout_s=timeout_s)
 
         scored = await gather_all(score(scorer) for scorer in self._batch_scorers)
         unscored = {
@@ -315,7 +326,12 @@ class RolloutSource(BatchSource):
             for summary, _ in parts
             for key, why in summary.failed.items()
         }
-        return [table for parts in scored for _, table in parts], unscored
+        untaught = {
+            scorer.role: frozenset(key for summary, _ in parts for key in summary.untaught)
+            for scorer, parts in zip(self._batch_scorers, scored, strict=True)
+            if scorer.reads_feedback
+        }
+        return [table for parts in scored for _, table in parts], unscored, untaught
 
     def _drop(self, unscored: Unscored, groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
         """The groups without the samples that have no finite score, which are accounted for.
@@ -340,7 +356,7 @@ class RolloutSource(BatchSource):
             scheduler.counts.fail(len(lost))
         return found
 
-    def _prepare_request(self, groups: Sequence[ScoredGroup]) -> PrepareRequest:
+    def _prepare_request(self, groups: Sequence[ScoredGroup], untaught: Untaught) -> PrepareRequest:
         """Arguments of `PolicyGroup.prepare` besides the tables."""
         rows = {group.summary.prompt_uid: group.row for group in groups}
         greedy = {g.summary.prompt_uid: g.greedy_reward for g in groups if g.greedy_reward is not None}
@@ -360,7 +376,7 @@ class RolloutSource(BatchSource):
             else {}
         )
         kept, others = tuple(keep + candidates), tuple(candidates)
-        own = by_source, teachers, algorithms, compared
+        own = by_source, teachers, untaught, algorithms, compared
         return PrepareRequest(kept, state, rows, greedy, tuple(masked), others, *own)
 
     def _masked(self, group: ScoredGroup) -> list[int]:

@@ -40,8 +40,8 @@ from troupe.workers.contract.consequences import (
     noted,
     refused,
 )
-from troupe.workers.contract.judges import TEACHER_FIELDS, checked_fields
 from troupe.workers.contract.reward_config import RewardConfig
+from troupe.workers.contract.templates import TEACHER_FIELDS, checked_fields
 from troupe.workers.contract.trainer_config import LoraConfig, TrainerConfig
 
 ConfigT = TypeVar("ConfigT", bound=Frozen)

@@ -150,6 +150,45 @@ def test_the_policy_teaches_the_samples_of_its_sources_before_the_updates_of_the
         assert {table.versions for table in tables} == {(updates * step,)}
 
 
+class Hearing(Student):
+    """Of each group one sample has no feedback."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard: dict[str, list[tuple[int, int]]] = {}
+        """(tables, groups) of each call, by teacher."""
+        self.untaught: list[Mapping[str, frozenset[tuple[str, int]]]] = []
+
+    async def teacher_logprobs(self, plan: RankPlan, name: str, *tables: FakeTable) -> tuple[ScoreSummary, FakeTable]:
+        groups = {uid for table in tables for uid in table.uids}
+        self.heard.setdefault(name, []).append((len(tables), len(groups)))
+        _, table = await FakePolicy.teacher_logprobs(self, plan, name, *tables)
+        return ScoreSummary(0, untaught=tuple((uid, 1) for uid in dict.fromkeys(table.uids))), table
+
+    async def prepare(self, request: PrepareRequest, *tables: object) -> tuple[TrainSummary, FakeTable]:
+        self.untaught.append(request.untaught)
+        return await super().prepare(request, *tables)
+
+
+def test_samples_without_feedback_are_named_to_the_batch_for_their_teacher_alone(tmp_path: Path) -> None:
+    """The teacher that reads feedback gets the rewards of its groups; they stay in the batch, without its loss."""
+    run = run_of(tmp_path)
+    roles = run.spec.roles.model_dump()
+    roles["reward"]["functions"] = [{"name": "tests.fakes:speaks"}]
+    roles["teacher"] = {
+        "hears": {"colocate_with": "policy", "prompt": "{prompt} {feedback}", "sources": ["math"]},
+        "plain": {"colocate_with": "policy", "prompt": "{prompt}!"},
+    }
+    run.change(roles=roles, algorithm={"name": "gkd", "group_size": 4})
+    run.policies = [student := Hearing()]
+    outcome = run.run()
+    assert len(student.untaught) == STEPS and set(outcome.drop_reasons) == {"reward: it failed"}
+    assert all(tables == 2 * groups for tables, groups in student.heard["teacher.hears"])
+    assert all(tables == groups for tables, groups in student.heard["teacher.plain"])
+    for untaught, batch in zip(student.untaught, trained(run), strict=True):
+        assert untaught == {"teacher.hears": {(uid, 1) for uid in batch if uid.startswith("math")}}
+
+
 def test_a_source_without_a_teacher_is_trained_beside_one_that_has_one(tmp_path: Path) -> None:
     """The batch says so, also one without a taught sample: with no word of teachers the reference would be one."""
     run = run_of(tmp_path)

@@ -20,7 +20,13 @@ from tests.real.models import save_llama
 from tests.real.ranks import meet, rank_context, reported, wait_for_ranks
 from tests.real.test_trainer import CASES, MANY_BATCHES, TWO_RANKS, batch, equal, rank_plan, weights_of
 from troupe.workers.contract.algorithm_config import AdvantageConfig, CriticLossConfig, PolicyLossConfig
-from troupe.workers.contract.config import CriticConfig, PolicyConfig, SamplingConfig
+from troupe.workers.contract.config import (
+    CriticConfig,
+    PolicyConfig,
+    ReferenceConfig,
+    SamplingConfig,
+    TeacherSettings,
+)
 from troupe.workers.contract.config_base import ModelConfig
 from troupe.workers.contract.messages import RankPlan
 from troupe.workers.contract.offline_config import DpoLossConfig, ExampleConfig, OfflineConfig
@@ -29,8 +35,11 @@ from troupe.workers.contract.trainer_config import LoraConfig, TrainerConfig
 from troupe.workers.critic import CriticWorker
 from troupe.workers.models.adapter_files import DESCRIPTION, Description
 from troupe.workers.models.digests import base_digest
+from troupe.workers.models.modeling import load_causal
 from troupe.workers.offline import ExamplePolicyWorker
 from troupe.workers.policy import PolicyWorker
+from troupe.workers.reference import ReferenceWorker
+from troupe.workers.training.adapter import ModelAdapter
 from troupe.workers.training.checkpoint_files import read_shard
 from troupe.workers.training.rank import TrainingRank
 from troupe.workers.weights.file import read_weights
@@ -38,6 +47,8 @@ from troupe.workers.weights.file import read_weights
 pytestmark = pytest.mark.long
 
 LORA = LoraConfig(rank=3, alpha=6, rslora=True)
+TEACHER = LoraConfig(rank=2, alpha=6, targets=("q_proj", "up_proj"))
+"""Adapters of a teacher with the policy's model; their folder is in the model's."""
 TARGETS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 GROUPS = {"first": 1, "second": 2, "last": 1}
 """Ranks of the groups, which run in this order; the last one only continues from the second one's checkpoints."""
@@ -72,6 +83,8 @@ def config(model: str, stage: int, dtype: str, lora: LoraConfig = LORA) -> Polic
         sampling=SamplingConfig(temperature=0.9, max_tokens=8),
         run_id="lora-test",
         reference_model=source,
+        teachers={"teacher.math": TeacherSettings()},
+        teacher_adapters={"teacher.math": f"{model}/teacher"},
         total_updates=20,
         seed=1,
         device="cpu",
@@ -124,7 +137,7 @@ def pairs() -> pa.Table:
 
 def logprobs(table: pa.Table) -> list[list[float]]:
     """The scores of all rows, by prompt."""
-    column = next(name for name in table.column_names if name.endswith("_logprobs"))
+    column = next(name for name in table.column_names if name.endswith(("_logprobs", "teacher.math")))
     rows = zip(table["prompt_uid"].to_pylist(), table[column].to_pylist(), strict=True)
     return [scores for _, scores in sorted(rows, key=lambda row: str(row[0]))]
 
@@ -164,7 +177,8 @@ class Scenario:
         base, start = frozen(worker), tensors(worker)
         assert sum(part.numel() for part in base.values()) > 100_000
         policy, reference = self.scores(worker)
-        facts: dict[str, Any] = {"equal at start": policy == reference}
+        teacher = self.taught(worker)
+        facts: dict[str, Any] = {"equal at start": policy == reference, "taught": teacher}
         worker.update(self.plan, table)
         digest = worker.digest()
         worker.offload_states()  # as on the GPU of an engine; a worker that resumes keeps them
@@ -180,6 +194,8 @@ class Scenario:
         facts["base unchanged"] = equal(base, frozen(worker))
         policy_end, reference_end = self.scores(worker)
         facts["reference unchanged"] = reference_end == reference
+        facts["teacher unchanged"] = self.taught(worker) == teacher
+        facts["unmoved by the teacher"] = worker.digest() == end_digest and equal(end, tensors(worker))
         facts["policy changed"] = policy_end != policy
         facts["digest changed"] = digest != end_digest
         facts["saved"] = self.saved(checkpoint, stage)
@@ -201,6 +217,31 @@ class Scenario:
         return logprobs(worker.compute_logprobs(self.plan, batch())[1]), logprobs(
             worker.reference_logprobs(self.plan, batch())[1]
         )
+
+    def taught(self, worker: PolicyWorker) -> list[list[float]]:
+        """Log-probs of this rank's rows under the teacher."""
+        return logprobs(worker.teacher_logprobs(self.plan, "teacher.math", batch())[1])
+
+    def separate(self) -> None:
+        """Log-probs of this rank's rows under the teacher as a separate model."""
+        source = ModelConfig(path=self.model, adapter=f"{self.model}/teacher", dtype="float32")
+        settings = {"temperature": 0.9, "micro_batch_tokens": 64, "threads": 1, "device": "cpu"}
+        worker = ReferenceWorker(ReferenceConfig(model=source, column="teacher.math", **settings), "teacher")
+        worker.start()
+        self.facts["separate"] = logprobs(worker.score(self.plan, batch())[1])
+        worker.close()
+
+    def started(self, stage: int) -> None:
+        """A policy that starts from the teacher's adapter, which is its reference: the scores of both, and after an
+        update."""
+        own = config(self.model, stage, "float32", TEACHER)
+        source = own.model.model_copy(update={"adapter": f"{self.model}/teacher"})
+        worker = PolicyWorker(own.model_copy(update={"model": source, "reference_model": source}), "policy")
+        worker.build()
+        before = self.scores(worker)
+        worker.update(self.plan, batch())
+        self.facts[f"started-{stage}"] = [*before, *self.scores(worker)]
+        worker.release()
 
     def saved(self, checkpoint: Path, stage: int) -> list[str]:
         """Names of the weights in the checkpoint's model file."""
@@ -322,10 +363,12 @@ def rank_main(rank: int, world: int, model: str, out: Path, before: Path | None,
             if before is not None:
                 scenario.resharded(stage, dtype, before)
         for stage in () if last else (0, 3):
+            scenario.started(stage)
             scenario.critic(stage)
             scenario.dpo(stage)
         if before is None:
             scenario.refusals()
+        scenario.separate()
         worker.close()
         (out / f"facts-{rank}.json").write_text(json.dumps(scenario.facts))
 
@@ -337,6 +380,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
     save_llama(folder, vocab_size=4096, **sizes, tie_word_embeddings=True, initializer_range=0.1)
     (folder / "tokenizer_config.json").write_text('{"made_for": "this test"}')
+    source = ModelConfig(path=str(folder), dtype="float32")
+    adapter = ModelAdapter(load_causal(source), TEACHER, source)
+    torch.manual_seed(2)
+    moved = {name: tensor.detach() + 0.1 * torch.randn_like(tensor) for name, tensor in adapter.named_parameters()}
+    adapter.write(folder / "teacher", str(folder), moved)
     return folder
 
 
@@ -379,6 +427,32 @@ def test_only_the_adapters_train_and_are_saved(groups: list[Path], model: Path, 
         received, base, rank_of_adapter, nbytes = facts(folder)[f"{stage}-{dtype}"]["published"]
         assert (received, base, rank_of_adapter) == (True, base_digest(model), LORA.rank)
         assert nbytes < (model / "model.safetensors").stat().st_size / 10
+
+
+@pytest.mark.parametrize(("stage", "dtype"), CASES)
+def test_a_teacher_on_the_policys_model_is_the_separate_one(groups: list[Path], stage: int, dtype: str) -> None:
+    """Before training and after it, and neither adapters nor digest notice it."""
+    tolerance = 1e-5 if dtype == "float32" else 0.1
+    for folder, world in zip(groups[:2], GROUPS.values(), strict=False):
+        for rank in range(world):
+            found, separate = facts(folder, rank)[f"{stage}-{dtype}"], facts(folder, rank)["separate"]
+            assert found["teacher unchanged"] and found["unmoved by the teacher"]
+            for own, expected in zip(found["taught"], separate, strict=True):
+                assert own == pytest.approx(expected, abs=tolerance)
+    taught, policy = (facts(groups[0])[f"{stage}-{dtype}"][name] for name in ("taught", "logprobs"))
+    assert (
+        max(abs(a - b) for one, other in zip(taught, policy, strict=True) for a, b in zip(one, other, strict=True))
+        > 0.2
+    )
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_adapter_that_training_starts_from_stays_the_reference(groups: list[Path], stage: int) -> None:
+    for folder, world in zip(groups[:2], GROUPS.values(), strict=False):
+        for rank in range(world):
+            policy, reference, moved, still = facts(folder, rank)[f"started-{stage}"]
+            assert policy == reference == still and (moved != still) == (rank == 0)
+            assert [pytest.approx(own, abs=1e-5) for own in policy] == facts(folder, rank)["separate"]
 
 
 @pytest.mark.parametrize(("stage", "dtype"), CASES)

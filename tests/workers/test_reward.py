@@ -132,6 +132,29 @@ def test_reward_is_the_weighted_sum_and_components_are_unweighted(worker: Reward
     assert table["reward_spans"].to_pylist() == [[], [], []]
 
 
+def test_what_functions_say_of_a_sample_is_in_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each on a line; a function that gives no text adds none, and a lone surrogate is escaped."""
+    (tmp_path / "speaking.py").write_text(
+        "from troupe.rewards import Feedback, Steps\n"
+        "def says(response, answer, metadata):\n"
+        "    texts = {'no': 'is wrong', 'bad': 'caf\\udce9', 'yes': '', 'odd': 7, 'none': 'lost'}\n"
+        "    return Feedback(None if response == 'none' else float(response == 'yes'), texts[response])\n"
+        "async def steps(response, answer, metadata):\n"
+        "    return Feedback(Steps([(len(response), 1.0)]), f'has {len(response)} letters')\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    functions = (function("speaking:says"), function("last_number"), function("speaking:steps", weight=0.0))
+    worker = RewardWorker(RewardConfig(functions=functions), "reward-0")
+    worker.start()
+    summary, table = worker.score(rollouts(["no", "bad", "yes", "odd", "none"]))
+    worker.close()
+    lines = ["is wrong\nhas 2 letters", "caf\\udce9\nhas 3 letters", "has 3 letters", "has 3 letters", "has 4 letters"]
+    assert table["feedback"].to_pylist() == lines
+    assert summary.components["says"][:3] == (0.0, 0.0, 1.0)
+    assert "feedback that is not text: 7 (int)" in summary.statuses[3] and "not a number" in summary.statuses[4]
+
+
 def test_a_group_is_scored_with_the_functions_that_are_named() -> None:
     """The named functions replace those of the role; the same function in both has one process."""
     config = ScoringConfig(

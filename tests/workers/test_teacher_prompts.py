@@ -18,18 +18,19 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.workers.algorithms.test_train_batch import rollout_table
+from tests.workers.algorithms.test_train_batch import reward_table, rollout_table
 from troupe.workers.contract.algorithm_config import AdvantageConfig, DistillConfig, PolicyLossConfig
 from troupe.workers.contract.config import PolicyConfig, ReferenceConfig, SamplingConfig, TeacherSettings
 from troupe.workers.contract.config_base import ModelConfig
 from troupe.workers.contract.messages import RankPlan
-from troupe.workers.contract.trainer_config import TrainerConfig
+from troupe.workers.contract.trainer_config import LoraConfig, TrainerConfig
 from troupe.workers.data.chat import encode_prompt
 from troupe.workers.data.teacher_prompts import within
 from troupe.workers.data.tokenizer import load_chat_tokenizer
 from troupe.workers.models.modeling import CausalLogprobs, load_causal
 from troupe.workers.policy import PolicyWorker
 from troupe.workers.reference import ReferenceWorker
+from troupe.workers.training.adapter import ModelAdapter
 from troupe.workers.training.deepspeed_engine import TrainEngine
 
 KEYS = [("a", 0), ("a", 1), ("b", 0), ("c", 0)]
@@ -129,11 +130,33 @@ def test_a_teacher_with_an_adapter_scores_with_the_sum_of_both(model: ModelConfi
         assert bare[key]["teacher.math"] != pytest.approx(expected, abs=1e-2)
 
 
+def policy_of(
+    model: ModelConfig, module: CausalLogprobs, teacher: TeacherSettings, averaged: object = None
+) -> PolicyWorker:
+    """The policy as teacher, whose engine is replaced by the model alone."""
+    config = PolicyConfig(
+        model=model,
+        trainer=TrainerConfig(micro_batch_tokens=256),
+        loss=PolicyLossConfig(distill=DistillConfig(coef=1.0, k=3)),
+        advantage=AdvantageConfig(estimator="none"),
+        sampling=SamplingConfig(temperature=0.7, max_tokens=8),
+        run_id="teacher",
+        reference_model=None,
+        teachers={"teacher.math": teacher},
+        total_updates=1,
+        seed=1,
+        device="cpu",
+    )
+    policy = PolicyWorker(config, "policy-0")
+    policy._engine = cast(TrainEngine, SimpleNamespace(module=module, device="cpu", averaged=averaged))
+    return policy
+
+
 @pytest.mark.parametrize("average", [False, True])
 def test_the_policy_as_teacher_scores_behind_the_prompt_as_a_separate_worker_does(
     model: ModelConfig, average: bool
 ) -> None:
-    """With its weights, or within `TrainEngine.averaged`; its engine is replaced by the model alone."""
+    """With its weights, or within `TrainEngine.averaged`."""
     module = CausalLogprobs(load_causal(model), 0.7)
     weight, entered = module.model.get_parameter("model.norm.weight"), list[bool]()
 
@@ -144,21 +167,7 @@ def test_the_policy_as_teacher_scores_behind_the_prompt_as_a_separate_worker_doe
         yield
         weight.data /= 2.0
 
-    config = PolicyConfig(
-        model=model,
-        trainer=TrainerConfig(micro_batch_tokens=256),
-        loss=PolicyLossConfig(distill=DistillConfig(coef=1.0, k=3)),
-        advantage=AdvantageConfig(estimator="none"),
-        sampling=SamplingConfig(temperature=0.7, max_tokens=8),
-        run_id="teacher",
-        reference_model=None,
-        teachers={"teacher.math": TeacherSettings(prompt=TEMPLATE, average=average)},
-        total_updates=1,
-        seed=1,
-        device="cpu",
-    )
-    policy = PolicyWorker(config, "policy-0")
-    policy._engine = cast(TrainEngine, SimpleNamespace(module=module, device="cpu", averaged=averaged))
+    policy = policy_of(model, module, TeacherSettings(prompt=TEMPLATE, average=average), averaged)
     table = samples(load_chat_tokenizer(model), a="it is", c="it is so")
     plan = RankPlan(((2, 0, 1, 3),), total_loss_tokens=10, total_sequences=4)
     summary, found = policy.teacher_logprobs(plan, "teacher.math", table.slice(0, 1), table.slice(1))
@@ -168,6 +177,90 @@ def test_the_policy_as_teacher_scores_behind_the_prompt_as_a_separate_worker_doe
     same = all(own[key]["teacher.math"] == pytest.approx(rows[key]["teacher.math"], abs=1e-4) for key in KEYS)
     assert same is not average and entered == [True] * average
     assert all(len(own[key]["teacher_ids"]) == 3 * len(own[key]["teacher.math"]) for key in KEYS)
+
+
+@pytest.mark.parametrize("prompt", [None, TEMPLATE])
+def test_a_teacher_on_the_policys_base_scores_as_a_separate_worker_with_its_adapter_does(
+    model: ModelConfig, tmp_path: Path, prompt: str | None
+) -> None:
+    """Although the policy's own adapters, of other layers, have trained; they and the base stay bit for bit."""
+    taught = CausalLogprobs(load_causal(model), 0.7)
+    folder = tmp_path / "adapter"
+    other = ModelAdapter(taught.model, LoraConfig(rank=2, alpha=6, targets=("q_proj", "up_proj")), model)
+    moved(other)
+    other.write(folder, model.path, {name: tensor.detach() for name, tensor in other.named_parameters()})
+    module = CausalLogprobs(load_causal(model), 0.7)
+    own = ModelAdapter(module.model, LoraConfig(rank=3, alpha=5, rslora=True, targets=("q_proj", "down_proj")), model)
+    moved(own)
+    policy = policy_of(model, module, TeacherSettings(prompt=prompt))
+    policy._shared = {"teacher.math": policy._teacher_in(own, "teacher.math", str(folder))}
+    before = {name: tensor.clone() for name, tensor in module.model.state_dict().items()}
+    table = samples(load_chat_tokenizer(model), a="it is", b="of {braces}", c="it is so")
+    plan = RankPlan(((2, 0, 1, 3),), total_loss_tokens=10, total_sequences=4)
+    as_policy = policy.compute_logprobs(plan, table)[1]
+    summary, found = policy.teacher_logprobs(plan, "teacher.math", table)
+    rows, failed = scored(model.model_copy(update={"adapter": str(folder)}), table, prompt=prompt)
+    assert summary.failed == failed == {}
+    for row, bare in zip(found.to_pylist(), as_policy.to_pylist(), strict=True):
+        expected = rows[row["prompt_uid"], row["sample_index"]]["teacher.math"]
+        assert row["teacher.math"] == pytest.approx(expected, abs=1e-5)
+        assert row["teacher.math"] != pytest.approx(bare["old_logprobs"], abs=1e-2)
+    after = module.model.state_dict()
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in after)
+    assert policy.compute_logprobs(plan, table)[1].equals(as_policy)
+
+
+def test_a_teachers_adapter_that_does_not_fit_the_policy_is_refused(model: ModelConfig, tmp_path: Path) -> None:
+    module = CausalLogprobs(load_causal(model), 0.7)
+    adapter = ModelAdapter(module.model, LoraConfig(targets=("q_proj",)), model)
+    policy = policy_of(model, module, TeacherSettings())
+    tensors = {name: tensor.detach() for name, tensor in adapter.named_parameters()}
+    with pytest.raises(ValueError, match=r"roles\.teacher\.math\.model\.adapter needs roles\.policy\.lora"):
+        policy._teacher_in(None, "teacher.math", str(tmp_path))
+    adapter.write(tmp_path / "moved", model.path, {name.replace(".0.", ".77."): one for name, one in tensors.items()})
+    with pytest.raises(ValueError, match=r"layers\.77\.self_attn\.q_proj is not linear, \d+ to \d+"):
+        policy._teacher_in(adapter, "teacher.math", str(tmp_path / "moved"))
+    adapter.base = "another"
+    adapter.write(tmp_path / "other", model.path, tensors)
+    with pytest.raises(ValueError, match="is not the model that the adapter"):
+        policy._teacher_in(adapter, "teacher.math", str(tmp_path / "other"))
+
+
+def test_a_teacher_reads_the_feedback_of_each_sample(model: ModelConfig) -> None:
+    """Against the plain model in float64. A sample without feedback has no score, and is named."""
+    tokenizer, table = load_chat_tokenizer(model), samples(load_chat_tokenizer(model))
+    said = {("a", 0): "{right}", ("a", 1): "expected 5", ("c", 0): "two tests\nfailed"}
+    keys = [*reversed(KEYS), ("d", 0)]
+    spoken = reward_table(keys, [1.0] * len(keys))
+    at = spoken.schema.get_field_index("feedback")
+    texts = [said.get(key, "" if key == ("b", 0) else None) for key in keys]
+    rewards = spoken.set_column(at, spoken.schema.field(at), pa.array(texts, pa.string()))
+    policy = policy_of(model, CausalLogprobs(load_causal(model), 0.7), TeacherSettings(prompt="{prompt} {feedback}!"))
+    plan = RankPlan(((2, 0), (1, 3), (2,), ()), total_loss_tokens=10, total_sequences=4)
+    parts = table.slice(0, 1), rewards.slice(0, 2), table.slice(1), rewards.slice(2)
+    summary, found = policy.teacher_logprobs(plan, "teacher.math", *parts)
+    assert (summary.untaught, summary.failed, summary.rows) == ((("b", 0),), {}, 3)
+    rows = {(row["prompt_uid"], row["sample_index"]): row["teacher.math"] for row in found.to_pylist()}
+    assert rows.keys() == said.keys()
+    plain = AutoModelForCausalLM.from_pretrained(model.path, dtype=torch.float64).eval()
+    for key, response in zip(KEYS, RESPONSES, strict=True):
+        if key in said:
+            text = conversation(key[0], f"{QUESTIONS[key[0]]} {said[key]}!")
+            prompt = encode_prompt(tokenizer, text, 512)
+            with torch.no_grad():
+                logits = plain(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1].double() / 0.7
+            own = logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0]
+            assert rows[key] == pytest.approx(own.tolist(), abs=1e-4)
+    nothing = policy.teacher_logprobs(plan, "teacher.math", table, spoken)
+    assert len(nothing[0].untaught) == 4 and nothing[1].num_rows == 0 and "teacher_ids" in nothing[1].column_names
+
+
+def moved(adapter: ModelAdapter) -> None:
+    """Move the adapters as training does."""
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for _, parameter in adapter.named_parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
 
 
 def test_a_sample_without_a_teachers_prompt_fails_with_the_reason(model: ModelConfig) -> None:

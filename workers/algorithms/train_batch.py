@@ -63,8 +63,11 @@ def prepare(
     rewards_table = parts.samples("rewards")
     _require_ok(keep, rewards_table)
     scores = {name: parts.segments(name) for name in SCORES if parts.has(name)}
-    names = dict.fromkeys(name for uid, _ in keep for name in request.teachers.get(uid, ()))
-    teachers = {n: parts.segments(n, [key for key in keep if n in request.teachers.get(key[0], ())]) for n in names}
+    taught: dict[str, list[tuple[str, int]]] = {}
+    for key in keep:
+        for name in request.teachers_of(key):
+            taught.setdefault(name, []).append(key)
+    teachers = {name: parts.segments(name, own) for name, own in taught.items()}
     batch = _Batch(request, rollouts, rewards_table, scores, teachers)
     sampled, own = batch.sampled(by_turn=config.estimator == "turn_group"), batch.algorithms
     estimated = (
@@ -323,8 +326,9 @@ class _Batch:
 
     def _teacher(self, name: str, table: pa.Table) -> Teacher:
         """What a teacher, or the reference as one, says of the rows that it scores."""
-        teachers = self.request.teachers
-        weights = torch.tensor([teachers.get(uid, {}).get(name, 0.0) for uid, _ in self.rows] if teachers else 1.0)
+        teachers_of = self.request.teachers_of
+        given = bool(self.request.teachers)
+        weights = torch.tensor([teachers_of(key).get(name, 0.0) for key in self.rows] if given else 1.0)
         weights = weights.double().expand(len(self.rows))
         names = [field.name for field in TEACHER_TOKENS if field.name in table.column_names]
         tokens = tuple(ragged(table.column(one)) for one in names)
@@ -335,7 +339,7 @@ class _Batch:
 
     def _taught(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """What the teachers say of the tokens that the policy sampled."""
-        if not self.teachers:
+        if not (self.teachers or self.request.teachers):
             return None
         logprobs, weights = targets(self.teachers, self.sequence)
         return logprobs[self.loss_mask], weights[self.loss_mask]
@@ -360,12 +364,15 @@ class _Batch:
 
 
 def _kl_metrics(batch: _Batch) -> dict[str, float]:
-    """Mean KL(policy || model) per loss token, of the reference and each teacher, by k3."""
+    """Mean KL(policy || model) per loss token, of the reference and each teacher, by k3, and the number of samples that
+    a teacher which reads feedback does not teach."""
     logprobs = batch.scores.get("old_logprobs", batch.rollout_logprobs)
     reference = batch.scores.get("ref_logprobs")
     frozen = [] if reference is None else [Teacher("", torch.ones(len(batch.rows)), reference)]
     frozen += [one for one in batch.teachers if batch.request.teachers]
-    return kl_metrics(frozen, logprobs, batch.sequence, batch.by_policy)
+    kept = set(batch.keep)
+    untaught = {f"untaught_{name}": float(len(kept & keys)) for name, keys in batch.request.untaught.items()}
+    return kl_metrics(frozen, logprobs, batch.sequence, batch.by_policy) | untaught
 
 
 def _text_metrics(batch: _Batch) -> dict[str, float]:

@@ -33,6 +33,7 @@ from troupe.workers.contract.consequences import (
     Consequences,
 )
 from troupe.workers.contract.endpoint import EndpointConfig
+from troupe.workers.contract.templates import FEEDBACK, template_fields
 from troupe.workers.contract.trainer_config import LoraConfig, TrainerConfig
 from troupe.workers.contract.weight_backends import TransferBackend
 
@@ -381,8 +382,14 @@ class TeacherPrompt(Frozen):
 
     prompt: str | None = None
     """What it reads in place of the last message of the user, with `{prompt}` for that, `{answer}` and the columns of
-    the data's `metadata`: a hint or the answer, which the policy does not see. The response behind it is the same. With
-    the policy's model it is the policy that knows more (self-distillation); null: what the policy reads."""
+    the data's `metadata`: a hint or the answer, which the policy does not see; with `colocate_with: policy` also
+    `{feedback}`, the text that reward functions return of the sample. The response behind it is the same. With the
+    policy's model it is the policy that knows more (self-distillation); null: what the policy reads."""
+
+    @property
+    def reads_feedback(self) -> bool:
+        """Whether the prompt has the sample's feedback: a sample without any is not taught."""
+        return self.prompt is not None and FEEDBACK in template_fields(self.prompt)
 
 
 class TeacherSettings(TeacherPrompt):
@@ -408,7 +415,9 @@ class PolicyConfig(PolicySettings, RankConfig):
     reference_model: ModelConfig | None
     """A frozen reference to load with the policy (colocated)."""
     teachers: dict[str, TeacherSettings] = Field(default_factory=dict)
-    """The teachers that are the policy, by role."""
+    """The teachers that are the policy or have its model, by role."""
+    teacher_adapters: dict[str, str] = Field(default_factory=dict)
+    """Folders of the adapters of those that have its model, without the adapters that train, by role."""
     transfer_backend: TransferBackend = "shm"
     weight_store: str | None = None
     """URL of the object store that weights go through on their way to other nodes."""

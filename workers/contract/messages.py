@@ -123,6 +123,7 @@ REWARDS = versioned(
     pa.field("reward", pa.float64()),  # null unless status is ok
     pa.field("components", pa.list_(_COMPONENT), nullable=False),  # by label
     pa.field("reward_spans", pa.list_(_REWARD_SPAN), nullable=False),  # process rewards; empty if outcome only
+    pa.field("feedback", pa.string()),  # what the functions say of the sample, each on a line; null: nothing
 )
 """Rewards of one group, from a reward worker."""
 
@@ -495,6 +496,8 @@ class ScoreSummary(Answer):
     rows: int
     failed: Mapping[SampleKey, str] = field(default_factory=dict)
     """Why samples have no finite score, by (prompt_uid, sample_index)."""
+    untaught: tuple[SampleKey, ...] = ()
+    """Samples without the feedback that the teacher reads: it has no scores of them."""
 
 
 @dataclass(frozen=True)
@@ -520,11 +523,18 @@ class PrepareRequest:
     teachers: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Weights of the teachers of each prompt_uid by name, none of one without a teacher; if empty, the reference is the
     teacher."""
+    untaught: Mapping[str, frozenset[SampleKey]] = field(default_factory=dict)
+    """Samples that a teacher which reads feedback does not teach, by its name."""
     algorithms: Mapping[str, str] = field(default_factory=dict)
     """Source of each prompt_uid whose source has settings of the algorithm."""
     compared: Mapping[str, int] = field(default_factory=dict)
     """Samples of each prompt_uid, failed ones included, each of which is compared with a response of the reference
     (reference_pair)."""
+
+    def teachers_of(self, key: SampleKey) -> Mapping[str, float]:
+        """Weights of the teachers of a sample, by name."""
+        own = self.teachers.get(key[0], {})
+        return {name: weight for name, weight in own.items() if key not in self.untaught.get(name, ())}
 
 
 @dataclass(frozen=True)

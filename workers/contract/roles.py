@@ -354,8 +354,9 @@ class Policy(Trainer, Protocol):
         """Returns `ref_logprobs` under the colocated reference as a token-score table."""
         ...
 
-    def teacher_logprobs(self, plan: RankPlan, name: str, *rollouts: TableRef) -> Reply[tuple[ScoreSummary, TableRef]]:
-        """Returns the log-probs of a teacher that is the policy, by the name of its role."""
+    def teacher_logprobs(self, plan: RankPlan, name: str, *tables: TableRef) -> Reply[tuple[ScoreSummary, TableRef]]:
+        """Returns the log-probs of a teacher that has the policy's model, by the name of its role. `tables`: ROLLOUTS,
+        and REWARDS if it reads feedback."""
         ...
 
     def prepare(self, request: PrepareRequest, *tables: TableRef) -> Reply[tuple[TrainSummary, TableRef]]:

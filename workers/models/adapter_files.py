@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
+from torch import nn
 
 from troupe.workers.contract.adapter_config import (
     ADAPTER_CONFIG,
@@ -19,6 +22,7 @@ from troupe.workers.contract.adapter_config import (
     scaling,
     unsupported_setting,
 )
+from troupe.workers.models.cpu import use_onednn
 from troupe.workers.models.digests import base_digest
 
 if TYPE_CHECKING:
@@ -97,22 +101,74 @@ def read_adapter(folder: str | Path) -> AdapterFolder:
 def add_adapter(model: PreTrainedModel, adapter: AdapterFolder) -> int:
     """Add an adapter to the weights of a model in place, in float32 before rounding once; what was trained whole
     replaces the model's. Returns the number of adapted layers. Raises ValueError if a layer or tensor is missing."""
-    weights, parts = dict(model.named_parameters()), dict(adapter.tensors)
-    factor, layers = scaling(adapter.config), 0
+    weights, factor = dict(model.named_parameters()), scaling(adapter.config)
+    factors, whole = _factors(adapter)
+    for name, tensor in whole.items():
+        _weight(model, weights, name).copy_(tensor)
+    for layer, (a, b) in factors.items():
+        weight = _weight(model, weights, f"{layer}.weight")
+        weight.copy_(weight.float() + factor * (b.float() @ a.float()))
+    return len(factors)
+
+
+class AdapterBeside:
+    """A frozen adapter that is computed beside the layers of a model, whose weights and modules stay as they are."""
+
+    def __init__(self, model: PreTrainedModel, adapter: AdapterFolder) -> None:
+        """Add nothing yet. The model may train other adapters. Raises ValueError if a layer or tensor is missing,
+        if one has another shape, or if the adapter has a module that was trained whole."""
+        factors, whole = _factors(adapter)
+        if whole:
+            raise ValueError(f"{adapter.path} has a module that was trained whole: {min(whole)}")
+        self._model, self._scaling = model, scaling(adapter.config)
+        modules = dict(model.named_modules())
+        self._parts: list[tuple[nn.Module, nn.Sequential]] = []
+        for layer, (a, b) in factors.items():
+            inputs, outputs = (getattr(modules.get(layer), name, None) for name in ("in_features", "out_features"))
+            if (inputs, outputs) != (a.shape[1], b.shape[0]):
+                shape = f"{a.shape[1]} to {b.shape[0]}"
+                raise ValueError(f"{adapter.path} does not fit {type(model).__name__}: {layer} is not linear, {shape}")
+            self._parts.append((modules[layer], nn.Sequential(_linear(a), _linear(b))))
+
+    @contextmanager
+    def added(self) -> Iterator[None]:
+        """Inside the block the layers return W x + B (scaling A x)."""
+        with ExitStack() as stack:
+            for layer, part in self._parts:
+                use_onednn(part.to(self._model.device, self._model.dtype))
+                stack.callback(layer.register_forward_hook(partial(self._add, part)).remove)
+            yield
+
+    def _add(
+        self, part: nn.Sequential, _: nn.Module, inputs: tuple[torch.Tensor], result: torch.Tensor
+    ) -> torch.Tensor:
+        a, b = part
+        return result + b(a(inputs[0]) * self._scaling)
+
+
+def _linear(weight: torch.Tensor) -> nn.Linear:
+    outputs, inputs = weight.shape
+    layer = nn.Linear(inputs, outputs, bias=False, device="meta")
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    return layer
+
+
+def _factors(adapter: AdapterFolder) -> tuple[dict[str, tuple[torch.Tensor, torch.Tensor]], dict[str, torch.Tensor]]:
+    """((A, B) by layer, tensors of what was trained whole by name), by the model's names. Raises ValueError if a tensor
+    is missing or fits no layer."""
+    parts, factors, whole = dict(adapter.tensors), dict[str, tuple[torch.Tensor, torch.Tensor]](), {}
     for name in adapter.tensors:
         layer, found, part = name.removeprefix(PREFIX).rpartition(".lora_")
         if not found:
-            _weight(model, weights, name.removeprefix(PREFIX)).copy_(parts.pop(name))
+            whole[name.removeprefix(PREFIX)] = parts.pop(name)
         elif part == "A.weight":
             a, b = parts.pop(name), parts.pop(f"{PREFIX}{layer}.lora_B.weight", None)
             if b is None:
                 raise ValueError(f"{adapter.path} has only lora_A of {layer}")
-            weight = _weight(model, weights, f"{layer}.weight")
-            weight.copy_(weight.float() + factor * (b.float() @ a.float()))
-            layers += 1
+            factors[layer] = a, b
     if parts:
         raise ValueError(f"{adapter.path} has tensors that fit no linear layer: {min(parts)}")
-    return layers
+    return factors, whole
 
 
 def _weight(model: PreTrainedModel, weights: Mapping[str, torch.nn.Parameter], name: str) -> torch.Tensor:

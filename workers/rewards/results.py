@@ -19,8 +19,8 @@ from troupe.workers.contract.text import LONGEST_LINE, one_line
 Step = tuple[int, float]
 """(end of the step, its reward)"""
 Reply = dict[str, Any]
-"""``{"value"}``, for process rewards with ``"steps": [[end, reward], ...]``; or ``{"failure", "cause"}``: why there is
-no number, and what failures of the same cause have in common."""
+"""``{"value"}``, for process rewards with ``"steps": [[end, reward], ...]``, with a text as ``"feedback"``; or
+``{"failure", "cause"}``: why there is no number, and what failures of the same cause have in common."""
 _SHIPPED = str(Path(__file__).parents[1])
 _MACHINERY = (
     f"{_SHIPPED}/rewards/child.py",
@@ -51,6 +51,20 @@ class Steps:
     outcome: float | None = None
     """Value of the whole response, for the metrics and for a component without `process`, or None for the mean of the
     steps' rewards."""
+
+
+@dataclass(frozen=True)
+class Feedback:
+    """A reward with a text about the response, which a reward function may return instead of a number.
+
+    ``Feedback(0.0, "test 3 of 5 failed: expected 7, got 8")``. A teacher reads the text as `{feedback}`
+    (`roles.teacher.NAME.prompt`).
+    """
+
+    reward: Any
+    """A number or `Steps`."""
+    text: str
+    """Empty if there is nothing to say."""
 
 
 def as_number(value: Any) -> float | None:
@@ -84,7 +98,13 @@ def checked_steps(rewards: Iterable[object], length: int) -> tuple[Step, ...]:
 
 
 def parse_value(value: object, response: str) -> Reply:
-    """Reply for the return value of a reward function: a finite real number, steps, or why it is neither."""
+    """Reply for the return value of a reward function: a finite real number, steps, either with feedback, or why it is
+    none of them."""
+    if isinstance(value, Feedback):
+        if not isinstance(value.text, str):
+            return failure("feedback that is not text", f"{reprlib.repr(value.text)} ({type(value.text).__name__})")
+        reply = parse_value(value.reward, response)
+        return reply if "failure" in reply else {**reply, "feedback": value.text}
     if isinstance(value, Steps):
         try:
             steps = checked_steps(value.rewards, len(response))

@@ -13,6 +13,7 @@ from typing import Any
 
 from troupe.workers.contract.reward_config import RewardFunctionConfig
 from troupe.workers.contract.rewards import total
+from troupe.workers.contract.text import valid_text
 from troupe.workers.isolation.child import MAX_REPLY, Child, InvalidReply, LoadFailed
 from troupe.workers.isolation.descendants import used_bytes
 from troupe.workers.rewards.loading import RewardFunctionError
@@ -69,6 +70,8 @@ class RewardResult:
     """Common text of failures of the same cause; if empty, the status is."""
     also: Mapping[str, float] = field(default_factory=dict)
     """Further numbers about the sample by name, which are reported beside the component."""
+    feedback: str = ""
+    """What the function says of the sample."""
 
 
 class _OutOfMemory(Exception):
@@ -192,12 +195,15 @@ class RewardProcess:
         value = result.get("value")
         if not isinstance(value, float) or not math.isfinite(value):
             raise InvalidReply("replied neither a number nor a failure")
+        feedback = result.get("feedback", "")
+        if not isinstance(feedback, str):
+            raise InvalidReply("replied feedback that is not text")
         if not self.config.process:
-            return RewardResult(value)
+            return RewardResult(value, feedback=valid_text(feedback))
         if (steps := result.get("steps")) is None:
             return RewardResult(None, f"expected steps, got a number: {value}", cause="expected steps, got a number")
         try:
-            return RewardResult(value, steps=checked_steps(steps, length))
+            return RewardResult(value, steps=checked_steps(steps, length), feedback=valid_text(feedback))
         except (OverflowError, TypeError, ValueError) as error:
             raise InvalidReply(f"replied invalid steps: {error}") from error
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ from troupe.workers.data.tokenizer import copy_tokenizer
 from troupe.workers.models.adapter_files import (
     DESCRIPTION,
     PREFIX,
+    AdapterBeside,
     AdapterFolder,
     Description,
     add_adapter,
@@ -83,7 +84,7 @@ class Adapter:
         self._layers: list[Any] = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
         for layer in self._layers:
             layer.lora_variant[_NAME] = _ScaledInside
-        self._start: dict[str, torch.Tensor] = {}
+        self._start: AdapterBeside | None = None
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(name in a file, live parameter) of everything that trains."""
@@ -109,26 +110,18 @@ class Adapter:
         with torch.no_grad():
             for name, tensor in adapter.tensors.items():
                 own[name].copy_(tensor)
-        self._start = {name: own[name].detach().clone() for name in found}
+        if not self.whole:
+            self._start = AdapterBeside(self._model, adapter)
+
+    def as_started(self) -> AbstractContextManager[None]:
+        """Inside the block the language model is the one that training started from."""
+        return self.off() if self._start is None else self.replaced_by(self._start)
 
     @contextmanager
-    def as_started(self) -> Iterator[None]:
-        """Inside the block the model is the one that training started from. Raises RuntimeError under ZeRO-3."""
-        if not self._start:
-            with self.off():
-                yield
-            return
-        own = dict(self.named_parameters())
-        if any(is_partitioned(own[name]) for name in self._start):
-            raise RuntimeError("the adapters that training started from cannot be used under ZeRO-3")
-        trained = {name: own[name].data for name in self._start}
-        for name, tensor in self._start.items():
-            own[name].data = tensor.to(trained[name].device)
-        try:
+    def replaced_by(self, other: AdapterBeside) -> Iterator[None]:
+        """Inside the block the model is the one that was loaded, with a frozen adapter instead of those that train."""
+        with self.off(), other.added():
             yield
-        finally:
-            for name, tensor in trained.items():
-                own[name].data = tensor
 
     @contextmanager
     def off(self) -> Iterator[None]:

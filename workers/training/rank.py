@@ -191,8 +191,11 @@ class TrainingRank(ABC, Generic[ConfigT]):
         self._engine = TrainEngine(module, model, trainer, config.total_updates, self._device, dtype, adapter)
         return adapter
 
-    def _train_policy(self, reference: ModelConfig | None, temperature: float, entropy_grad: bool = False) -> None:
-        """Load a causal language model into DeepSpeed, and a frozen reference, with adapters the model below."""
+    def _train_policy(
+        self, reference: ModelConfig | None, temperature: float, entropy_grad: bool = False
+    ) -> ModelAdapter | None:
+        """Load a causal language model into DeepSpeed, and a frozen reference, with adapters the model below. Returns
+        the adapters if only they train, else None."""
         announce(Activity.MODEL)
         model = load_causal(self._below, partitioner_for(self._config.model, self._config.trainer))
         adapter = self._train(self._logprobs(model, temperature, entropy_grad), model, model.dtype)
@@ -206,6 +209,7 @@ class TrainingRank(ABC, Generic[ConfigT]):
             # Both score the same micro-batches.
             self._packs = adapt(scores, frozen, self._device, self._packs, self._sequence) and self._packs
             self._reference = place_frozen(scores, self._config.trainer, self.engine.device)
+        return adapter
 
     def _logprobs(self, model: PreTrainedModel, temperature: float, entropy_grad: bool = False) -> CausalLogprobs:
         return CausalLogprobs(model, temperature, self._head_chunks(model), entropy_grad)

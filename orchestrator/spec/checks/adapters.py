@@ -75,7 +75,8 @@ def _given_adapters(spec: RunSpec) -> Iterator[Finding]:
             "needs roles.policy.lora with its rank, alpha and targets, to train on; or merge it first",
         )
     divided = "an adapter cannot be added to a model that is divided over workers"
-    if spec.reference_in_policy and spec.reference_model.adapter is not None and policy.zero_stage == 3:
+    has_own = policy.lora is None or spec.reference_model != spec.model
+    if spec.reference_in_policy and has_own and spec.reference_model.adapter is not None and policy.zero_stage == 3:
         yield "roles.policy.zero_stage", f"{divided}, as the reference would be; {_MERGE}"
     for name, role in spec.roles.present().items():
         if name in spec.in_policy:

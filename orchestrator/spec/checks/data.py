@@ -33,9 +33,10 @@ from troupe.orchestrator.spec.sections import CurriculumConfig, EvaluationConfig
 from troupe.orchestrator.spec.sources import DataSource, HeldOut, Mixed, MixedSource, ReasoningGymSource
 from troupe.workers.contract.algorithm_config import STEP_ESTIMATORS
 from troupe.workers.contract.config import EvalSampling
-from troupe.workers.contract.judges import TEMPLATE_FIELDS, is_file, template_fields
+from troupe.workers.contract.judges import is_file
 from troupe.workers.contract.reward_config import RewardFunctionConfig
 from troupe.workers.contract.rewards import COMPARED, JUDGE_REWARD, REWARD_FUNCTIONS, SHIPPED, STEP_FUNCTIONS
+from troupe.workers.contract.templates import TEMPLATE_FIELDS, template_fields
 
 NEEDS_ANSWER = frozenset(COMPARED)
 

@@ -32,7 +32,9 @@ from troupe.orchestrator.spec.roles import (
 )
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.sources import Mixed, MixedSource, ReasoningGymSource
-from troupe.workers.contract.judges import TEACHER_FIELDS, template_fields
+from troupe.workers.contract.config_base import ModelConfig
+from troupe.workers.contract.rewards import REWARD_FUNCTIONS
+from troupe.workers.contract.templates import FEEDBACK, TEACHER_FIELDS, template_fields
 from troupe.workers.contract.weight_backends import BACKENDS, backend_problem
 
 COLOCATIONS = {"reference": "policy", "rollout": "policy", "teacher": "policy"}
@@ -135,14 +137,33 @@ def _policy_as_teacher(spec: RolloutSpec, path: str, teacher: TeacherRole) -> It
     """Settings with which the policy cannot teach itself, or has nothing to teach."""
     policy = spec.roles.policy
     if teacher.model is not None:
-        yield f"{path}.model", "with colocate_with the teacher is the policy itself; remove one of them"
-    if teacher.average and not policy.ema_decay:
+        yield from _adapter_as_teacher(spec, f"{path}.model", teacher.model)
+    if teacher.average and teacher.model is not None:
+        yield f"{path}.average", "is the average of the policy's weights, and model has others: remove one of them"
+    elif teacher.average and not policy.ema_decay:
         yield f"{path}.average", "there is no moving average: set roles.policy.ema_decay above 0"
-    if not teacher.average and teacher.prompt is None:
-        yield path, "is the policy itself, from which it does not differ: give it a prompt, or set average to true"
-    if policy.zero_stage == 3:
+    if not teacher.average and teacher.prompt is None and teacher.model is None:
+        how = "give it a prompt or an adapter (model.adapter), or set average to true"
+        yield path, f"is the policy itself, from which it does not differ: {how}"
+    if policy.zero_stage == 3 and (teacher.average or teacher.prompt is not None):
         why = f"{path} scores in the policy's workers, where it cannot be divided"
         yield "roles.policy.zero_stage", f"{why}; set it below 3"
+
+
+def _adapter_as_teacher(spec: RolloutSpec, path: str, model: ModelConfig) -> Iterator[Finding]:
+    """Settings with which the policy's model is not that of a teacher with another adapter."""
+    if model.adapter is None:
+        why = "with colocate_with the teacher is the policy itself, or its model with another adapter"
+        yield f"{path}.adapter", f"{why}: set it, or remove colocate_with or model"
+        return
+    if spec.roles.policy.lora is None:
+        yield f"{path}.adapter", "needs roles.policy.lora: without, the weights that it is added to train"
+    for name, value in model:
+        if name != "adapter" and value != (own := dict(spec.model)[name]):
+            yield (
+                f"{path}.{name}",
+                f"must be {show(own)}, as in model, which the teacher shares; or remove colocate_with",
+            )
 
 
 def _teacher_prompt(spec: RolloutSpec, path: str, teacher: Teacher) -> Iterator[Finding]:
@@ -152,14 +173,31 @@ def _teacher_prompt(spec: RolloutSpec, path: str, teacher: Teacher) -> Iterator[
     if spec.roles.environments():
         yield path, "is for single responses: remove it, or roles.environment"
     names = set(template_fields(teacher.prompt))
+    if FEEDBACK in names and teacher.colocate_with != "policy":
+        yield path, f"{show(FEEDBACK)} needs colocate_with: policy: other teachers score while rewards are computed"
     for section, source in spec.data.train_sources().items():
         if isinstance(source, Mixed) and teacher.sources is not None and source.name not in teacher.sources:
             continue
         generated = isinstance(source, ReasoningGymSource)
+        if FEEDBACK in names and not _gives_feedback(spec, source):
+            why = "but none of its reward functions returns a text: the built-in ones return none"
+            yield path, f"reads the feedback of data.{section}, {why}; name a function of your own"
+        if FEEDBACK in names and not generated and FEEDBACK in source.metadata:
+            yield (
+                path,
+                f"{show(FEEDBACK)} is the text of reward functions: rename the column in data.{section}.metadata",
+            )
         if "answer" in names and not generated and source.answer is None:
             yield path, f"reads the answer, but data.{section}.answer is null; set it to its column"
         for name in sorted(names - {*TEACHER_FIELDS, *(() if generated else source.metadata)}):
             yield path, f"{show(name)} is not in data.{section}.metadata; add it there"
+
+
+def _gives_feedback(spec: RolloutSpec, source: object) -> bool:
+    """Whether a reward function of a source may return feedback: one that is not built in."""
+    own = source.rewards if isinstance(source, Mixed) else None
+    functions = spec.roles.reward.functions if own is None else own
+    return any(function.name not in REWARD_FUNCTIONS for function in functions)
 
 
 def _teacher(spec: RolloutSpec) -> Iterator[Finding]:

@@ -204,7 +204,7 @@ def test_a_query_that_cannot_be_answered_is_a_usage_error(run: RunFolder, query:
 
 
 def test_files_of_earlier_versions_are_read_with_null(run: RunFolder) -> None:
-    later = ("step", "trained", "entropy", "logprobs", "source", "player")
+    later = ("step", "trained", "entropy", "logprobs", "source", "player", "feedback")
     later += ("teacher_ids", "teacher_logprobs", "teacher_weights")
     earlier = pa.schema([field for field in SAMPLES if field.name not in later])
     values = row(3, 0)

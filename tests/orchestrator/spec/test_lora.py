@@ -12,7 +12,14 @@ import pytest
 import yaml
 from safetensors.numpy import save_file
 
-from troupe.orchestrator.roles.settings import critic_config, offline_config, policy_config, rollout_config
+from troupe.orchestrator.plan.memory import PlacedWorker, Sizes, of_policy
+from troupe.orchestrator.roles.settings import (
+    critic_config,
+    offline_config,
+    policy_config,
+    rollout_config,
+    scorer_configs,
+)
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.checks.adapters import adapter_problems, adapter_template
 from troupe.orchestrator.spec.checks.machine import missing, model_problems
@@ -330,10 +337,39 @@ def test_adapters_are_refused_where_they_cannot_be_loaded() -> None:
     with pytest.raises(SpecError, match=r"model\.adapter: needs roles\.policy\.lora"):
         loaded("model.adapter=x")
     starts = ("model.adapter=x", "algorithm.kl.coef=0.1")
-    found = refusals(*starts, "roles.reference.colocate_with=policy", "roles.policy.zero_stage=3")
+    other = "roles.reference={colocate_with: policy, model: {path: other, adapter: x}}"
+    found = refusals(f"{FIELD}={{}}", "algorithm.kl.coef=0.1", other, "roles.policy.zero_stage=3")
     assert "roles.policy.zero_stage: an adapter cannot be added to a model that is divided over workers" in found
     found = refusals(*starts, "roles.reference={workers: 1, cpus: 2, shards: 2}")
     assert "roles.reference.shards: an adapter cannot be added to a model that is divided" in found
+
+
+def test_a_reference_and_a_teacher_with_the_trained_adapters_base_may_be_divided() -> None:
+    """Neither is a model of its own: adapters are computed beside the policy's layers."""
+    divided = (f"{FIELD}={{}}", "model.adapter=x", "roles.policy.zero_stage=3")
+    loaded(*divided, "algorithm.kl.coef=0.1", "roles.reference.colocate_with=policy")
+    model = loaded(*divided).model.model_copy(update={"adapter": "y"}).model_dump_json()
+    taught = ("algorithm={name: distill}", f"roles.teacher.math={{colocate_with: policy, model: {model}}}")
+    spec = loaded(*divided, *taught)
+    assert policy_config(spec).teacher_adapters == {"teacher.math": "y"}
+    assert set(policy_config(spec).teachers) == {"teacher.math"} and scorer_configs(spec) == {}
+    prompted = f"roles.teacher.math={{colocate_with: policy, prompt: '{{prompt}}!', model: {model}}}"
+    found = refusals(*divided, taught[0], prompted)
+    assert "roles.policy.zero_stage: roles.teacher.math scores in the policy's workers" in found
+
+
+def test_the_plan_counts_the_adapter_of_a_teacher_alone(tiny_model: str, tmp_path: Path) -> None:
+    folder = adapter(tmp_path / "adapter")
+    save_file({"a": np.zeros((3, 5)), "b": np.zeros(7)}, folder / "adapter_model.safetensors")
+    model = f"{{path: {tiny_model}, dtype: float32, adapter: {folder}}}"
+    taught = f"roles.teacher.math={{colocate_with: policy, model: {model}}}"
+    specs = [
+        loaded(f"{FIELD}={{}}", f"model.path={tiny_model}", "algorithm={name: distill}", *own)
+        for own in ((taught,), ("roles.reference={colocate_with: policy}",))
+    ]
+    placed = PlacedWorker("policy-0", 1.0, 0.0, "", 0, "")
+    with_teacher, without = (sum(m.total for m in of_policy(one, placed, 0, Sizes())[0]) for one in specs)
+    assert with_teacher - without == 4 * (3 * 5 + 7)
 
 
 _DIVIDED, _IN_AN_ENGINE = "an adapter cannot be added to a model that is divided", "is not supported in an engine"

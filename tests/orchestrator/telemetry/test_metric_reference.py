@@ -43,6 +43,7 @@ players/first/draws
 players/first/reward
 players/first/wins
 kl_teacher.math
+untaught_teacher.math
 reward/helpful/offset
 reward/helpful/running_mean
 reward/helpful/running_std

@@ -119,6 +119,7 @@ def tables_of(samples: Sequence[Sample]) -> list[pa.Table]:
         "reward": [sample.reward for sample in samples],
         "components": [[{"name": "only", "value": sample.reward, "weight": 2.0}] for sample in samples],
         "reward_spans": [[{"end": end, "reward": value} for end, value in sample.spans] for sample in samples],
+        "feedback": [None] * len(samples),
     }
     return [
         pa.Table.from_pydict(rollouts, schema=ROLLOUTS),

@@ -6,6 +6,7 @@ import math
 import random
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
@@ -62,6 +63,7 @@ def reward_table(keys: list[Key], rewards: Sequence[float | None], attempt: int 
         "reward": rewards,
         "components": [[] for _ in keys],
         "reward_spans": [[] for _ in keys],
+        "feedback": [None] * len(keys),
     }
     return pa.Table.from_pydict(data, schema=REWARDS)
 
@@ -233,6 +235,35 @@ def test_each_sample_has_the_teachers_of_its_prompt_each_with_its_weight() -> No
     short = {**given, "teacher.two": teacher_table("teacher.two", KEYS[1:], 2)}
     with pytest.raises(ValueError, match=re.escape("sample a[0] is missing from teacher.two")):
         prepare(AdvantageConfig(estimator="distill"), request, [*group_tables(), *short.values()])
+
+
+def test_a_sample_without_feedback_is_not_taught_by_the_teacher_that_reads_it() -> None:
+    """`a[1]` has another teacher, and `b[1]` none: no loss, though its row stays. They are counted."""
+    one, both = {"teacher.one": 0.5}, {"teacher.one": 0.5, "teacher.two": 2.0}
+    untaught = frozenset({("a", 1), ("b", 1), ("gone", 0)})
+    request = PrepareRequest(
+        tuple(KEYS), teachers={"a": both, "b": one}, untaught={"teacher.one": untaught, "teacher.none": frozenset()}
+    )
+    given = [
+        teacher_table("teacher.one", [key for key in KEYS if key not in untaught], 1),
+        teacher_table("teacher.two", KEYS[:2], 2),
+    ]
+    summary, train = prepare(AdvantageConfig(estimator="distill"), request, [*group_tables(), *given])
+    first, second = ({(r["prompt_uid"], r["sample_index"]): r for r in table.to_pylist()} for table in given)
+    expected = [
+        [0.5 * (first["a", 0]["teacher.one"][t] + 1) + 2 * (second["a", 0]["teacher.two"][t] + 1) for t in range(2)],
+        [2 * (second["a", 1]["teacher.two"][0] + 1)],
+        [],
+        [0.0, 0.0, 0.0],
+    ]
+    weights = train.column("teacher_weights").to_pylist()
+    assert [pytest.approx(own, rel=1e-6) for own in expected] == train.column("advantages").to_pylist()
+    assert [sorted(own) for own in weights] == [[0.5, 2.0], [0.0, 2.0], [0.0, 0.5], [0.0, 0.0]]
+    assert (summary.metrics["untaught_teacher.one"], summary.metrics["untaught_teacher.none"]) == (2, 0)
+    nobody = replace(request, teachers=dict.fromkeys("ab", one), untaught={"teacher.one": frozenset(KEYS)})
+    summary, train = prepare(AdvantageConfig(estimator="distill"), nobody, group_tables())
+    assert not any(map(any, train.column("advantages").to_pylist())) and "kl_teacher.one" not in summary.metrics
+    assert not any(map(any, train.column("teacher_weights").to_pylist()))
 
 
 def test_loss_mask_leaves_tokens_out() -> None:

@@ -16,7 +16,8 @@ from troupe.workers.agents.judges.endpoint import HttpJudge, HttpJudgeConfig
 from troupe.workers.contract.config_base import first_problem
 from troupe.workers.contract.environments import ASSISTANT, ENVIRONMENTS, USER, Message, Observation, Row
 from troupe.workers.contract.imports import require_package
-from troupe.workers.contract.judges import Question, checked_fields, template_fields
+from troupe.workers.contract.judges import Question
+from troupe.workers.contract.templates import checked_fields, template_fields
 from troupe.workers.rewards.answer_text import visible
 
 INSTRUCTIONS = (

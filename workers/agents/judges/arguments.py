@@ -17,13 +17,11 @@ from troupe.workers.contract.config_base import Frozen, first_problem
 from troupe.workers.contract.environments import Message
 from troupe.workers.contract.imports import PackageMissing, require_package
 from troupe.workers.contract.judges import (
-    TEMPLATE_FIELDS,
     JudgeAnswer,
     Question,
-    checked_fields,
     is_file,
-    template_fields,
 )
+from troupe.workers.contract.templates import TEMPLATE_FIELDS, checked_fields, template_fields
 from troupe.workers.rewards.runner import Sample
 
 _TASK = "<task>\n{prompt}\n</task>\n\n"
