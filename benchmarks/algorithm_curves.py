@@ -108,6 +108,12 @@ def metric_of(name: str) -> str:
     return OFFLINE_METRIC if name in OFFLINE_ALGORITHMS else METRIC_OF.get(name, METRIC)
 
 
+def assignments(name: str, steps: int, seed: int, student: Path | None = None) -> list[str]:
+    """Everything that a run changes in its spec."""
+    models = (f"model.path={student}", f"roles.reference.model.path={ROOT / SMOLLM2}") if name in TAUGHT else ()
+    return [*overrides(name, steps), f"seed={seed}", *models]
+
+
 def measure(name: str, steps: int, seed: int, student: Path | None = None) -> Run:
     """Run the shipped spec of an algorithm with a seed; one that learns from a teacher trains `student`.
 
@@ -115,11 +121,9 @@ def measure(name: str, steps: int, seed: int, student: Path | None = None) -> Ru
         subprocess.CalledProcessError: the run failed; its output has been printed.
         subprocess.TimeoutExpired: it took longer than `LONGEST_S`.
     """
-    settings = [part for setting in (*overrides(name, steps), f"seed={seed}") for part in ("--set", setting)]
+    settings = [part for setting in assignments(name, steps, seed, student) for part in ("--set", setting)]
     with tempfile.TemporaryDirectory(prefix="troupe-curve-") as folder:
         out = Path(folder) / name
-        if name in TAUGHT:
-            settings += ["--set", f"model.path={student}"]
         command = [sys.executable, "-m", "troupe", "run", str(spec_of(name).path), "--out", str(out)]
         subprocess.run([*command, *settings], cwd=ROOT, timeout=LONGEST_S, check=True)
         values = {str(step): round(value, 5) for step, value in curve(out, metric_of(name)).items()}

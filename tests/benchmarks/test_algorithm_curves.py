@@ -15,6 +15,7 @@ from benchmarks.algorithm_curves import (
     Run,
     Runs,
     add,
+    assignments,
     curves,
     draw,
     measure,
@@ -24,7 +25,7 @@ from benchmarks.algorithm_curves import (
 )
 from tests.conftest import ROOT
 from troupe.orchestrator.algorithms.offline import OFFLINE_ALGORITHMS
-from troupe.orchestrator.algorithms.table import ALGORITHMS
+from troupe.orchestrator.algorithms.table import ALGORITHMS, TAUGHT
 from troupe.orchestrator.spec.load import plan_runs, read_document
 
 ONE = Runs("reward/mean", ("schedule.steps=2",), {"7": Run({"1": 0.25, "2": 0.75}, 0.5, "a machine")})
@@ -37,6 +38,13 @@ def test_the_settings_of_every_run_fit_its_spec(name: str) -> None:
     spec = algorithm_curves.spec_of(name)
     planned = plan_runs(read_document(ROOT / spec.path, list(overrides(name, 20))))
     assert [run.spec.algorithm.name for run in planned] == [name]
+
+
+@pytest.mark.parametrize("name", TAUGHT)
+def test_the_student_fits_its_teacher(name: str, demo_model: Path) -> None:
+    given = assignments(name, 20, 7, demo_model)
+    (run,) = plan_runs(read_document(ROOT / algorithm_curves.spec_of(name).path, given))
+    assert run.missing() == []
 
 
 def test_runs_are_recorded_in_the_order_of_the_tables(tmp_path: Path) -> None:
