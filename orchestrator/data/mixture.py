@@ -7,14 +7,15 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol
 
 from troupe.orchestrator.data.curriculum import Curriculum
 from troupe.orchestrator.data.pools import Pool, RowTable
-from troupe.orchestrator.data.prompts import Ordered, PromptOrder, PromptPick, PromptSource
+from troupe.orchestrator.data.prompts import Ordered, PromptOrder, PromptPick, PromptSource, skipped
 from troupe.orchestrator.errors import DataError
 from troupe.orchestrator.spec.derived import sampling
 from troupe.orchestrator.spec.derived.sampling import GroupSettings
+from troupe.orchestrator.spec.offline import OfflineSpec
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.sources import SourceShare
 
@@ -117,11 +118,21 @@ def _number(state: Mapping[str, Any], name: str) -> float:
     return value
 
 
-def prompt_order(spec: RolloutSpec, pool: Pool, curriculum: Curriculum | None = None) -> PromptOrder:
-    mixture = spec.data.mixture
-    if not mixture:
-        return PromptSource(pool, spec.seed, curriculum)
-    return PromptMixture([pool.parts[source.name] for source in mixture], mixture, spec.seed, curriculum)
+class OrderedParts(Ordered, Protocol):
+    """A pool, and the sources of a mixture by name."""
+
+    @property
+    def parts(self) -> Mapping[str, Ordered]: ...
+
+
+def prompt_order(
+    spec: RolloutSpec | OfflineSpec, pool: OrderedParts, curriculum: Curriculum | None = None
+) -> PromptOrder:
+    """The order of a run's prompts or examples, from the first one that it draws."""
+    mixture, seed = spec.data.mixture, spec.seed
+    parts = [pool.parts[source.name] for source in mixture]
+    order = PromptMixture(parts, mixture, seed, curriculum) if mixture else PromptSource(pool, seed, curriculum)
+    return skipped(order, spec.data.skip)
 
 
 def group_settings(spec: RolloutSpec, pool: Pool) -> RowTable[GroupSettings]:

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from string import ascii_uppercase as LETTERS
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -40,6 +40,9 @@ class PromptPick:
     """Draws until this one, skipped prompts included: a later prompt of the same order has a higher number."""
 
 
+OrderT = TypeVar("OrderT", bound="PromptOrder")
+
+
 class PromptOrder(Protocol):
     """An endless, resumable order of prompts."""
 
@@ -50,6 +53,13 @@ class PromptOrder(Protocol):
     def restore(self, state: dict[str, Any]) -> None:
         """Resume from a position that `state` returned. Raises DataError."""
         ...
+
+
+def skipped(order: OrderT, prompts: int) -> OrderT:
+    """The order, after its first prompts are drawn. Raises DataError if a mixture has not so many (`repeats`)."""
+    for _ in range(prompts):
+        order.next()
+    return order
 
 
 class Ordered(Protocol):

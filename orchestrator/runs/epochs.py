@@ -42,9 +42,9 @@ def _parse(document: Document, say: Say) -> RunSpec:
         rows, commits = _counted(spec, say)
     except DataError as error:
         raise SpecError([document.source.problem("data", str(error), "unusable")]) from None
-    field, batch = _batch(spec)
+    field, batch = "examples" if spec.rollouts is None else "prompts", spec.schedule.rows_per_step
     steps = math.ceil(rows * epochs / batch)
-    say(f"{spec.name}: {steps} steps (data_epochs {epochs:g} x {rows} rows / {field} {batch})")
+    say(f"{spec.name}: {steps} steps (data_epochs {epochs:g} x {rows} rows / {field}_per_step {batch})")
     return with_sections(parse_spec(in_steps(document, steps)), commits)
 
 
@@ -68,13 +68,6 @@ def _counted(spec: RunSpec, say: Say) -> tuple[int, Mapping[str, HubFiles]]:
         section: source.model_copy(update={"revision": here[section].revision}) for section, source in on_hub.items()
     }
     return load_data(with_sections(spec, here)).train.rows, commits
-
-
-def _batch(spec: RunSpec) -> tuple[str, int]:
-    """The field with the rows of a step, and their number."""
-    if spec.rollouts is not None:
-        return "prompts_per_step", spec.rollouts.schedule.prompts_per_step
-    return "examples_per_step", spec.offline.schedule.examples_per_step
 
 
 def _unknown(spec: RunSpec) -> str:

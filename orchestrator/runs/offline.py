@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import partial
 
 from troupe.orchestrator.controller import Controller, RunComponents, RunOutcome
-from troupe.orchestrator.data.mixture import PromptMixture
+from troupe.orchestrator.data.mixture import prompt_order
 from troupe.orchestrator.data.pools import Pool
-from troupe.orchestrator.data.prompts import PromptOrder, PromptSource, evaluation_picks
+from troupe.orchestrator.data.prompts import PromptOrder, evaluation_picks
 from troupe.orchestrator.data.summary import data_metrics
 from troupe.orchestrator.errors import DataError, TroupeError
 from troupe.orchestrator.runs.parts import controller_of
@@ -103,13 +103,10 @@ class OfflineRun:
 
     def _order(self, examples: Tokenized) -> PromptOrder:
         """The order of examples. Raises DataError: no example of a source can be used."""
-        mixture = self._spec.data.mixture
-        if not mixture:
-            return PromptSource(examples, self._spec.seed)
-        for number, source in enumerate(mixture):
+        for number, source in enumerate(self._spec.data.mixture):
             if source.name not in examples.parts:
                 raise DataError(f"data.train.{number}: no row of {source.name} fits the model")
-        return PromptMixture([examples.parts[source.name] for source in mixture], mixture, self._spec.seed)
+        return prompt_order(self._spec, examples)
 
     async def evaluator(self) -> ExampleEvaluator:
         """Held-out metrics of the current model on `data.eval`; on all of it unless the spec says otherwise."""

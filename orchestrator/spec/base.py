@@ -68,6 +68,9 @@ class NamedData(Protocol):
 class DataSection(Protocol):
     """The data section, as both kinds have it."""
 
+    @property
+    def skip(self) -> int: ...
+
     def sources(self) -> Mapping[str, NamedData]: ...
 
 

@@ -37,7 +37,8 @@ _MOST_ROUNDS = 100
 RANKED, BEST = "ranked.jsonl", "best.jsonl"
 """Files with the samples of a stage in its folder: every group's answers with scores, and its best answer."""
 Parse = Callable[[yaml_reader.Document], RunSpec]
-_DATA = (("data", "train", "path"), ("data", "eval", "path"))
+_TRAIN = ("data", "train", "path")
+_DATA = (_TRAIN, ("data", "eval", "path"))
 """Fields that samples of a stage can be read from."""
 _NAME = re.compile(r"[a-z0-9]([a-z0-9_-]*[a-z0-9])?")
 
@@ -220,6 +221,10 @@ def _plan_stage(
     if _ROUNDS in document.data and stage not in earlier and model.get("path") == f"{STAGE}{stage}":
         data["model"] = {**model, "path": _section(shared, "model").get("path", model["path"])}
     borrowed = dict(_borrowed(data))
+    if stage in earlier and _TRAIN not in borrowed:  # a further round draws what the rounds before have not drawn
+        before_it = earlier[stage].spec
+        drawn = before_it.schedule.steps * before_it.schedule.rows_per_step
+        data["data"]["skip"] = before_it.data.skip + drawn
     problems: list[Problem] = []
     samples_of: list[Path] = []
     for path, name in borrowed.items():

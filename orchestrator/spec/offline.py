@@ -17,6 +17,7 @@ from troupe.orchestrator.spec.roles import (
     TrainerRole,
 )
 from troupe.orchestrator.spec.sections import (
+    NEW_ORDER,
     OTHER_EVALUATIONS,
     SAME_ROWS,
     BaseEvaluation,
@@ -54,6 +55,10 @@ class OfflineSchedule(BaseSchedule):
     examples_per_step: int = Field(ge=1)
     """Examples (a pair is one) in a step's batch. Each pass over the data has a new order."""
 
+    @property
+    def rows_per_step(self) -> int:
+        return self.examples_per_step
+
 
 _WHICH_EXAMPLES = refused("it decides which examples are trained on, and so their order")
 
@@ -71,6 +76,8 @@ class OfflineData(Frozen):
     """Examples to train on: one source, or a list of named sources, which are mixed in proportion to their weights."""
     eval: Annotated[ExampleSource | None, NONE, OTHER_EVALUATIONS, EVALUATED] = None
     """Examples to evaluate on."""
+    skip: Annotated[int, NONE, NEW_ORDER] = Field(default=0, ge=0)
+    """Examples at the start of the seed's order that are not drawn. `rounds` adds those of earlier rounds."""
     held_out: Annotated[bool, NONE, EVALUATED_IF_SET] = True
     """Exclude from `eval` every example whose prompt is also in `train`."""
     max_length: Annotated[int, NONE, _WHICH_EXAMPLES] = Field(default=1024, ge=8)

@@ -6,6 +6,7 @@ a field is described, typed and bounded once.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Annotated, Literal
 
 from pydantic import Discriminator, Field, Tag
@@ -38,6 +39,7 @@ from troupe.workers.contract.consequences import (
     Consequences,
     Resume,
     noted,
+    refused,
 )
 from troupe.workers.contract.weight_backends import TransferBackend, describe_backends
 
@@ -45,11 +47,17 @@ _LENGTH = Consequences(resume=Resume(length=True))
 SAME_ROWS = Consequences(resume=Resume(note="allowed where the rows are the same"), itself=ALLOWED)
 _NEW_TEXTS = Consequences(itself=Resume(refused_if_off="the checkpoint has no position in these texts"))
 OTHER_EVALUATIONS = noted("evaluations before and after may not be comparable")
+NEW_ORDER = refused("the order of the data follows from it")
 _OTHER_BEST = noted("the best evaluations so far are forgotten")
 
 
 class BaseSchedule(Frozen):
     """Length of the run, division of a step, and timeouts."""
+
+    @property
+    @abstractmethod
+    def rows_per_step(self) -> int:
+        """Rows of the data in a step's batch."""
 
     steps: Annotated[int, _LENGTH] = Field(ge=1)
     """Training steps; `data_epochs` may stand instead."""
@@ -82,6 +90,11 @@ class ScheduleConfig(BaseSchedule):
 
     prompts_per_step: int = Field(ge=1)
     """Prompts (groups) in a step's batch."""
+
+    @property
+    def rows_per_step(self) -> int:
+        return self.prompts_per_step
+
     max_staleness: int = Field(default=0, ge=0)
     """Policy versions a sample's oldest token may lag behind the one it trains; 0 is synchronous training."""
     generate_timeout_s: float = Field(default=600.0, gt=0.0)
@@ -130,6 +143,8 @@ class DataConfig(Frozen):
     ] = None
     """Prompts to evaluate on: one source, or several by name (`{math: {...}, code: {...}}`), each with its own sampling
     and rewards. A name has lowercase letters, digits and `-`."""
+    skip: Annotated[int, NONE, NEW_ORDER] = Field(default=0, ge=0)
+    """Prompts at the start of the seed's order that are not drawn. `rounds` adds those of earlier rounds."""
     held_out: Annotated[bool, NONE, EVALUATED_IF_SET] = True
     """Exclude every prompt of `train` from `eval`."""
     ptx: Annotated[

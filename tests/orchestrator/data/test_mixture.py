@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +15,20 @@ from hypothesis import strategies as st
 
 from tests.orchestrator.data.test_prompts import gym, jsonl, pool_of, said, texts
 from troupe.orchestrator.data.curriculum import Curriculum
-from troupe.orchestrator.data.mixture import PromptMixture, drawn_rows, source_seed
+from troupe.orchestrator.data.mixture import PromptMixture, drawn_rows, prompt_order, source_seed
 from troupe.orchestrator.data.pools import RowTable
-from troupe.orchestrator.data.prompts import PromptSource, load_pool, load_pools, load_train_pool
+from troupe.orchestrator.data.prompts import PromptOrder, PromptSource, load_pool, load_pools, load_train_pool
 from troupe.orchestrator.data.summary import RunData, data_metrics, describe
 from troupe.orchestrator.errors import DataError
+from troupe.orchestrator.spec.errors import Source
+from troupe.orchestrator.spec.load import parse_spec
 from troupe.orchestrator.spec.sections import CurriculumConfig, DataConfig
 from troupe.orchestrator.spec.sources import SourceShare
+from troupe.orchestrator.spec.yaml_reader import Document
 from troupe.workers.contract.messages import PROMPTS, RewardSummary
 
 SIZES = (5, 7, 3)
+REWARD = {"functions": [{"name": "exact_match"}]}
 NAMES = ("a", "b", "c")
 
 
@@ -92,6 +97,37 @@ def test_a_resumed_mixture_draws_what_the_uninterrupted_one_draws(before: int, r
     picks = [second.next() for _ in range(40)]
     assert picks == [whole.next() for _ in range(40)]
     assert [pick.draw for pick in picks] == list(range(before + 1, before + 41))
+
+
+ROUND = {"name": "one", "model": {"path": "m"}, "schedule": {"steps": 1, "prompts_per_step": 4}}
+"""A run on prompts, or with other sections on examples."""
+
+
+@pytest.mark.parametrize("names", [("train",), NAMES])
+@pytest.mark.parametrize("kind", ["prompts", "examples"])
+def test_a_run_that_skips_draws_what_another_draws_after_so_many(kind: str, names: tuple[str, ...]) -> None:
+    """Also resumed: the position in a checkpoint counts from the start of the order."""
+    files = [{"kind": "jsonl", "path": "x"} | ({"name": name} if len(names) > 1 else {}) for name in names]
+    own: dict[str, Any] = {
+        "prompts": {"algorithm": {"name": "grpo"}, "roles": {"rollout": {}, "policy": {}, "reward": REWARD}},
+        "examples": {
+            "algorithm": {"name": "sft"},
+            "roles": {"policy": {}},
+            "schedule": {"steps": 1, "examples_per_step": 4},
+        },
+    }[kind]
+
+    def order(skip: int) -> PromptOrder:
+        data = {"train": files if len(names) > 1 else files[0], "skip": skip}
+        spec: Any = parse_spec(Document(ROUND | own | {"data": data}, Source("spec.yaml", {})))
+        parts = {name: pool_of(size) for name, size in zip(NAMES, SIZES, strict=True)}
+        return prompt_order(spec, replace(pool_of(sum(SIZES)), parts=parts))
+
+    whole, later, resumed = order(0), order(17), order(17)
+    before = [whole.next() for _ in range(17)]
+    assert [later.next() for _ in range(20)] == [whole.next() for _ in range(20)] and len(set(before)) == 17
+    resumed.restore(json.loads(json.dumps(later.state())))
+    assert [resumed.next() for _ in range(5)] == [whole.next() for _ in range(5)]
 
 
 def test_a_source_that_has_had_its_passes_is_not_drawn_again_and_the_others_keep_their_proportions() -> None:

@@ -92,6 +92,17 @@ def test_a_stage_that_is_invalid_is_not_taken_for_one_of_another_kind() -> None:
     assert [problem.path for problem in caught.value.problems] == ["stages.reward_model.schedule.steps"]
 
 
+def test_every_round_draws_what_the_rounds_before_have_not_drawn() -> None:
+    """Of the same samples, the stages of a round draw from the start: those are new."""
+    runs = planned(ROUNDS, "stages.sample.data.skip=3", "stages.sample.schedule.steps=2")
+    skipped = {name: run.spec.data.skip for name, run in runs.items()}
+    assert [skipped[f"round-000{number}/sample"] for number in (1, 2, 3)] == [3, 3 + 16, 3 + 32]
+    assert {skip for name, skip in skipped.items() if "sample" not in name} == {0}
+    own = {"kind": "jsonl", "path": "texts.jsonl"}
+    runs = planned(ROUNDS, f"stages.sft.data.train={json.dumps(own)}")
+    assert [run.spec.data.skip for name, run in runs.items() if name.endswith("sft")] == [0, 40, 80]
+
+
 def test_one_round_is_the_chain() -> None:
     text = ROUNDS.replace("rounds: 3\n", "")
     assert [*planned(text)] == [*planned(text, "rounds=1")] == ["sample", "reward_model", "dpo", "sft"]
