@@ -335,7 +335,8 @@ class Scenario:
         shutil.copytree(self.model, other)
         settings = json.loads((other / "config.json").read_text())
         (other / "config.json").write_text(json.dumps(settings | {"bos_token_id": 7}))
-        worker = PolicyWorker(config(str(other), 1, "float32"), "policy")
+        untaught = config(str(other), 1, "float32").model_copy(update={"teachers": {}, "teacher_adapters": {}})
+        worker = PolicyWorker(untaught, "policy")
         worker.build()
         try:
             worker.load(str(self.out / "checkpoint-1-float32"))
