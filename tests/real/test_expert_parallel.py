@@ -85,6 +85,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "bfloat16": ("qwen3", "bfloat16", {}),
     "offload": ("qwen3", "float32", {"offload_optimizer": True}),
     "recompute": ("qwen3", "float32", {"gradient_checkpointing": True}),
+    "keep products": ("qwen3", "float32", {"gradient_checkpointing": True, "recompute_products": False}),
 }
 ALIKE = {"float16": 0.05, "shared rows": 1e-5, "values": 1e-5}
 OF_FOUR = ("qwen3", "shared rows")
