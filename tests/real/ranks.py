@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 _IMPORTED_AHEAD = [
     *("troupe.workers.policy", "troupe.workers.critic", "deepspeed", "torch._dynamo", "tests.real.models"),
     *("transformers.models.llama.modeling_llama", "tests.workers.models.test_token_batch"),
+    "deepspeed.runtime.zero.muon.muon_optimizer",  # compiles a function, for which it imports torch's compiler
 ]
 """What every rank imports, which takes six seconds."""
 _SERVER = forkserver.ForkServer()
