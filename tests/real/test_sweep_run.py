@@ -18,7 +18,7 @@ from troupe.orchestrator.insight.sweep.sweep import RECORD
 
 pytestmark = [pytest.mark.long, pytest.mark.real, pytest.mark.timeout(1500)]
 
-STEPS = 30
+STEPS = 12
 TRIALS = ["trial-001", "trial-002"]
 
 
