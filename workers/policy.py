@@ -46,7 +46,7 @@ from troupe.workers.data.teacher_prompts import TeacherPrompts, feedback_in
 from troupe.workers.data.texts import cut_sources, text_batches
 from troupe.workers.data.tokenizer import load_tokenizer
 from troupe.workers.models.adapter_files import AdapterBeside, read_adapter
-from troupe.workers.models.distillation import LogitsReader, SquareSums, WholeTeacher, top_tokens
+from troupe.workers.models.distillation import LogitsReader, SquareSums, WholeTeacher, WholeTeachers, top_tokens
 from troupe.workers.models.modeling import CausalLogprobs, evaluating, longest_row, score_plan
 from troupe.workers.models.route_replay import RouteReplay
 from troupe.workers.models.token_batch import TokenBatch, TokenTable
@@ -56,6 +56,7 @@ from troupe.workers.training.master_weights import WeightSnapshot
 from troupe.workers.training.meter import TokenRecorder
 from troupe.workers.training.natural_gradient import NaturalGradient
 from troupe.workers.training.rank import OutputT, TrainingRank, Work, loss_metrics
+from troupe.workers.training.zero3 import FrozenModule
 from troupe.workers.weights.device_sender import DeviceSender, device_sender
 from troupe.workers.weights.file import RankWeights, WeightPublisher, read_payload
 from troupe.workers.weights.shared_memory import Bytes
@@ -73,6 +74,8 @@ class PolicyWorker(TrainingRank[PolicyConfig]):
         self._stored_distributions: list[tuple[TokenBatch, torch.Tensor]] = []
         self._weights_before: WeightSnapshot | None = None
         self._natural: NaturalGradient | None = None
+        self._teachers: dict[str, FrozenModule] = {}
+        """The teachers that are frozen models, by role."""
         self._shared: dict[str, Callable[[], AbstractContextManager[None]]] = {}
         """Blocks inside which the policy's model is a teacher that has it with another adapter, by role."""
         self._records = TokenRecorder() if config.records_tokens else None
@@ -82,8 +85,9 @@ class PolicyWorker(TrainingRank[PolicyConfig]):
         return self._config.loss.distill
 
     @property
-    def _reads_logits(self) -> bool:
-        return self._config.loss.reads_logits
+    def _logits_readers(self) -> int:
+        whole = len(self._config.teachers) if self._distill.in_process else 1
+        return max(1, whole) if self._config.loss.reads_logits else 0
 
     @property
     def _shares_memory(self) -> bool:
@@ -98,7 +102,9 @@ class PolicyWorker(TrainingRank[PolicyConfig]):
             resolve(check)(os.environ)
         if config.weight_store is not None and dist.get_rank() == 0:
             self._weight_store = WeightStore(config.weight_store, config.run_id)
-        adapter = self._train_policy(config.reference_model, config.sampling.temperature, config.loss.entropy_coef > 0)
+        temperature = config.sampling.temperature
+        adapter = self._train_policy(config.reference_model, temperature, config.loss.entropy_coef > 0)
+        self._teachers = {name: self._load_frozen(one, temperature) for name, one in config.teacher_models.items()}
         self._shared = {name: self._teacher_in(adapter, name, path) for name, path in config.teacher_adapters.items()}
         if config.sampling.router_replay:
             module = cast(CausalLogprobs, self.engine.module)
@@ -116,19 +122,21 @@ class PolicyWorker(TrainingRank[PolicyConfig]):
         return score_plan(self.engine.module, plan, rollouts, "old_logprobs", device, reader, routed)
 
     def teacher_logprobs(self, plan: RankPlan, name: str, *tables: pa.Table) -> tuple[ScoreSummary, pa.Table]:
-        """(summary, token_scores table): the rows under the policy, its average or its model with the teacher's
-        adapter, behind this teacher's prompts. `tables`: ROLLOUTS, and REWARDS if the teacher reads feedback."""
+        """(summary, token_scores table): the rows under a frozen model, the policy, its average or its model with the
+        teacher's adapter, behind this teacher's prompts. `tables`: ROLLOUTS, and REWARDS if the teacher reads
+        feedback."""
         rollouts = [table for table in tables if kind_of(table) == "rollouts"]
         teacher, reader = self._config.teachers[name], top_tokens(self._distill.stored_k)
+        module = self._teachers[name].module if name in self._teachers else self.engine.module
 
         def score(plan: RankPlan, tables: Sequence[pa.Table]) -> tuple[ScoreSummary, pa.Table]:
-            return score_plan(self.engine.module, plan, tables, name, self.engine.device, reader)
+            return score_plan(module, plan, tables, name, self.engine.device, reader)
 
         with self._as_teacher(name):
             if teacher.prompt is None:
                 return score(plan, rollouts)
             most = self._config.trainer.micro_batch_tokens
-            longest = longest_row(cast(CausalLogprobs, self.engine.module).model, most)
+            longest = longest_row(cast(CausalLogprobs, module).model, most)
             prompts = TeacherPrompts(teacher.prompt, self._config.model, longest, most)
             rewards = [table for table in tables if kind_of(table) == "rewards"]
             feedback = feedback_in(pa.concat_tables(rewards)) if teacher.reads_feedback else None
@@ -155,7 +163,8 @@ class PolicyWorker(TrainingRank[PolicyConfig]):
         return self._config.share_prompts and self._packs
 
     def prepare(self, request: PrepareRequest, *tables: pa.Table) -> tuple[TrainSummary, pa.Table]:
-        return prepare(self._config.advantage, request, tables, self._config.source_advantages)
+        whole = tuple(self._config.teachers) if self._distill.in_process else ()
+        return prepare(self._config.advantage, request, tables, self._config.source_advantages, whole)
 
     def cut_texts(self, texts: pa.Table, cuts: Sequence[TextCut]) -> tuple[tuple[TextSummary, ...], pa.Table]:
         return cut_sources(load_tokenizer(self._config.model), texts, cuts)
@@ -257,7 +266,7 @@ class PolicyWorker(TrainingRank[PolicyConfig]):
             self._weight_store = None
         self._disconnect()
         self.discard_stored()
-        self._natural, self._shared = None, {}
+        self._natural, self._teachers, self._shared = None, {}, {}
         super().release()
 
     def _stored(self, name: str, content: Bytes) -> Bytes | StoredBytes:
@@ -300,9 +309,18 @@ class PolicyWorker(TrainingRank[PolicyConfig]):
         return (self._teacher(table, micro_batch), ("divergences",)) if loss.distill.coef else (None, ())
 
     def _teacher(self, table: TokenTable, micro_batch: TokenBatch) -> LogitsReader:
-        """See `TrainingRank._teacher`; without a reference the teacher is the policy's average before the update."""
-        if not self._distill.in_process or not self._config.teachers:
+        """See `TrainingRank._teacher`; those of `roles.teacher` that no row of the micro-batch has compute nothing."""
+        names = tuple(self._config.teachers)
+        if not self._distill.in_process or not names:
             return super()._teacher(table, micro_batch)
+        weights = table.teacher_weights(micro_batch, len(names))
+        taught = weights.any(0).nonzero().flatten()
+        return WholeTeachers([self._whole_teacher(names[n], micro_batch) for n in taught.tolist()], weights[:, taught])
+
+    def _whole_teacher(self, name: str, micro_batch: TokenBatch) -> WholeTeacher:
+        """A frozen model, or the policy's average before the update."""
+        if name in self._teachers:
+            return self._whole(self._teachers[name].module, micro_batch)
         module = cast(CausalLogprobs, self.engine.module)
         with self.engine.averaged():
             states, head = module.teacher_states(replace(micro_batch, routes=None)), module.current_head()

@@ -11,6 +11,7 @@ from itertools import product
 from pathlib import Path
 
 from tests.workers.algorithms import offline_reference, rollout_reference
+from tests.workers.models import test_whole_teachers
 from tests.workers.models.test_distillation import DIVERGENCES, SUPPORTS, differences
 from troupe.orchestrator.algorithms.table import ALGORITHMS
 
@@ -30,6 +31,9 @@ def measured(seeds: Sequence[int]) -> Iterator[tuple[str, float, float]]:
         yield label, max(one.value for one in found), max(one.gradient for one in found)
     for divergence, support in product(DIVERGENCES, SUPPORTS):
         yield f"`distill.divergence: {divergence}`, `{support}`", *differences(support, divergence)
+    for divergence in DIVERGENCES:
+        value, gradient, _ = test_whole_teachers.differences(divergence, "full", "sources", packed=True)
+        yield f"`distill.divergence: {divergence}`, `full`, two teachers", value, gradient
 
 
 def bound(difference: float) -> float:

@@ -25,7 +25,7 @@ COLUMNS = {
     "grads": ("gradients",),
     "optim": ("optimizer",),
     "avg": ("average",),
-    "ref": ("reference", "teacher adapters"),
+    "ref": ("reference", "teachers", "teacher adapters"),
     "gather": ("gathered",),
     "activ": ("activations", "fragments"),
     "logits": ("logits", "head", "kept"),

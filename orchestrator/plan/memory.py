@@ -48,7 +48,7 @@ from troupe.orchestrator.spec.offline import OfflineSpec
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.workers.contract.adapter_config import ADAPTER_WEIGHTS
 from troupe.workers.contract.config import EngineWorkerConfig, Sleep
-from troupe.workers.contract.config_base import ModelConfig
+from troupe.workers.contract.config_base import Dtype, ModelConfig
 from troupe.workers.contract.offline_config import RewardLossConfig
 from troupe.workers.contract.trainer_config import LoraConfig
 from troupe.workers.contract.units import GIB, MIB
@@ -81,6 +81,7 @@ _TRAINER: dict[str, tuple[Period, ...]] = {
     "gathered": ("update",),
     "activations": ("update",),
     "logits": ("update",),
+    "copied heads": ("update",),
     "kept": ("update",),
     "step": ("update",),
     "transfer": ("transfer",),
@@ -310,7 +311,7 @@ def of_offline_trainer(spec: OfflineSpec, placed: PlacedWorker, _gpu: int, sizes
         longest=longest_sequence(spec),
         values=values,
         truncated=spec.algorithm.distillation.coef > 0,  # which compares whole logits
-        reference=None if of_base else _reference(config.reference_model, sizes),
+        frozen={} if of_base else {"reference": _frozen(sizes, config.reference_model)},
         process=TRAINER_PROCESS,
         copies_saves=spec.checkpoint.async_save,
         exported=placed.is_first,
@@ -348,6 +349,7 @@ def of_policy(spec: RolloutSpec, placed: PlacedWorker, _gpu: int, sizes: Sizes) 
     of_base = config.lora is not None and config.reference_model == config.model  # the policy without its adapters
     backend = BACKENDS[config.transfer_backend]
     buffers = backend.sender_buckets if backend.every_rank_sends or placed.worker == "policy-0" else 0
+    whole = config.loss.distill.in_process
     rank = Training(
         size=size,
         dtype=config.model.dtype,
@@ -360,7 +362,11 @@ def of_policy(spec: RolloutSpec, placed: PlacedWorker, _gpu: int, sizes: Sizes) 
         entropy_grad=config.loss.entropy_coef > 0,
         kept_states=spec.algorithm.kl_states,
         natural_gradient=config.natural_gradient is not None,
-        reference=None if of_base else _reference(config.reference_model, sizes),
+        frozen={
+            "reference": _frozen(sizes, None if of_base else config.reference_model),
+            "teachers": _frozen(sizes, *config.teacher_models.values()),
+        },
+        copied_heads=sum(whole and one.average for one in config.teachers.values()),
         process=TRAINER_PROCESS,
         transfer=buffers * bucket_bytes(size, config.model.dtype),
         copies_saves=spec.checkpoint.async_save,
@@ -376,9 +382,10 @@ def of_policy(spec: RolloutSpec, placed: PlacedWorker, _gpu: int, sizes: Sizes) 
     return tuple(_handing_over(memories, scoring(placed.worker, model) if scores else ())), None
 
 
-def _reference(model: ModelConfig | None, sizes: Sizes) -> tuple[ModelSize, Any] | None:
-    size = sizes.of(model) if model is not None else None
-    return None if model is None or size is None else (size, model.dtype)
+def _frozen(sizes: Sizes, *models: ModelConfig | None) -> list[tuple[ModelSize, Dtype]]:
+    """Sizes and types of the given models whose sizes are known."""
+    given = [model for model in models if model is not None]
+    return [(size, model.dtype) for model in given if (size := sizes.of(model)) is not None]
 
 
 def _numbers_in(adapter: str) -> int:

@@ -21,6 +21,7 @@ from troupe.orchestrator.spec.derived.sizes import longest_sequence
 from troupe.orchestrator.spec.derived.training import needs_old_logprobs, resolved_backend, resolved_sleep
 from troupe.orchestrator.spec.roles import TrainerRole
 from troupe.orchestrator.spec.rollout import RolloutSpec
+from troupe.workers.contract.config import PolicyConfig
 from troupe.workers.contract.gpus import GpuPeaks, gpu_peaks
 from troupe.workers.contract.trainer_config import TrainerConfig
 from troupe.workers.contract.weight_backends import BACKENDS
@@ -171,10 +172,19 @@ def _training(
     optimizer_s = _optimizer(trainer, role.cpus, trained, width, ranks, stage, link, peaks)
     updates_s = own / micro * batch_s + spec.schedule.updates_per_step * optimizer_s
     mfu = (4 if adapters else 6) * size.multiplied() * own / (updates_s * peaks.flops)
-    scored = 0
-    if spec.rollouts is not None and name == "policy":
-        scored = len(spec.in_policy) + needs_old_logprobs(spec.rollouts)
-    return updates_s + scored * tokens / ranks * 2 * size.multiplied() / (PRODUCTS * peaks.flops), mfu
+    scored = _scored(spec.rollouts, config, sizes) if isinstance(config, PolicyConfig) else 0
+    return updates_s + scored * tokens / ranks * 2 / (PRODUCTS * peaks.flops), mfu
+
+
+def _scored(spec: RolloutSpec, config: PolicyConfig, sizes: Sizes) -> int:
+    """Numbers by which a token is multiplied in passes of the policy's workers without gradient: to score it, and again
+    in every epoch by teachers that compare all of their logits."""
+    reference = [] if config.reference_model is None else [config.reference_model]
+    teachers = [config.teacher_models.get(name, config.model) for name in config.teachers]
+    passes = [*reference, *teachers, *[config.model] * needs_old_logprobs(spec)]
+    if config.loss.distill.in_process:
+        passes += (teachers or reference) * spec.schedule.epochs
+    return sum(size.multiplied() for model in passes if (size := sizes.of(model)) is not None)
 
 
 def _passes(trainer: TrainerConfig, size: ModelSize) -> float:

@@ -8,8 +8,8 @@ Everything is in bytes. What DeepSpeed holds is read from its source (0.19: `run
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from troupe.orchestrator.model_facts.model_size import ModelSize
@@ -109,8 +109,10 @@ class Training:
     """States whose whole distribution is kept over a step, over all ranks (`algorithm.kl_states`)."""
     natural_gradient: bool = False
     """Whether the step is TRPO's."""
-    reference: tuple[ModelSize, Dtype] | None = None
-    """A frozen model in the same process."""
+    frozen: Mapping[str, Sequence[tuple[ModelSize, Dtype]]] = field(default_factory=dict)
+    """Frozen models in the same process, by the name of their part."""
+    copied_heads: int = 0
+    """Copies of the output head that are held in a pass."""
     process: int = 0
     """Host memory of the process with its libraries and no model."""
     transfer: int = 0
@@ -146,10 +148,11 @@ def training(worker: str, rank: Training) -> tuple[WorkerMemory, ...]:
         parts[device].append(Part("average", 4 * held))
     if rank.copies_saves:
         parts["host"].append(Part("save copy", save_copy(trained, width, rank, stage)))
-    if rank.reference is not None:
-        frozen, dtype = rank.reference
-        held = math.ceil(frozen.parameters / rank.ranks) if stage == 3 else frozen.parameters
-        parts[device].append(Part("reference", WIDTHS[dtype] * held))
+    for name, models in rank.frozen.items():
+        divided = rank.ranks if stage == 3 else 1
+        held = sum(WIDTHS[dtype] * math.ceil(frozen.parameters / divided) for frozen, dtype in models)
+        parts[device].append(Part(name, held))
+    parts[device].append(Part("copied heads", rank.copied_heads * width * size.vocabulary * size.hidden, "pass"))
     if rank.frozen_adapters:
         parts[device].append(Part("teacher adapters", width * rank.frozen_adapters))
     if rank.natural_gradient:

@@ -184,16 +184,14 @@ def teacher_engine_configs(spec: RolloutSpec) -> dict[str, TeacherEngineConfig]:
     }
 
 
-def _shared_adapters(spec: RolloutSpec) -> dict[str, str]:
-    """Folders of the adapters of teachers that score in the policy's workers, by role."""
-    models = {
-        name: spec.models().get(f"roles.{name}.model") for name in spec.roles.teachers() if name in spec.in_policy
-    }
-    return {name: model.adapter for name, model in models.items() if model is not None and model.adapter is not None}
+def _teacher_models(spec: RolloutSpec) -> dict[str, ModelConfig]:
+    """Models of teachers that score in the policy's workers, by role; one with an adapter is the policy's."""
+    models = {name: spec.models().get(f"roles.{name}.model") for name in spec.roles.teachers()}
+    return {name: model for name, model in models.items() if name in spec.in_policy and model is not None}
 
 
 def policy_config(spec: RolloutSpec) -> PolicyConfig:
-    role = spec.roles.policy
+    role, models = spec.roles.policy, _teacher_models(spec)
     return role.part(
         PolicyConfig,
         model=spec.model,
@@ -208,7 +206,8 @@ def policy_config(spec: RolloutSpec) -> PolicyConfig:
         run_id=spec.name,
         reference_model=_colocated_reference(spec),
         teachers={n: one.part(TeacherSettings) for n, one in spec.roles.teachers().items() if n in spec.in_policy},
-        teacher_adapters=_shared_adapters(spec),
+        teacher_models={name: model for name, model in models.items() if model.adapter is None},
+        teacher_adapters={name: model.adapter for name, model in models.items() if model.adapter is not None},
         total_updates=spec.updates_of("policy"),
         seed=spec.seed,
         deterministic=spec.deterministic,

@@ -193,8 +193,8 @@ class TaughtBy(TeacherPrompt):
 
 
 class TeacherRole(TaughtBy, TeacherSettings, ScaledReferenceRole):
-    """A model that the policy learns from: frozen, or, with `colocate_with: policy`, the policy itself before each
-    step's updates."""
+    """A model that the policy learns from: frozen, with `colocate_with: policy` in its workers. There, without `model`,
+    it is the policy itself before each step's updates."""
 
     kind: Literal["forward"] = "forward"
     """`forward`: workers that load the model and run it, as the reference's do; `engine`: a vLLM engine each;

@@ -51,10 +51,16 @@ def kl_metrics(
     return metrics
 
 
-def train_columns(teachers: Sequence[Teacher], lengths: torch.Tensor) -> dict[str, pa.Array]:
+def train_columns(teachers: Sequence[Teacher], lengths: torch.Tensor, whole: Sequence[str] = ()) -> dict[str, pa.Array]:
     """The columns of TRAIN that have the teachers' likeliest tokens and weights, or none if none are compared. Every
     row has room for as many teachers as the row with the most, and for one in a batch that no teacher scores. What no
-    teacher has written has weight 0. `lengths`: int64 [rows], response tokens."""
+    teacher has written has weight 0. `whole`: names of the teachers that compare all of their logits: every row has
+    their weights alone, in this order. `lengths`: int64 [rows], response tokens."""
+    if whole:
+        given = {one.name: one.weights for one in teachers}
+        weights = torch.stack([given.get(name, torch.zeros(len(lengths)).double()) for name in whole], -1).float()
+        each = torch.full_like(lengths, len(whole))
+        return {TEACHER_WEIGHTS.name: list_column(weights.flatten(), each, pa.float32())}
     if teachers and not teachers[0].tokens:
         return {}
     given = torch.stack([one.weights > 0 for one in teachers]) if teachers else torch.zeros(0, len(lengths)).bool()

@@ -40,11 +40,12 @@ def prepare(
     request: PrepareRequest,
     tables: Sequence[pa.Table],
     sources: Mapping[str, AdvantageConfig] = MappingProxyType({}),
+    whole: Sequence[str] = (),
 ) -> tuple[TrainSummary, pa.Table]:
     """Join ROLLOUTS, REWARDS and token_scores tables, in any order and partition, compute advantages, and build the
     TRAIN table.
 
-    `sources`: configurations of sources with their own advantages, by name.
+    `sources`: configurations of sources with their own advantages, by name. `whole`: see `train_columns`.
     Samples outside `request.keep` are removed before anything is computed. Those in `request.masked` are removed
     afterwards: their rewards are part of the statistics of their group, and they carry no loss (overlong filtering:
     DAPO, arXiv 2503.14476, sec. 3.4).
@@ -81,7 +82,7 @@ def prepare(
     _require_finite(batch.rows, "advantages", advantages, batch.lengths)
     metrics = _kl_metrics(batch) | _text_metrics(batch) | dict(estimated.metrics)
     summary = _summary(batch, advantages, metrics, estimated.state)
-    table = _train_table(batch, rollouts, {"advantages": advantages, **added})
+    table = _train_table(batch, rollouts, {"advantages": advantages, **added}, whole)
     if not request.masked:
         return summary, table
     rows = (~batch.masked[batch.sample]).tolist()
@@ -414,9 +415,11 @@ def _summary(batch: _Batch, advantages: torch.Tensor, metrics: dict[str, float],
     return TrainSummary(rows=tuple(TrainRow(*row) for row in rows), metrics=metrics, state=state)
 
 
-def _train_table(batch: _Batch, rollouts: pa.Table, estimated: dict[str, torch.Tensor]) -> pa.Table:
+def _train_table(
+    batch: _Batch, rollouts: pa.Table, estimated: dict[str, torch.Tensor], whole: Sequence[str]
+) -> pa.Table:
     floats, compared = batch.scores | estimated, batch.teachers or batch.request.teachers
-    taught = train_columns(batch.teachers, batch.lengths) if compared else {}
+    taught = train_columns(batch.teachers, batch.lengths, whole) if compared else {}
     columns = []
     for field in TRAIN:
         if field.name == "reward":

@@ -42,8 +42,8 @@ class DistillConfig(Frozen):
     alpha) s) (DistiLLM, arXiv 2402.03898, sec. 3.1)."""
     support: Literal["teacher_top_k", "student_top_k", "full"] = "teacher_top_k"
     """Tokens that are compared: the `k` likeliest of the teacher or of the student, and all others together as one, or
-    the whole vocabulary. All but `teacher_top_k` need a teacher with `colocate_with: policy`: the reference, or the
-    policy's average."""
+    the whole vocabulary. All but `teacher_top_k` need teachers with `colocate_with: policy`: the reference, or frozen
+    models and the policy's average as `roles.teacher`."""
     k: int = Field(default=64, ge=1)
     """Number of the likeliest tokens."""
     beta: float = Field(default=0.5, gt=0.0, lt=1.0)

@@ -396,8 +396,8 @@ class TeacherSettings(TeacherPrompt):
     """Settings of a teacher that its scorer gets as they are."""
 
     average: bool = False
-    """With `colocate_with: policy`: score with the moving average of the policy's weights (`roles.policy.ema_decay`)
-    instead of the weights."""
+    """With `colocate_with: policy`, and no `model`: score with the moving average of the policy's weights
+    (`roles.policy.ema_decay`) instead of the weights."""
 
 
 class PolicyConfig(PolicySettings, RankConfig):
@@ -415,7 +415,9 @@ class PolicyConfig(PolicySettings, RankConfig):
     reference_model: ModelConfig | None
     """A frozen reference to load with the policy (colocated)."""
     teachers: dict[str, TeacherSettings] = Field(default_factory=dict)
-    """The teachers that are the policy or have its model, by role."""
+    """The teachers in the policy's workers, by role."""
+    teacher_models: dict[str, ModelConfig] = Field(default_factory=dict)
+    """Frozen models of those that have another than the policy's, by role."""
     teacher_adapters: dict[str, str] = Field(default_factory=dict)
     """Folders of the adapters of those that have its model, without the adapters that train, by role."""
     transfer_backend: TransferBackend = "shm"

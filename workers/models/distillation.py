@@ -2,7 +2,7 @@
 
 Both are compared beside the policy's own logits, of which a chunk of tokens exists at a time. A teacher is known either
 by its likeliest tokens, which its worker computed (`TopTokens`, `TopTeacher`), or by the hidden states from which its
-output head computes logits in this process (`WholeTeacher`).
+output head computes logits in this process (`WholeTeacher`, several of them `WholeTeachers`).
 
 A truncated support has one more outcome: all other tokens together. Merging outcomes never raises a divergence of this
 kind, so the result is a lower bound of the divergence over the whole vocabulary: biased, but without a loss only where
@@ -185,3 +185,29 @@ class WholeTeacher:
             return (divergence(logits.log_softmax(-1), teacher.log_softmax(-1), self.config),)
         ids = logits.detach().topk(min(self.config.k, logits.shape[-1])).indices
         return (divergence(bucketed(logits, ids), bucketed(teacher, ids), self.config),)
+
+
+@dataclass(frozen=True)
+class WholeTeachers:
+    """Reads the divergences from n teachers whose logits are computed along with the student's: their weighted sum."""
+
+    teachers: Sequence[WholeTeacher]
+    weights: torch.Tensor
+    """float32 [T, n]."""
+
+    def of(self, chosen: torch.Tensor | slice) -> WholeTeachers:
+        """The teachers at these tokens, which are those that this worker has."""
+        return WholeTeachers(self.teachers, self.weights[chosen])
+
+    def split(self, parts: int) -> Sequence[WholeTeachers]:
+        """The teachers at the tokens of each part."""
+        each, weights = [one.split(parts) for one in self.teachers], self.weights.tensor_split(parts)
+        return [WholeTeachers([one[part] for one in each], own) for part, own in enumerate(weights)]
+
+    def read(self, logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The divergences [T] of the student's float32 logits [T, V]. A teacher without a weight computes nothing."""
+        found = logits.new_zeros(len(logits))
+        for teacher, weights in zip(self.teachers, self.weights.unbind(-1), strict=True):
+            if weights.any():
+                found = found + weights * teacher.read(logits)[0]
+        return (found,)

@@ -159,8 +159,8 @@ class TokenTable:
                 self._floats[name] = ragged_view(table.column(name))
                 _same_lengths(table, name, self._floats[name], self.responses)
         names = [field.name for field in (*TEACHER_TOKENS, TEACHER_WEIGHTS) if field.name in table.column_names]
-        given = names and table.column(names[0]).null_count < max(1, table.num_rows)
-        self._teacher = [ragged_view(table.column(name)) for name in names] if given else []
+        given = [name for name in names if table.column(name).null_count < max(1, table.num_rows)]
+        self._teacher = {name: ragged_view(table.column(name)) for name in given}
 
     @classmethod
     def concat(cls, tables: Sequence[pa.Table], routed: bool = False) -> TokenTable:
@@ -328,19 +328,21 @@ class TokenTable:
     def teachers(self, batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
         """(ids int64 [T, n, k], log-probs float32 [T, n, k + 1], weights float32 [T, n]) of n teachers' likeliest
         tokens and all others together, and of their losses, on the batch's device, or None if the table has none."""
-        if not self._teacher:
+        if any(field.name not in self._teacher for field in TEACHER_TOKENS):
             return None
-        tokens, rows = len(batch.targets), len(batch.rows)
-        ids, logprobs, weights = (column.take(batch.rows).values for column in self._teacher)
-        of_rows = weights.view(rows, -1 if rows else 1)
+        weights = self.teacher_weights(batch, -1 if len(batch.rows) else 1)
+        ids, logprobs = (self._teacher[field.name].take(batch.rows).values for field in TEACHER_TOKENS)
+        shape, device = (*weights.shape, -1 if len(batch.targets) else 1), batch.targets.device
+        return to_device(ids.long().view(shape), device), to_device(logprobs.view(shape), device), weights
+
+    def teacher_weights(self, batch: TokenBatch, teachers: int) -> torch.Tensor:
+        """float32 [T, teachers], on the batch's device: weights of the losses of a row's teachers (-1: as many as there
+        are) at its tokens. Raises ValueError if the table has none."""
+        if TEACHER_WEIGHTS.name not in self._teacher:
+            raise ValueError(f"algorithm.distill needs the teachers' weights: the batch lacks {TEACHER_WEIGHTS.name}")
+        of_rows = self._teacher[TEACHER_WEIGHTS.name].take(batch.rows).values.view(len(batch.rows), teachers)
         each = of_rows.repeat_interleave(self.responses.lengths[batch.rows], 0)
-        shape = (*each.shape, -1 if tokens else 1)
-        device = batch.targets.device
-        return (
-            to_device(ids.long().view(shape), device),
-            to_device(logprobs.view(shape), device),
-            to_device(each, device),
-        )
+        return to_device(each, batch.targets.device)
 
     def likeliest(self, batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """(ids int64 [T, k], log-probs float32 [T, k]) of the sampler's likeliest tokens (`SAMPLER_TOKENS`), on the

@@ -134,9 +134,9 @@ class TrainingRank(ABC, Generic[ConfigT]):
         return DistillConfig()
 
     @property
-    def _reads_logits(self) -> bool:
-        """Whether the loss reads more of the distributions than the sampled token."""
-        return self._distill.coef > 0
+    def _logits_readers(self) -> int:
+        """Number of times that the loss compares more of a token's distribution than the sampled token."""
+        return int(self._distill.coef > 0)
 
     @property
     def engine(self) -> TrainEngine:
@@ -202,20 +202,23 @@ class TrainingRank(ABC, Generic[ConfigT]):
         if adapter is not None and reference == self._config.model:
             self._base_of = adapter
         elif reference is not None:
-            frozen = load_causal(reference, partitioner_for(reference, self._config.trainer))
-            if self._config.trainer.kernels == "liger":
-                use_liger(frozen, self._device)
-            scores = self._logprobs(frozen, temperature)
-            # Both score the same micro-batches.
-            self._packs = adapt(scores, frozen, self._device, self._packs, self._sequence) and self._packs
-            self._reference = place_frozen(scores, self._config.trainer, self.engine.device)
+            self._reference = self._load_frozen(reference, temperature)
         return adapter
+
+    def _load_frozen(self, config: ModelConfig, temperature: float) -> FrozenModule:
+        """Load a causal language model that scores the micro-batches of the trained one."""
+        frozen = load_causal(config, partitioner_for(config, self._config.trainer))
+        if self._config.trainer.kernels == "liger":
+            use_liger(frozen, self._device)
+        scores = self._logprobs(frozen, temperature)
+        self._packs = adapt(scores, frozen, self._device, self._packs, self._sequence) and self._packs
+        return place_frozen(scores, self._config.trainer, self.engine.device)
 
     def _logprobs(self, model: PreTrainedModel, temperature: float, entropy_grad: bool = False) -> CausalLogprobs:
         return CausalLogprobs(model, temperature, self._head_chunks(model), entropy_grad)
 
     def _head_chunks(self, model: PreTrainedModel) -> int:
-        tokens = self._config.trainer.worker_tokens * (DISTILL_CHUNKS if self._reads_logits else 1)
+        tokens = self._config.trainer.worker_tokens * max(1, DISTILL_CHUNKS * self._logits_readers)
         return head_chunks(model.config.get_text_config().vocab_size, tokens, self._device)
 
     def reference_logprobs(self, plan: RankPlan, *tables: pa.Table) -> tuple[ScoreSummary, pa.Table]:
@@ -237,13 +240,17 @@ class TrainingRank(ABC, Generic[ConfigT]):
     def _teacher(self, table: TokenTable, micro_batch: TokenBatch) -> LogitsReader:
         """Reads the divergence from the teacher at a micro-batch's tokens. Raises ValueError without its tokens."""
         if self._distill.in_process:
-            teacher = cast(CausalLogprobs, self._frozen)
-            states = teacher.teacher_states(micro_batch)
-            return WholeTeacher(states, teacher.logits_of, teacher.temperature, self._distill)
+            return self._whole(self._frozen, micro_batch)
         stored = table.teachers(micro_batch)
         if stored is None:
             raise ValueError("algorithm.distill needs the teacher's tokens, but the batch lacks the column teacher_ids")
         return TopTeacher(*stored, self._distill)
+
+    def _whole(self, frozen: ModelModule, micro_batch: TokenBatch) -> WholeTeacher:
+        """A frozen model that teaches with all of its logits."""
+        teacher = cast(CausalLogprobs, frozen)
+        states = teacher.teacher_states(micro_batch)
+        return WholeTeacher(states, teacher.logits_of, teacher.temperature, self._distill)
 
     def _meter(self) -> UpdateMeter:
         """Measures an update that begins now."""

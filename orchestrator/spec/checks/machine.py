@@ -130,8 +130,8 @@ def _shared_models(spec: RunSpec) -> Iterator[tuple[str, str, int]]:
     for name, role in spec.roles.trainers().items():
         own, field = f"roles.{name}.model", f"roles.{name}.sequence_parallel_size"
         yield own if own in spec.models() else "model", field, role.sequence_parallel_size
-        if name == "policy" and spec.reference_in_policy:
-            yield "roles.reference.model", field, role.sequence_parallel_size
+        for other in sorted(spec.in_policy) if name == "policy" else ():
+            yield f"roles.{other}.model", field, role.sequence_parallel_size
 
 
 def _unusable_code(spec: RolloutSpec) -> Iterator[Finding]:

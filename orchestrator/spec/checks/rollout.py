@@ -70,10 +70,12 @@ def _teachers(spec: RolloutSpec) -> Iterator[Finding]:
     distill = algorithms.policy_loss(spec.algorithm).distill
     if not distill.coef and algorithms.advantage(spec.algorithm).estimator != "distill":
         yield "roles.teacher", "has no effect: algorithm.distill.coef is 0; set it, or remove the role"
-    if distill.in_process and not _averages_only(spec):
-        why = f"{distill.support} needs the teacher's logits in the policy's updates: use roles.reference, or one"
-        how = "teacher with colocate_with: policy and average: true, without prompt, sources and weight"
-        yield "algorithm.distill.support", f"{why} {how}; or set this to teacher_top_k"
+    teachers = spec.roles.teachers().items()
+    apart = [f"roles.{name}" for name, teacher in teachers if not _teaches_whole(teacher)] if distill.in_process else []
+    if apart:
+        why = f"{distill.support} needs the logits of {', '.join(apart)} in the policy's updates"
+        how = "set colocate_with to policy, and a model without adapter or average: true, without prompt"
+        yield "algorithm.distill.support", f"{why}: {how}; or set this to teacher_top_k"
     mixture = spec.data.mixture
     sources = [source.name for source in mixture]
     for name, teacher in spec.roles.teachers().items():
@@ -85,7 +87,7 @@ def _teachers(spec: RolloutSpec) -> Iterator[Finding]:
         if isinstance(teacher, SequenceTeacherRole):
             yield from _sequence_teacher(spec, f"roles.{name}", teacher)
         elif name in spec.in_policy:
-            yield from _policy_as_teacher(spec, f"roles.{name}", teacher)
+            yield from _in_policy(spec, f"roles.{name}", teacher)
         elif teacher.average:
             yield f"roles.{name}.average", "is the policy's average: set colocate_with to policy, or remove it"
     for number, source in enumerate(mixture):
@@ -101,12 +103,11 @@ def _rewarded(spec: RolloutSpec, source: MixedSource) -> bool:
     return advantage.estimator not in ("distill", "none")
 
 
-def _averages_only(spec: RolloutSpec) -> bool:
-    """Whether the only teacher is the policy's average, of all samples and behind the policy's prompts."""
-    match [*spec.roles.teachers().values()]:
-        case [TeacherRole(colocate_with="policy", average=True, prompt=None, sources=None, weight=1.0)]:
-            return True
-    return False
+def _teaches_whole(teacher: Teacher) -> bool:
+    """Whether a teacher is a frozen model or an average in the policy's workers, behind the policy's prompts."""
+    if not isinstance(teacher, TeacherRole) or teacher.colocate_with is None or teacher.prompt is not None:
+        return False
+    return teacher.average if teacher.model is None else teacher.model.adapter is None
 
 
 def _sequence_teacher(spec: RolloutSpec, path: str, teacher: SequenceTeacherRole) -> Iterator[Finding]:
@@ -133,29 +134,26 @@ def _sequence_teacher(spec: RolloutSpec, path: str, teacher: SequenceTeacherRole
         yield f"{path}.max_model_len", f"must be at least {longest + 1}: {why}"
 
 
-def _policy_as_teacher(spec: RolloutSpec, path: str, teacher: TeacherRole) -> Iterator[Finding]:
-    """Settings with which the policy cannot teach itself, or has nothing to teach."""
+def _in_policy(spec: RolloutSpec, path: str, teacher: TeacherRole) -> Iterator[Finding]:
+    """Settings with which a teacher cannot score in the policy's workers, or has nothing to teach."""
     policy = spec.roles.policy
-    if teacher.model is not None:
+    shares = teacher.model is None or teacher.model.adapter is not None
+    if teacher.model is not None and shares:
         yield from _adapter_as_teacher(spec, f"{path}.model", teacher.model)
     if teacher.average and teacher.model is not None:
         yield f"{path}.average", "is the average of the policy's weights, and model has others: remove one of them"
     elif teacher.average and not policy.ema_decay:
         yield f"{path}.average", "there is no moving average: set roles.policy.ema_decay above 0"
     if not teacher.average and teacher.prompt is None and teacher.model is None:
-        how = "give it a prompt or an adapter (model.adapter), or set average to true"
+        how = "give it a prompt or a model, or set average to true"
         yield path, f"is the policy itself, from which it does not differ: {how}"
-    if policy.zero_stage == 3 and (teacher.average or teacher.prompt is not None):
+    if policy.zero_stage == 3 and (teacher.average or teacher.prompt is not None or not shares):
         why = f"{path} scores in the policy's workers, where it cannot be divided"
         yield "roles.policy.zero_stage", f"{why}; set it below 3"
 
 
 def _adapter_as_teacher(spec: RolloutSpec, path: str, model: ModelConfig) -> Iterator[Finding]:
     """Settings with which the policy's model is not that of a teacher with another adapter."""
-    if model.adapter is None:
-        why = "with colocate_with the teacher is the policy itself, or its model with another adapter"
-        yield f"{path}.adapter", f"{why}: set it, or remove colocate_with or model"
-        return
     if spec.roles.policy.lora is None:
         yield f"{path}.adapter", "needs roles.policy.lora: without, the weights that it is added to train"
     for name, value in model:

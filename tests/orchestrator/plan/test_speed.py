@@ -169,6 +169,21 @@ def test_a_step_of_small_batches_adds_up_by_hand(cluster: str, link: float, sent
     assert doubled.training_s == pytest.approx(2 * expected + scored)
 
 
+def test_a_frozen_teacher_in_the_policys_workers_counts_with_its_size_and_again_where_its_logits_are_compared() -> None:
+    """A step of 1024 samples of 4096 tokens on 4 ranks."""
+    sizes, found = Sizes({"given": size_of("1.5B"), "large": size_of("7B")}), list[float]()
+    for names, support in (((), "full"), (("one",), "teacher_top_k"), (("one",), "full"), (("one", "two"), "full")):
+        teachers = ", ".join(f"{name}: {{colocate_with: policy, model: {{path: large}}}}" for name in names)
+        algorithm = f"{{name: gkd, group_size: 16, clip_low: null, clip_high: null, distill: {{support: {support}}}}}"
+        roles = (f"roles.teacher={{{teachers}}}", f"algorithm={algorithm}") if names else ()
+        spec = plan_runs(read_document(NODE, ["model.path=given", *SMALL, *roles]))[0].spec
+        speed = plan(spec, described_nodes("1x8xH100", 128, 0), sizes).predicted
+        assert speed is not None
+        found.append(speed.training_s)
+    once = 256 * 4096 * 2 * size_of("7B").multiplied() / (0.68 * 989e12)
+    assert [(one - found[0]) / once for one in found] == pytest.approx([0, 1, 2, 4])
+
+
 def test_adapters_need_no_gradients_of_the_weights_below() -> None:
     size, trainer = size_of("7B"), TrainerConfig(learning_rate=1e-6)
     saved = token_seconds(size, trainer, 4096, H100) - token_seconds(size, trainer, 4096, H100, adapters=True)

@@ -327,7 +327,7 @@ def test_average_reference_and_kept_distributions() -> None:
     full = replace(
         base,
         trainer=base.trainer.model_copy(update={"ema_decay": 0.9}),
-        reference=(SMALL, "bfloat16"),
+        frozen={"reference": [(SMALL, "bfloat16")]},
         kept_states=10,
     )
     (more,) = training("policy-0", full)
@@ -710,6 +710,21 @@ def test_a_policy_that_scores_while_engines_sample_needs_its_passes_then() -> No
     before, after = plain.memory.shared[0].periods, scoring.memory.shared[0].periods
     assert after["sampling"] == before["sampling"] + more
     assert after["update"] == before["update"] + parts["reference"].bytes
+
+
+def test_teachers_in_the_policys_workers_count_with_their_weights_and_copied_heads() -> None:
+    """An average that teaches with all of its logits has a copy of the head in an update, and no other teacher has."""
+    frozen = "colocate_with: policy, model: {path: given, dtype: bfloat16}"
+    roles = f"roles.teacher={{one: {{{frozen}}}, two: {{{frozen}}}, own: {{colocate_with: policy, average: true}}}}"
+    changes = (roles, "roles.policy.ema_decay=0.9", "roles.policy.zero_stage=1")
+    for support in ("full", "student_top_k", "teacher_top_k"):
+        kind = f"algorithm={{name: gkd, clip_low: null, clip_high: null, distill: {{support: {support}}}}}"
+        result = planned(SEVEN_B, described_nodes("1x8xH100", 900), *colocated("weights"), *changes, kind)
+        policy = next(m for m in result.memory.workers if (m.worker, m.where) == ("policy-0", "gpu"))
+        parts = {part.name: (part.bytes, part.periods) for part in policy.parts}
+        assert parts["teachers"] == (2 * 2 * SEVEN_B.parameters, PERIODS)
+        copied = None if support == "teacher_top_k" else (2 * SEVEN_B.vocabulary * SEVEN_B.hidden, ("update",))
+        assert parts.get("copied heads") == copied
 
 
 def test_a_gpu_that_is_too_small_for_one_period_says_which() -> None:
