@@ -22,7 +22,7 @@ SPREAD := -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
 RUN := PATH="$(BIN):$$PATH" PYTHONUNBUFFERED=1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock models demo cluster-demo test test-long test-faults mutants pairs lint docs release bench gpu-check clean distclean
+.PHONY: help setup lock update models demo cluster-demo test test-long test-faults mutants pairs lint docs release bench gpu-check clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -36,6 +36,9 @@ setup: $(STAMP) ## create the virtual environment with the pinned versions
 
 lock: $(STAMP) ## write the locks again, with uv; ARGS="--upgrade-package NAME" moves a version
 	$(RUN) "$(BIN)/python" deploy/install/lock.py $(ARGS)
+
+update: models ## try the newest versions of ray, torch, vLLM, transformers, deepspeed and pyarrow in a copy, and say what moved (with uv)
+	$(RUN) "$(BIN)/python" -m deploy.install.update $(ARGS)
 
 models: $(STAMP) ## create the small models of the demo and the tests
 	@$(RUN) "$(BIN)/troupe" demo --prepare --models .cache/models
