@@ -8,6 +8,7 @@ both locks, with which the tests run. No GPU is needed.
 from __future__ import annotations
 
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -26,6 +27,7 @@ GPU_LOCK = CPU_LOCK.with_name("gpu.lock")
 PYTHON = "3.11.9"
 """Version that is resolved for; the same pins hold for the later ones."""
 CPU_MACHINES = ("x86_64", "aarch64")
+HERE = "--here"
 
 BUILD = ("pip", "setuptools")
 """Tools that the installation itself needs."""
@@ -97,7 +99,9 @@ def resolve(
 
 
 def main(options: Sequence[str]) -> int:
-    """Write both locks; returns exit code 1 if uv is not installed, or finds no versions that fit together."""
+    """Write both locks, or with `--here` that of this machine's processor alone; returns exit code 1 if uv is not
+    installed, or finds no versions that fit together."""
+    here, options = HERE in options, [option for option in options if option != HERE]
     # The build of torch for CPUs is in PyTorch's own index, or in a folder.
     from_torch = ["--torch-backend", "cpu"] if "--find-links" not in options else []
     try:
@@ -110,10 +114,12 @@ def main(options: Sequence[str]) -> int:
                 left_out=LEFT_OUT,
                 options=(*from_torch, *options),
             )
-            for machine in CPU_MACHINES
+            for machine in ((platform.machine(),) if here else CPU_MACHINES)
         }
-        limits = tested(found["x86_64"])
-        gpu = resolve(GPU_LOCK, "x86_64", ("gpu", "all", "test"), limits=limits, options=options)
+        gpu = {}
+        if not here:
+            limits = tested(found["x86_64"])
+            gpu = resolve(GPU_LOCK, "x86_64", ("gpu", "all", "test"), limits=limits, options=options)
     except FileNotFoundError:
         print("the locks were not written: uv is not installed (pip install uv)", file=sys.stderr)
         return 1
@@ -127,7 +133,8 @@ def main(options: Sequence[str]) -> int:
         for machine, of_machine in found.items()
         for name, version in of_machine.items()
     }
-    for lock, heading, content in ((CPU_LOCK, HEADER, cpu), (GPU_LOCK, GPU_HEADER, gpu)):
+    locks = ((CPU_LOCK, HEADER, cpu), (GPU_LOCK, GPU_HEADER, gpu))
+    for lock, heading, content in locks[: 1 if here else 2]:
         lock.write_text(heading.format_map(content) + _lines(content, "=="))
         print(f"{lock.relative_to(ROOT)}: {len(content)} distributions")
     return 0

