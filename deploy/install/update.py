@@ -1,9 +1,10 @@
 """Try the newest versions of what Troupe is built on: `make update`.
 
-In a copy of the last commit, the bounds of these packages in `pyproject.toml` are lifted and the lock of this machine is
-resolved again, with uv (`pip install uv`; arguments are uv's). If a version moves, the copy is installed, and the tests that compare models of every family with their sampler
-run there and here: printed are the versions that moved, who holds the others, and the tests that pass here only. Copy
-and environment stay for a closer look; nothing of the checkout is changed.
+In a copy of the last commit, the bounds of these packages in `pyproject.toml` are lifted and the lock of this machine
+is resolved again, with uv (`pip install uv`; arguments are uv's). If a version moves, the copy is installed, and the
+tests that compare models of every family with their sampler run there and here: printed are the versions that moved,
+who holds the others, and the tests that pass here only. Copy and environment stay for a closer look; nothing of the
+checkout is changed.
 """
 
 from __future__ import annotations

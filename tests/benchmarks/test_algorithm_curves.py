@@ -40,7 +40,7 @@ def test_the_settings_of_every_run_fit_its_spec(name: str) -> None:
     assert [run.spec.algorithm.name for run in planned] == [name]
 
 
-@pytest.mark.parametrize("name", TAUGHT)
+@pytest.mark.parametrize("name", sorted(TAUGHT))
 def test_the_student_fits_its_teacher(name: str, demo_model: Path) -> None:
     given = assignments(name, 20, 7, demo_model)
     (run,) = plan_runs(read_document(ROOT / algorithm_curves.spec_of(name).path, given))
