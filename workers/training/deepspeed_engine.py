@@ -185,7 +185,8 @@ class TrainEngine:
             self._engine.enable_backward_allreduce = False  # it would copy all gradients twice
         self.module: nn.Module = self._engine.module
         # Each rank averages what it holds: its partitions under ZeRO-3, otherwise the whole parameters.
-        self._average = [part.float().clone() for part in self._averaged_parts()] if config.ema_decay else []
+        parts = self._averaged_parts() if config.ema_decay else []
+        self._average = [part.data.float().clone() for part in parts]
         self.device: torch.device = self._engine.device
         self._states = StateOffload(self.device)
         self._copies: HostCopies | None = None
@@ -242,7 +243,7 @@ class TrainEngine:
             logger.warning("update %d skipped: the gradient is not finite", self._updates)
         elif self._average:
             for average, part in zip(self._average, self._averaged_parts(), strict=True):
-                average.lerp_(part.float(), 1.0 - self._config.ema_decay)
+                average.lerp_(part.data.float(), 1.0 - self._config.ema_decay)
         return result
 
     def _step(self) -> tuple[float, bool]:
@@ -301,8 +302,8 @@ class TrainEngine:
     def _averaged_parts(self) -> list[torch.Tensor]:
         """This rank's part of every parameter that is averaged, live."""
         if self._stage == 3:
-            return [getattr(parameter, "ds_tensor").data for parameter in self._averaged()]  # noqa: B009
-        return [parameter.data for parameter in self._averaged()]
+            return [getattr(parameter, "ds_tensor") for parameter in self._averaged()]  # noqa: B009
+        return [*self._averaged()]
 
     def _averaged(self) -> list[nn.Parameter]:
         """The parameters that are averaged and exported: all of the model, or its adapters."""
@@ -455,14 +456,14 @@ class TrainEngine:
         if not self._average:
             raise RuntimeError("there is no moving average of the weights: ema_decay is 0")
         parts = self._averaged_parts()
-        trained = [tensor.clone() for tensor in parts]
+        trained = [part.data for part in parts]
         try:
-            for tensor, average in zip(parts, self._average, strict=True):
-                tensor.copy_(average)
+            for part, average in zip(parts, self._average, strict=True):
+                part.data = average.to(part.dtype)
             yield
         finally:
-            for tensor, before in zip(parts, trained, strict=True):
-                tensor.copy_(before)
+            for part, before in zip(parts, trained, strict=True):
+                part.data = before
 
     def close(self) -> None:
         self._engine.destroy()
