@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
@@ -234,23 +233,19 @@ async def test_a_call_that_a_request_forces_is_sampled_among_the_permitted_token
 
 
 class Talk:
-    """An environment of three turns, which updates the engine while some of five episodes are in their second turn."""
+    """An environment of three turns, which updates the engine after the first turn of five episodes."""
 
     def __init__(self, update: Callable[[], Awaitable[object]]) -> None:
         self.update: Callable[[], Awaitable[object]] | None = update
         self.turns: Counter[str] = Counter()
-        self.began = time.monotonic()
 
     async def begin(self, episode: str, row: Row, timeout_s: float) -> tuple[str, EpisodeReply]:
-        self.began = time.monotonic()
         return "environment-0", EpisodeReply(Observation(row.messages))
 
     async def step(self, worker: str, episode: str, message: Message, timeout_s: float) -> EpisodeReply:
         self.turns[episode] += 1
         if len(self.turns) == 5 and self.update is not None:
             update, self.update = self.update, None
-            # Into the second turns, which take as long as the first ones: all turns are cut at the same length.
-            await asyncio.sleep((time.monotonic() - self.began) / 2)
             await update()
         if self.turns[episode] == 3:
             return EpisodeReply(Observation(done=True, reward=1.0))
@@ -282,8 +277,10 @@ async def test_an_update_in_the_middle_of_episodes_records_the_version_of_every_
     worker.generation.config = config.model_copy(update={"episodes": {"": bounds}})
     try:
         await worker.connect_environments("", Talk(lambda: load(new)))
-        with sampling_config(worker, max_tokens=80):
-            groups = [GroupRequest(f"p{row}", row, 0, samples=3, seed=row, environment="") for row in range(3)]
+        with sampling_config(worker, max_tokens=240):
+            # The last group is amid its first turn when five other episodes have ended theirs, and for long.
+            lengths = enumerate((80, 80, 240))
+            groups = [GroupRequest(f"p{n}", n, 0, samples=3, seed=n, environment="", max_tokens=m) for n, m in lengths]
             generated = await asyncio.gather(*(worker.generate(group, PROMPTS) for group in groups))
     finally:
         worker.generation.config = config
