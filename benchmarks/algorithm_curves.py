@@ -300,7 +300,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def missing(runs: Mapping[str, Runs], names: Sequence[str], seeds: Sequence[int], steps: int) -> dict[str, list[int]]:
-    """The seeds of each algorithm whose runs with these settings are not recorded; without those that miss none."""
+    """Seeds whose runs with these settings are not recorded, by algorithm; one that misses none is left out."""
     known = {name: row.seeds for name, row in runs.items() if row.overrides == overrides(name, steps)}
     left = {name: [seed for seed in seeds if str(seed) not in known.get(name, {})] for name in names}
     return {name: found for name, found in left.items() if found}

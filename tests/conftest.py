@@ -116,6 +116,9 @@ def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None]:
     """Run cheap tests first and real-stack tests last, and skip GPU tests where they cannot or should not run."""
     for item in items:
+        if any(isinstance(marker.args[1], set | frozenset) for marker in item.iter_markers("parametrize")):
+            # Its order differs between processes, which then do not agree on the tests.
+            raise pytest.UsageError(f"{item.nodeid}: sort the set of parameters")
         if marker := item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.timeout(GPU_TIMEOUT_S))
             chosen = "gpu" in (config.getoption("markexpr") or "")

@@ -309,7 +309,7 @@ class PolicyWorker(TrainingRank[PolicyConfig]):
         return (self._teacher(table, micro_batch), ("divergences",)) if loss.distill.coef else (None, ())
 
     def _teacher(self, table: TokenTable, micro_batch: TokenBatch) -> LogitsReader:
-        """See `TrainingRank._teacher`; those of `roles.teacher` that no row of the micro-batch has compute nothing."""
+        """See `TrainingRank._teacher`. A role that teaches no row of the micro-batch computes nothing."""
         names = tuple(self._config.teachers)
         if not self._distill.in_process or not names:
             return super()._teacher(table, micro_batch)

@@ -28,6 +28,7 @@ PYTHON = "3.11.9"
 """Version that is resolved for; the same pins hold for the later ones."""
 CPU_MACHINES = ("x86_64", "aarch64")
 HERE = "--here"
+"""Option: write `cpu.lock` alone, for the processor of this machine."""
 
 BUILD = ("pip", "setuptools")
 """Tools that the installation itself needs."""
@@ -99,8 +100,8 @@ def resolve(
 
 
 def main(options: Sequence[str]) -> int:
-    """Write both locks, or with `--here` that of this machine's processor alone; returns exit code 1 if uv is not
-    installed, or finds no versions that fit together."""
+    """Write both locks, or the one of `--here`; returns exit code 1 if uv is not installed, or finds no versions that
+    fit together."""
     here, options = HERE in options, [option for option in options if option != HERE]
     # The build of torch for CPUs is in PyTorch's own index, or in a folder.
     from_torch = ["--torch-backend", "cpu"] if "--find-links" not in options else []
@@ -133,8 +134,9 @@ def main(options: Sequence[str]) -> int:
         for machine, of_machine in found.items()
         for name, version in of_machine.items()
     }
-    locks = ((CPU_LOCK, HEADER, cpu), (GPU_LOCK, GPU_HEADER, gpu))
-    for lock, heading, content in locks[: 1 if here else 2]:
+    for lock, heading, content in ((CPU_LOCK, HEADER, cpu), (GPU_LOCK, GPU_HEADER, gpu)):
+        if not content:
+            continue
         lock.write_text(heading.format_map(content) + _lines(content, "=="))
         print(f"{lock.relative_to(ROOT)}: {len(content)} distributions")
     return 0

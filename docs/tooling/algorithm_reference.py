@@ -156,7 +156,7 @@ probability, and with it `reverse` over them almost no gradient: of a random stu
 The teacher's likeliest tokens are 2k + 1 numbers for each token in the table of the reference's log-probs, from any
 place of the reference. The other supports need its logits: with `colocate_with: policy` its hidden states are computed
 in the update, and its head runs beside the policy's, chunk by chunk, so that neither's logits exist for all tokens at
-once. So do frozen models of `roles.teacher` with `colocate_with: policy` and a `model`, of which one runs only for
+once. So do frozen models of `roles.teacher` with `colocate_with: policy` and a `model`; each runs only for
 micro-batches with samples that it teaches, and the policy's moving average, which is the one before each update. All
 of them read the policy's prompts. Every policy worker holds each frozen model whole, and a copy of the average's head
 in an update; `troupe plan` counts both. `policy/teacher_divergence` is the mean of `D`, `kl_ref` an estimate of
@@ -233,15 +233,15 @@ roles:
 
 With `colocate_with: policy` and no `model` the teacher is the policy before the updates of each step, which needs a
 prompt (SDPO, arXiv 2601.20802), or with `average: true` the moving average of its weights (`roles.policy.ema_decay`).
-An older policy, such as that of some steps before, does not teach: a teacher that lags behind is the average. The
+An older policy, as it was some steps before, does not teach: a teacher that lags behind is the average. The
 policy's workers score the whole batch between two steps, also in asynchronous training.
 
 If the policy trains adapters (`roles.policy.lora`), a teacher with `colocate_with: policy` may be the same model with
 another adapter, which `model` names beside the `path` (and `dtype`) of the policy's model. The policy's layers then
 compute this adapter in place of the one that trains: no second model is loaded, `troupe plan` counts the adapter alone,
-and checkpoints, exports and digests are those of a run without it. Rank, alpha and layers may differ from the policy's.
+and checkpoints, exports and digests are the same as without it. Rank, alpha and layers may differ from the policy's.
 Without a `prompt` it works with every ZeRO stage. It teaches with its likeliest tokens (`teacher_top_k`), not with all
-of its logits. In float32 its log-probs are within 1e-5 nats of those of the model to which the adapter was added; in
+of its logits. In float32 its log-probs are within 1e-5 nats of a model's to which the adapter was added; in
 bfloat16 the sum is not rounded, as that model's weights are.
 
 In 20 steps of this run the divergence from each of two teachers falls. The first teacher is an engine, the second one

@@ -177,8 +177,8 @@ def _training(
 
 
 def _scored(spec: RolloutSpec, config: PolicyConfig, sizes: Sizes) -> int:
-    """Numbers by which a token is multiplied in passes of the policy's workers without gradient: to score it, and again
-    in every epoch by teachers that compare all of their logits."""
+    """Weights that a token is multiplied with in the policy's workers, in passes without a gradient: each model scores
+    it once, and teachers that compare all of their logits run again in every epoch."""
     reference = [] if config.reference_model is None else [config.reference_model]
     teachers = [config.teacher_models.get(name, config.model) for name in config.teachers]
     passes = [*reference, *teachers, *[config.model] * needs_old_logprobs(spec)]
@@ -188,7 +188,7 @@ def _scored(spec: RolloutSpec, config: PolicyConfig, sizes: Sizes) -> int:
 
 
 def _passes(trainer: TrainerConfig, size: ModelSize) -> float:
-    """Forward passes that an update reads as much as: a backward pass is two, and repeats the recomputed layers."""
+    """Forward passes with the traffic of an update: a backward pass is two, and repeats the recomputed layers."""
     return 3 + trainer.recomputed(size.layers) / size.layers
 
 

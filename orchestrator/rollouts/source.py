@@ -102,8 +102,8 @@ def _batch_scorers(spec: RolloutSpec, workers: Workers) -> list[_BatchScorer]:
     for name, teacher in spec.roles.teachers().items():
         if name in spec.in_policy:
             policy = workers.require_policy()
-            own = teacher.sources, teacher.reads_feedback
-            found.append(_BatchScorer(name, policy, policy.teacher(name), name, *own))
+            score, reads = policy.teacher(name), teacher.reads_feedback
+            found.append(_BatchScorer(name, policy, score, name, teacher.sources, reads_feedback=reads))
     return found
 
 

@@ -77,7 +77,7 @@ class OfflineData(Frozen):
     eval: Annotated[ExampleSource | None, NONE, OTHER_EVALUATIONS, EVALUATED] = None
     """Examples to evaluate on."""
     skip: Annotated[int, NONE, NEW_ORDER] = Field(default=0, ge=0)
-    """Examples at the start of the seed's order that are not drawn. `rounds` adds those of earlier rounds."""
+    """Examples at the start of the seed's order that are not drawn. `rounds` adds what earlier rounds have drawn."""
     held_out: Annotated[bool, NONE, EVALUATED_IF_SET] = True
     """Exclude from `eval` every example whose prompt is also in `train`."""
     max_length: Annotated[int, NONE, _WHICH_EXAMPLES] = Field(default=1024, ge=8)

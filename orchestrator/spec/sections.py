@@ -144,7 +144,7 @@ class DataConfig(Frozen):
     """Prompts to evaluate on: one source, or several by name (`{math: {...}, code: {...}}`), each with its own sampling
     and rewards. A name has lowercase letters, digits and `-`."""
     skip: Annotated[int, NONE, NEW_ORDER] = Field(default=0, ge=0)
-    """Prompts at the start of the seed's order that are not drawn. `rounds` adds those of earlier rounds."""
+    """Prompts at the start of the seed's order that are not drawn. `rounds` adds what earlier rounds have drawn."""
     held_out: Annotated[bool, NONE, EVALUATED_IF_SET] = True
     """Exclude every prompt of `train` from `eval`."""
     ptx: Annotated[

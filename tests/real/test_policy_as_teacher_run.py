@@ -43,7 +43,7 @@ def written(folder: Path) -> ModelConfig:
 
 def test_teachers_in_the_policys_workers_teach_as_separate_ones(tmp_path: Path) -> None:
     """Both teachers with the adapter have the same divergence in every step, although the policy's own adapters train.
-    The samples without feedback are those that the metric counts."""
+    The metric counts the samples without feedback."""
     (tmp_path / "my_checks.py").write_text(REWARD)
     model = written(tmp_path / "adapter").model_dump(mode="json")
     teachers = {

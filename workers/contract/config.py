@@ -417,9 +417,9 @@ class PolicyConfig(PolicySettings, RankConfig):
     teachers: dict[str, TeacherSettings] = Field(default_factory=dict)
     """The teachers in the policy's workers, by role."""
     teacher_models: dict[str, ModelConfig] = Field(default_factory=dict)
-    """Frozen models of those that have another than the policy's, by role."""
+    """Frozen models of `teachers` whose model is not the policy's, by role."""
     teacher_adapters: dict[str, str] = Field(default_factory=dict)
-    """Folders of the adapters of those that have its model, without the adapters that train, by role."""
+    """Folders of the adapters of `teachers` that share the policy's model, by role. They replace those that train."""
     transfer_backend: TransferBackend = "shm"
     weight_store: str | None = None
     """URL of the object store that weights go through on their way to other nodes."""

@@ -196,7 +196,7 @@ class WholeTeachers:
     """float32 [T, n]."""
 
     def of(self, chosen: torch.Tensor | slice) -> WholeTeachers:
-        """The teachers at these tokens, which are those that this worker has."""
+        """The teachers at these tokens: their own states are of this worker's tokens already."""
         return WholeTeachers(self.teachers, self.weights[chosen])
 
     def split(self, parts: int) -> Sequence[WholeTeachers]:

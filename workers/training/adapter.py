@@ -119,7 +119,7 @@ class Adapter:
 
     @contextmanager
     def replaced_by(self, other: AdapterBeside) -> Iterator[None]:
-        """Inside the block the model is the one that was loaded, with a frozen adapter instead of those that train."""
+        """Inside the block a frozen adapter replaces the trained ones."""
         with self.off(), other.added():
             yield
 

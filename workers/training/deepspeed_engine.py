@@ -78,7 +78,8 @@ logger = logging.getLogger(__name__)
 
 
 def recompute(model: PreTrainedModel, config: TrainerConfig, stage: int) -> None:
-    """Make the backward pass compute every n-th layer again, with or without its products, under this ZeRO stage."""
+    """Make the backward pass compute every n-th layer again, all of it or all but its products, under this stage of
+    ZeRO."""
     partitioned = stage == 3
     if config.recompute_products:
         # ZeRO-3 frees a parameter between forward and backward, which the checks of non-reentrant checkpointing reject.
@@ -86,14 +87,14 @@ def recompute(model: PreTrainedModel, config: TrainerConfig, stage: int) -> None
         if partitioned:
             model.enable_input_require_grads()
     else:
-        settings = {"use_reentrant": False, "context_fn": partial(create_selective_checkpoint_contexts, _recomputed)}
+        settings = {"use_reentrant": False, "context_fn": partial(create_selective_checkpoint_contexts, _keeping)}
         if partitioned:
             settings["determinism_check"] = "none"  # it compares the shapes of parameters
     model.gradient_checkpointing_enable(settings, every_n_layers=config.recompute_every)
 
 
-def _recomputed(context: object, operation: torch._ops.OpOverload, *args: object, **kwargs: object) -> CheckpointPolicy:
-    """Which results of a layer's operations are kept."""
+def _keeping(context: object, operation: torch._ops.OpOverload, *args: object, **kwargs: object) -> CheckpointPolicy:
+    """Returns whether to keep the result of an operation of a layer, as `create_selective_checkpoint_contexts` asks."""
     return CheckpointPolicy.MUST_SAVE if operation.name() in _PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
 
 
@@ -300,7 +301,7 @@ class TrainEngine:
                 yield tensor.name, whole
 
     def _averaged_parts(self) -> list[torch.Tensor]:
-        """This rank's part of every parameter that is averaged, live."""
+        """This rank's part of every parameter that is averaged, live: the parameter, or its partition under ZeRO-3."""
         if self._stage == 3:
             return [getattr(parameter, "ds_tensor") for parameter in self._averaged()]  # noqa: B009
         return [*self._averaged()]
@@ -459,7 +460,7 @@ class TrainEngine:
         trained = [part.data for part in parts]
         try:
             for part, average in zip(parts, self._average, strict=True):
-                part.data = average.to(part.dtype)
+                part.data = average.to(part.device, part.dtype)  # it may be in host memory
             yield
         finally:
             for part, before in zip(parts, trained, strict=True):

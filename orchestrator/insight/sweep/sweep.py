@@ -210,16 +210,15 @@ class SweepRun:
             to_send(trial.document, trial.runs).write(file)
             return
         kept = plan_counted(read_file(file), self._say, trial.folder)
-        changes = [
-            (now.field(field), *values)
-            for before, now in zip(kept, trial.runs, strict=False)
-            for field, *values in field_changes(before.spec, now.spec)
-        ]
+        pairs = zip(kept, trial.runs, strict=False)
+        changes = [(now.field(field), *of) for old, now in pairs for field, *of in field_changes(old.spec, now.spec)]
         if len(kept) != len(trial.runs):
             changes = [("the number of runs", len(kept), len(trial.runs))]
         if changes:
-            changed, old, new = changes[0]
-            raise UsageError(f"{file}: {changed} is {old}, now {new}: a sweep resumes unchanged; use another --out")
+            changed, before, after = changes[0]
+            raise UsageError(
+                f"{file}: {changed} is {before}, now {after}: a sweep resumes unchanged; use another --out"
+            )
 
     def _write(self) -> None:
         record = json.dumps(self.record(), indent=1, ensure_ascii=False)

@@ -153,7 +153,7 @@ def _in_policy(spec: RolloutSpec, path: str, teacher: TeacherRole) -> Iterator[F
 
 
 def _adapter_as_teacher(spec: RolloutSpec, path: str, model: ModelConfig) -> Iterator[Finding]:
-    """Settings with which the policy's model is not that of a teacher with another adapter."""
+    """Settings with which a teacher's adapter does not fit the policy's model."""
     if spec.roles.policy.lora is None:
         yield f"{path}.adapter", "needs roles.policy.lora: without, the weights that it is added to train"
     for name, value in model:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -14,9 +15,10 @@ import pytest
 import yaml
 from aiohttp import ServerDisconnectedError
 from ray.job_submission import JobStatus
+from typer.testing import CliRunner
 
 from tests.conftest import ROOT
-from troupe.orchestrator.cli import main
+from troupe.orchestrator.cli import app, main
 from troupe.orchestrator.errors import StopRequested, TroupeError, UsageError
 from troupe.orchestrator.platforms.ray_jobs import (
     JobServer,
@@ -28,9 +30,10 @@ from troupe.orchestrator.platforms.ray_jobs import (
     token_header,
 )
 from troupe.orchestrator.spec.derived.paths import absolute_paths
-from troupe.orchestrator.spec.load import load_rollout_spec
+from troupe.orchestrator.spec.load import load_rollout_spec, plan_runs, read_document
 
 GRPO = ROOT / "deploy" / "specs" / "tiny-grpo.yaml"
+CHAIN = GRPO.with_name("tiny-three-stage.yaml")
 
 
 def test_every_path_is_made_absolute_and_nothing_else_changes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -181,6 +184,15 @@ def test_no_secret_is_submitted_with_a_job(server: JobServer, tmp_path: Path) ->
     assert float(sent["runtime_env"]["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"]) > 60
     assert not {"RAY_AUTH_TOKEN", "HOME", "PATH"} & sent["runtime_env"]["env_vars"].keys()
     assert sent["metadata"] == {"troupe": "tiny-grpo"}
+
+
+@pytest.mark.usefixtures("server")
+def test_the_folders_of_a_submitted_chain_are_those_of_its_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "http://head:8265")
+    answer = CliRunner().invoke(app, ["submit", str(CHAIN), "--json"], catch_exceptions=False)
+    planned = [str(run.out.absolute()) for run in plan_runs(read_document(CHAIN))]
+    assert json.loads(answer.stdout)["run_folders"] == planned
+    assert len(planned) > 1 and len({Path(folder).parent for folder in planned}) == 1
 
 
 def test_a_copy_of_the_working_directory_is_sent_and_the_folder_is_not_written(
