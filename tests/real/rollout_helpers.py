@@ -7,18 +7,23 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
+import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from troupe.workers.agents.episodes.turns import TurnLimits
 from troupe.workers.contract.config import EngineConfig, RolloutConfig, SamplingConfig
 from troupe.workers.contract.config_base import ModelConfig
 from troupe.workers.contract.kept_tokens import kept_of
-from troupe.workers.contract.messages import PROMPTS
+from troupe.workers.contract.messages import PROMPTS, GroupRequest
 from troupe.workers.rollout import RolloutWorker
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
 
 MAX_TOKENS = 24
 
@@ -34,6 +39,24 @@ def rollout_config(model: Path, max_tokens: int = MAX_TOKENS) -> RolloutConfig:
         transfer_backend="shm",
         device="cpu",
     )
+
+
+@contextmanager
+def endless(worker: RolloutWorker) -> Iterator[None]:
+    """Let every response of a running worker reach its limit within the `with` block.
+
+    The tokens that a request samples after an update depend on the moment of the update, and so would its length."""
+    build = worker.generation.sampling_params
+
+    def without_ends(request: GroupRequest, index: int, limits: TurnLimits | None = None) -> SamplingParams:
+        params = build(request, index, limits)
+        params.ignore_eos, params.stop_token_ids = True, []
+        params.all_stop_token_ids.clear()
+        return params
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker.generation, "sampling_params", without_ends)
+        yield
 
 
 async def until_sampling(worker: RolloutWorker, requests: int) -> None:

@@ -15,7 +15,7 @@ import pytest_asyncio
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.real.rollout_helpers import chat, prompt_table, reference_logprobs, rollout_config, until_sampling
+from tests.real.rollout_helpers import chat, endless, prompt_table, reference_logprobs, rollout_config, until_sampling
 from troupe.workers.contract.config import RolloutConfig
 from troupe.workers.contract.config_base import ModelConfig
 from troupe.workers.contract.messages import GroupRequest, WeightUpdate
@@ -184,8 +184,9 @@ async def test_running_requests_continue_with_the_next_version(worker: RolloutWo
     policy.train()
     update = policy.publish()
     try:
-        running = asyncio.create_task(rows(worker, request))
-        await until_sampling(worker, 2)
+        with endless(worker):
+            running = asyncio.create_task(rows(worker, request))
+            await until_sampling(worker, 2)
         await worker.update_weights(update)
         found = await running
     finally:
@@ -289,8 +290,9 @@ async def test_an_engine_that_rests_wakes_with_the_next_adapters(worker: Rollout
             await running
         assert not worker.memory.awake  # nothing wakes an engine whose adapters were not verified
         await worker.update_weights(policy.publish())
-        running = asyncio.create_task(rows(worker))
-        await until_sampling(worker, 3)
+        with endless(worker):
+            running = asyncio.create_task(rows(worker))
+            await until_sampling(worker, 3)
         await worker.sleep()
         policy.train()
         await worker.update_weights(policy.publish())

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from tests.real.rollout_helpers import (
     chat,
+    endless,
     load_model,
     named_weights,
     perturb,
@@ -131,7 +132,7 @@ async def test_an_update_during_generation_records_the_version_of_every_token(
     for kind in KINDS:
         perturb(trainer.model, kind)
     new = trainer.publish()
-    with sampling_config(worker, top_p=0.9):
+    with sampling_config(worker, top_p=0.9), endless(worker):
         running = [asyncio.create_task(generate_rows(worker, 4)) for _ in range(2)]
         await until_sampling(worker, 8)
         await worker.update_weights(new)
