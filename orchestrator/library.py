@@ -43,13 +43,15 @@ T = TypeVar("T")
 
 Overrides = Sequence[str] | Mapping[str, Any]
 """Fields to set: `["schedule.steps=10"]`, or `{"schedule.steps": 10}`."""
-SpecLike = RunSpec | str | Path | Mapping[str, Any]
+PathLike = str | os.PathLike[str]
+"""A path: text, or an object that has one, as those of pathlib."""
+SpecLike = RunSpec | PathLike | Mapping[str, Any]
 """A loaded spec, a YAML file, `examples:NAME`, or a spec as a dict."""
 OnStep = Callable[[int, Mapping[str, Any]], None]
 """Called with the number of a step and its metrics."""
 
 
-def load_spec(source: str | Path | Mapping[str, Any], set: Overrides = ()) -> RunSpec:
+def load_spec(source: PathLike | Mapping[str, Any], set: Overrides = ()) -> RunSpec:
     """Load and check a spec.
 
     Args:
@@ -67,7 +69,7 @@ def run(
     spec: SpecLike,
     *,
     set: Overrides = (),
-    out: str | Path | None = None,
+    out: PathLike | None = None,
     resume: bool = False,
     address: str | None = None,
     on_step: OnStep | None = None,
@@ -147,11 +149,11 @@ def train(request: RunRequest, console: Console) -> RunOutcome:
 
 def evaluate(
     spec: SpecLike,
-    model: str | Path | None = None,
+    model: PathLike | None = None,
     *,
     set: Overrides = (),
     best: bool = False,
-    output: str | Path | None = None,
+    output: PathLike | None = None,
     address: str | None = None,
     progress: bool | TextIO = False,
 ) -> dict[str, float]:
@@ -198,7 +200,7 @@ def evaluate(
     return _outside_of_loops(lambda: asyncio.run(running), request)
 
 
-def evaluated_model(model: str | Path, *, best: bool = False) -> Path:
+def evaluated_model(model: PathLike, *, best: bool = False) -> Path:
     """The folder, or the name on the hub, of a model or adapters that are named directly, by a checkpoint or by a run.
 
     Args:
@@ -211,7 +213,7 @@ def evaluated_model(model: str | Path, *, best: bool = False) -> Path:
     """
     from troupe.orchestrator.training.checkpoint import MODEL
 
-    if is_url(model):
+    if is_url(os.fspath(model)):
         raise UsageError("--model: expected a folder, or a name on the hub; no model behind a URL is evaluated")
     folder = local_path(model)
     if (folder / "checkpoints").is_dir():
@@ -245,8 +247,8 @@ def plan(spec: SpecLike, *, set: Overrides = (), cluster: str | None = None) -> 
 
 
 def export(
-    run: Outcome | str | Path,
-    folder: str | Path,
+    run: Outcome | PathLike,
+    folder: PathLike,
     *,
     step: int | None = None,
     best: bool = False,
@@ -274,10 +276,10 @@ def export(
 
 
 def export_checkpoint(
-    run: Outcome | str | Path, folder: str | Path, *, step: int | None, best: bool, average: bool, merge: bool
+    run: Outcome | PathLike, folder: PathLike, *, step: int | None, best: bool, average: bool, merge: bool
 ) -> tuple[str, Path]:
     """Name of the exported checkpoint, and the folder; see `export`."""
-    if is_url(folder):
+    if is_url(os.fspath(folder)):
         raise UsageError(f"{folder} is a URL; write the model to a disk")
     from troupe.orchestrator.training.export import has_adapters, require_new, write_merged, write_model
 
@@ -289,7 +291,7 @@ def export_checkpoint(
     return source.parent.name, (write_merged if merge else write_model)(source, target)
 
 
-def model_of(run: Outcome | str | Path, *, step: int | None = None, best: bool = False, average: bool = False) -> Path:
+def model_of(run: Outcome | PathLike, *, step: int | None = None, best: bool = False, average: bool = False) -> Path:
     """Folder of the model in a checkpoint of a run; see `export`. Raises OSError without a valid checkpoint."""
     from troupe.orchestrator.runs.checkpoints import best_step
     from troupe.orchestrator.training.checkpoint import AVERAGE, MODEL
@@ -302,7 +304,7 @@ def model_of(run: Outcome | str | Path, *, step: int | None = None, best: bool =
 
 
 def samples(
-    run: Outcome | str | Path,
+    run: Outcome | PathLike,
     *,
     step: int | None = None,
     where: str | None = None,
@@ -333,14 +335,14 @@ def samples(
     return select_samples(RunFolder(_folder(run)), query, columns or SAMPLES.names)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Outcome:
     """A run that has ended, or the run in a folder: `troupe.Outcome("runs/my-run")`."""
 
     folder: Path
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "folder", local_path(self.folder))
+    def __init__(self, folder: PathLike) -> None:
+        object.__setattr__(self, "folder", local_path(folder))
 
     @property
     def state(self) -> RunState:
@@ -383,7 +385,7 @@ class Outcome:
 
         return report_of(self._run).verdicts
 
-    def report(self, file: str | Path | None = None) -> Path:
+    def report(self, file: PathLike | None = None) -> Path:
         """Write the report, one HTML page, and return the file.
 
         Args:
@@ -400,20 +402,20 @@ class Outcome:
         return RunFolder(self.folder)
 
 
-def local_path(path: str | Path) -> Path:
+def local_path(path: PathLike) -> Path:
     """A path with the user's home folder in place of `~`."""
     return Path(os.path.expanduser(path))  # that of pathlib raises for an unknown user
 
 
 def _planned(source: SpecLike, overrides: Overrides, out: Path | None = None) -> PlannedRun:
     """The run of a spec. Raises SpecError or UsageError."""
-    name = str(source) if isinstance(source, str | Path) else "the spec"
+    name = "the spec" if isinstance(source, RunSpec | Mapping) else os.fspath(source)
     return single(_document(source, _assignments(overrides)), name, lambda line: None, out)
 
 
 def _document(source: SpecLike, assignments: list[str]) -> yaml_reader.Document:
-    if isinstance(source, str | Path):
-        return read_document(source, assignments)
+    if not isinstance(source, RunSpec | Mapping):
+        return read_document(os.fspath(source), assignments)
     data = dict(source) if isinstance(source, Mapping) else source.model_dump(mode="json", exclude_defaults=True)
     return yaml_reader.override(yaml_reader.Document(data, Source("spec")), assignments)
 
@@ -456,7 +458,7 @@ def _stream(progress: bool | TextIO) -> TextIO:
     return progress
 
 
-def _folder(run: Outcome | str | Path) -> Path:
+def _folder(run: Outcome | PathLike) -> Path:
     return run.folder if isinstance(run, Outcome) else local_path(run)
 
 

@@ -37,6 +37,7 @@ from troupe.orchestrator.data.prompts import PromptSource, load_pool
 from troupe.orchestrator.errors import DataError, TroupeError, UsageError
 from troupe.orchestrator.insight.samples import SampleQuery, count_samples, select_samples
 from troupe.orchestrator.live.control import FOLDER, ControlServer, ask
+from troupe.orchestrator.live.lock import LOCK_FILE, locked
 from troupe.orchestrator.live.mailbox import Mailbox
 from troupe.orchestrator.model_facts.model_size import SizeUnknown, read_size
 from troupe.orchestrator.spec.checks.models import (
@@ -476,15 +477,16 @@ async def test_requests_to_a_run(tmp_path: Path) -> None:
 
 
 def test_answers_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / FOLDER
-    folder.mkdir()
-    owner = json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode()
+    (tmp_path / FOLDER).mkdir()
     answer = {"error": "", "roles": [{"role": "rollout", "wanted": 1, "running": 1, "scaling": False}]}
-    mutations = Mutations()
-    for data in mutations.of_bytes(owner, 200):
-        (folder / "run.json").write_bytes(data)
+    mutations, lock = Mutations(), tmp_path / LOCK_FILE
+    with locked(tmp_path):
+        holder = lock.read_bytes()
+    values = [json.dumps(value).encode() for value in mutations.of_json(json.loads(holder), 200)]
+    for data in (*mutations.of_bytes(holder, 200), *values):
+        lock.write_bytes(data)
         refuses(lambda: ask(tmp_path, {}, 0.0), UsageError, TroupeError)
-    (folder / "run.json").write_bytes(owner)
+    lock.write_bytes(holder)
     answers = (json.dumps(value).encode() for value in mutations.of_json(answer, 100))
     monkeypatch.setattr(Mailbox, "ask", lambda *_: next(answers))
     for _ in range(100):

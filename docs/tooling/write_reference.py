@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
 
 from benchmarks.algorithm_curves import curves
 from docs.tooling.algorithm_reference import algorithm_reference, listed_in
@@ -19,7 +23,7 @@ from docs.tooling.spec_reference import spec_reference
 from docs.tooling.task_page import task_page
 from troupe.orchestrator.algorithms.offline import OFFLINE_ALGORITHMS
 from troupe.orchestrator.algorithms.table import ALGORITHMS
-from troupe.orchestrator.spec.errors import known_paths
+from troupe.orchestrator.spec.errors import models_in
 from troupe.orchestrator.spec.offline import OfflineSpec
 from troupe.orchestrator.spec.rollout import RolloutSpec
 
@@ -37,10 +41,34 @@ def _readme() -> str:
 
 
 def _completions() -> str:
-    """What Tab completes after `--set`, one to a line: the fields that are no sections, and the names of algorithms."""
-    paths = sorted({*known_paths(RolloutSpec), *known_paths(OfflineSpec)})
-    fields = [f"{path}=" for path, after in pairwise([*paths, ""]) if not after.startswith(f"{path}.")]
-    return "\n".join([*fields, *(f"algorithm.name={name}" for name in (*ALGORITHMS, *OFFLINE_ALGORITHMS)), ""])
+    """What Tab completes after `--set`: a line for each field that is no section, and behind it the values of one that
+    has few."""
+    values: dict[str, dict[str, None]] = {}
+    for model in (RolloutSpec, OfflineSpec):
+        for path, words in _fields(model):
+            values.setdefault(path, {}).update(words)
+    values["algorithm.name"] = dict.fromkeys((*ALGORITHMS, *OFFLINE_ALGORITHMS))
+    paths = [path for path, after in pairwise([*sorted(values), ""]) if not after.startswith(f"{path}.")]
+    return "".join(" ".join([f"{path}=", *values[path]]) + "\n" for path in paths)
+
+
+def _fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, dict[str, None]]]:
+    """Dotted path and words of every field of a spec."""
+    for name, info in model.model_fields.items():
+        yield f"{prefix}{name}", dict.fromkeys(_words(info.annotation))
+        for inner in models_in(info.annotation):
+            yield from _fields(inner, f"{prefix}{name}.")
+
+
+def _words(annotation: Any) -> Iterator[str]:
+    """The words that a field may be, if it is no list of them."""
+    if annotation is bool:
+        yield from ("true", "false")
+    elif get_origin(annotation) is Literal:
+        yield from (word for word in get_args(annotation) if isinstance(word, str))
+    elif get_origin(annotation) in (Annotated, Union, UnionType):
+        for one in get_args(annotation):
+            yield from _words(one)
 
 
 PAGES: dict[str, Callable[[], str]] = {

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import shlex
 import sys
+import time
 from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -165,7 +167,19 @@ def _supervise(runs: Sequence[PlannedRun]) -> int:
         lambda: sum(_saved_steps(planned.out) for planned in runs),
         restarts,
         lambda line: typer.echo(line, err=True),
+        lambda seconds: _pause(seconds, runs),
     )
+
+
+def _pause(seconds: float, runs: Sequence[PlannedRun]) -> None:
+    """Wait with the lock of the run that was begun last: it has not died for good."""
+    from troupe.orchestrator.live.lock import locked
+
+    with ExitStack() as stack:
+        for planned in [planned for planned in runs if planned.out.is_dir()][-1:]:
+            with suppress(OSError, UsageError):  # the start that follows says it
+                stack.enter_context(locked(planned.out, "its supervisor starts it again"))
+        time.sleep(seconds)
 
 
 def _saved_steps(out: Path) -> int:

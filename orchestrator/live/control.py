@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import shutil
-import socket
 from pathlib import Path
 from typing import Any
 
-import psutil
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from troupe.orchestrator.errors import TroupeError, UsageError
+from troupe.orchestrator.live.lock import LockHolder
 from troupe.orchestrator.live.mailbox import LONGEST, Mailbox, PostedRequest, require_folder
 from troupe.orchestrator.live.scaling import RoleState, WorkerScaler
 from troupe.orchestrator.spec.errors import SpecError
 from troupe.orchestrator.training.parts import RunPart
-from troupe.workers.contract.atomic_file import PRIVATE, write_atomic
 
 logger = logging.getLogger(__name__)
 
 FOLDER = "control"
-_OWNER = "run.json"
 _POLL_S = 0.5
 
 
@@ -46,15 +42,6 @@ class ChangeAnswer(BaseModel):
     roles: tuple[RoleState, ...] = ()
 
 
-class _Owner(BaseModel):
-    """The process that answers requests."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    host: str
-    pid: int
-
-
 class ControlServer(RunPart):
     """Answers the requests to one run (`troupe scale`, `troupe apply`): a task polls the folder, passes changes to
     the scaler and writes answers. It waits for its interval and files only; :meth:`close` cancels it."""
@@ -67,8 +54,6 @@ class ControlServer(RunPart):
     async def open(self) -> None:
         """Start answering. Files of earlier runs in the folder are deleted."""
         self._mailbox.open()
-        owner = _Owner(host=socket.gethostname(), pid=os.getpid())
-        write_atomic(self._mailbox.folder / _OWNER, owner.model_dump_json(), PRIVATE)
         self._task = asyncio.create_task(self._serve())
 
     async def close(self) -> None:
@@ -127,9 +112,10 @@ def ask(run_folder: Path, changes: dict[str, Any], timeout_s: float) -> tuple[Ro
 def _require_run(run_folder: Path) -> None:
     """Raise UsageError if the folder has no active run, as far as this machine can tell."""
     require_folder(run_folder)
-    try:
-        owner = _Owner.model_validate_json((run_folder / FOLDER / _OWNER).read_bytes())
-    except (OSError, ValidationError):
-        raise UsageError(f"{run_folder}: no active run, or it has not started all its workers yet") from None
-    if owner.host == socket.gethostname() and not psutil.pid_exists(owner.pid):
-        raise UsageError(f"{run_folder}: its run (process {owner.pid}) has ended")
+    holder = LockHolder.of(run_folder)
+    if holder is None or not (run_folder / FOLDER).is_dir():
+        raise UsageError(f"{run_folder}: no active run, or it has not started all its workers yet")
+    if not holder.is_active:
+        raise UsageError(f"{run_folder}: its run has ended: {holder.absence}")
+    if holder.waits:
+        raise UsageError(f"{run_folder}: its run has ended, and {holder.waits}")

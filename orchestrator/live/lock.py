@@ -40,9 +40,10 @@ class RunLock:
     """The lock of a run folder, held until `close`: a name that the kernel keeps for this host, and a file, which is
     made and locked again after a removal of the folder."""
 
-    def __init__(self, folder: Path) -> None:
-        """Locks an existing folder. Raises UsageError if another run holds it, and OSError."""
+    def __init__(self, folder: Path, waits: str = "") -> None:
+        """Locks an existing folder. `waits`: see `LockHolder`. Raises UsageError if another run holds it; OSError."""
         self._folder = folder
+        self._waits = waits
         self._path = folder / LOCK_FILE
         self._name = _reserved(folder)
         self._changing = threading.Lock()
@@ -74,11 +75,13 @@ class RunLock:
             return not self._closed
 
     def close(self) -> None:
-        """Releases the lock, and empties the file: it names who holds it, or died with it."""
+        """Releases the lock, and empties the file: it names who holds it, or died with it. One that waited leaves its
+        name until the process that it starts has the lock."""
         with self._changing:
             self._closed = True
-            with suppress(OSError):
-                os.ftruncate(self._file, 0)
+            if not self._waits:
+                with suppress(OSError):
+                    os.ftruncate(self._file, 0)
             os.close(self._file)
         self._name.close()
 
@@ -88,7 +91,7 @@ class RunLock:
             with _naming(self._path):
                 _flock(descriptor, self._path)
                 os.ftruncate(descriptor, 0)
-                os.write(descriptor, json.dumps(_own_facts(), indent=2).encode() + b"\n")
+                os.write(descriptor, json.dumps(_own_facts() | {"waits": self._waits}, indent=2).encode() + b"\n")
         except BaseException:
             os.close(descriptor)
             raise
@@ -109,6 +112,8 @@ class LockHolder:
     since: float
     """When it locked the folder, in seconds since 1970."""
     command: str
+    waits: str = ""
+    """What it waits for instead of training, as a clause; empty if it trains."""
     silent_s: float = 0.0
     """Seconds since it renewed the lock."""
 
@@ -141,10 +146,10 @@ class LockHolder:
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[RunLock]:
+def locked(folder: Path, waits: str = "") -> Iterator[RunLock]:
     """Holds the lock of an existing run folder. The kernel releases it when this process ends; processes that it
-    starts do not inherit it. Raises UsageError if another run holds it; OSError."""
-    lock = RunLock(folder)
+    starts do not inherit it. `waits`: see `LockHolder`. Raises UsageError if another run holds it; OSError."""
+    lock = RunLock(folder, waits)
     try:
         yield lock
     finally:
@@ -210,7 +215,7 @@ def _flock(descriptor: int, path: Path) -> None:
 def _taken(folder: Path) -> UsageError:
     who, held = LockHolder.of(folder), "a run is active in it"
     if who is not None:
-        since = datetime.fromtimestamp(who.since, UTC).isoformat()
+        since = datetime.fromtimestamp(who.since, UTC).isoformat(timespec="seconds")
         held += f" (process {who.pid} of {who.user} on {who.host}, since {since}: {who.command})"
     return UsageError(f"{folder}: {held}; stop it (`troupe stop`), or use another --out")
 
@@ -231,7 +236,7 @@ def _own_facts() -> dict[str, object]:
         "pid": os.getpid(),
         "started": started_at(os.getpid()),
         "namespace": _namespace(),
-        "since": datetime.now(UTC).isoformat(timespec="seconds"),
+        "since": datetime.now(UTC).isoformat(timespec="microseconds"),
         "command": shlex.join(sys.argv)[:_LONGEST_COMMAND],
     }
 

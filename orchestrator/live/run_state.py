@@ -19,7 +19,7 @@ class RunState:
     name: Name = "unknown"
     """`died`: its process has ended, and has left no record of that; `unknown`: a folder without events."""
     detail: str = ""
-    """Why it failed, died, or finished before its last step; else empty."""
+    """Why it failed, died, or finished before its last step, or what it waits for between two starts; else empty."""
     steps: int = 0
     """The last recorded step."""
     total: int = 0
@@ -56,7 +56,7 @@ def state_of(events: Sequence[Mapping[str, Any]], holder: LockHolder | None, ste
         why = ": ".join(str(last[name]) for name in ("error", "detail") if last.get(name))
         return RunState(last.get("how", "unknown"), why, steps, total)
     if holder is not None and holder.is_active:
-        return RunState("running", "", steps, total)
+        return RunState("running", holder.waits, steps, total)
     if holder is None and not last:
         return RunState("unknown" if steps else "not started", "", steps, total)
     return RunState("died", "it could not record its end" if holder is None else holder.absence, steps, total)

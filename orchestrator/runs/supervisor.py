@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
@@ -22,7 +21,7 @@ def supervise(
     progress: Callable[[], int],
     restarts: int,
     say: Callable[[str], None],
-    pause: Callable[[float], None] = time.sleep,
+    pause: Callable[[float], object],
 ) -> int:
     """Runs a command until it ends for good; the exit code of its last process.
 

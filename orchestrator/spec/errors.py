@@ -168,7 +168,7 @@ def from_validation(error: ValidationError, root: type[BaseModel], data: Any, so
             message = _message(kind, item["msg"], item.get("input"), context)
             if context.get("ge") == 0:  # other tools write -1 for what is 0 here
                 info = fields_at(root, item["loc"][:-1]).get(str(item["loc"][-1]))
-                zero = None if info is None else _ZERO.search(info.description or "")
+                zero = None if info is None else _ZERO.search(" ".join((info.description or "").split()))
                 message = message if zero is None else message.replace(", got", f" ({zero[0]}), got", 1)
         if kind in _EXPECTED and problems and problems[-1].path == format_path(path):  # another member of a union
             first = problems.pop().message.rpartition(", got")[0]
@@ -196,7 +196,7 @@ _EXPECTED = {
     "model_type": "a section",
     "model_attributes_type": "a section",
 }
-_ZERO = re.compile(r"\b0: [^.;]+")
+_ZERO = re.compile(r"\b0(?::| turns| is| runs| keeps) [^.;,]+")
 """What 0 means, in the text of a field."""
 _BOUNDS = {
     "greater_than": ("greater than", "gt"),

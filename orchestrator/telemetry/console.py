@@ -255,9 +255,10 @@ class Console:
 
     def _progress(self) -> str:
         """The current phase, what it has done, and for how long; empty before the first phase."""
-        phase, seconds = self._phase, time.monotonic() - self._phase_started
+        phase, seconds = self._phase, round(time.monotonic() - self._phase_started)
+        taken = f" for {seconds} s" if seconds else ""  # a phase may begin at the end of a silence
         rest = f", waiting for {phase.waiting_for}" if phase.waiting_for else ""
-        return f"{phase.text} for {seconds:.0f} s{rest}" if phase.name else ""
+        return f"{phase.text}{taken}{rest}" if phase.name else ""
 
     def _render(self) -> RenderableType:
         head = Table.grid(padding=(0, 1))

@@ -147,7 +147,7 @@ COMMANDS = [
     ("scale none", USAGE, "none: no such folder; RUN is a run folder"),
     ("scale file", USAGE, "file: no such folder"),
     ("scale folder", USAGE, "folder: no active run"),
-    ("scale dead", USAGE, "dead: its run (process 99999999) has ended"),
+    ("scale dead", USAGE, "dead: its run has ended: process 99999999 on "),
     ("scale odd", USAGE, "odd: no active run"),
     ("scale dead rollout", USAGE, "rollout: expected ROLE=WORKERS"),
     ("scale dead rollout=x", USAGE, "rollout=x: expected ROLE=WORKERS"),
@@ -155,7 +155,7 @@ COMMANDS = [
     ("apply good.yaml --out none", USAGE, "none/spec.yaml: no such file"),
     ("apply good.yaml --out file", USAGE, "file/spec.yaml: cannot be read (Not a directory)"),
     ("apply good.yaml --out odd --dry-run", USAGE, "odd/spec.yaml"),
-    ("apply good.yaml --out dead", USAGE, "dead: its run (process 99999999) has ended"),
+    ("apply good.yaml --out dead", USAGE, "dead: its run has ended: process 99999999 on "),
     ("apply two.yaml --out dead", USAGE, "two.yaml: only a run with rollouts and without stages can change"),
     ("samples none", USAGE, "none"),
     ("samples file", USAGE, "file"),
@@ -245,6 +245,9 @@ def workspace(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Pat
     document["model"]["path"], document["data"] = str(tiny_model), {"train": {"kind": "jsonl", "path": "rows.jsonl"}}
     good = yaml.safe_dump(document)
     chain = (ROOT / "deploy" / "specs" / "tiny-three-stage.yaml").read_text()
+    since = "2026-11-28T00:00:00+00:00"
+    here = {"user": "me", "host": socket.gethostname(), "namespace": os.stat("/proc/self/ns/pid").st_ino}
+    dead = here | {"pid": 99999999, "started": 1, "since": since, "command": "troupe run good.yaml"}
     cyclic = chain.replace("  sft:\n", '  sft:\n    model: {path: "stage:ppo"}\n')
     for name, text in {
         "good.yaml": good,
@@ -258,8 +261,10 @@ def workspace(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Pat
         "password.txt": "--index-url https://user:password@host/simple\n",
         "no-checkpoints/checkpoints": "",
         "dead/spec.yaml": good,
-        "dead/control/run.json": json.dumps({"host": socket.gethostname(), "pid": 99999999}),
-        "odd/control/run.json": "{",
+        "dead/control/x": "",
+        "dead/run.lock": json.dumps(dead),
+        "odd/control/x": "",
+        "odd/run.lock": "{",
         "folder/empty": "",
     }.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)

@@ -72,7 +72,7 @@ def test_a_path_may_begin_with_the_home_folder(tmp_path: Path, monkeypatch: pyte
     monkeypatch.chdir(tmp_path)
     assert troupe.export("~/run", "~/out") == home / "out"
     assert library.evaluated_model("~/run") == model
-    outcome = troupe.Outcome("~/run")  # pyright: ignore[reportArgumentType]
+    outcome = troupe.Outcome("~/run")
     assert outcome.steps and outcome.report("~/page.html") == home / "page.html"
     assert not (tmp_path / "~").exists()
 

@@ -261,7 +261,7 @@ class Messages(RuleBasedStateMachine):
         (self.folder / f"request-{key}").unlink(missing_ok=True)
         self.waiting.pop(key, None)
 
-    @rule(name=st.sampled_from(["run.json", "driver.json", "reports"]))
+    @rule(name=st.sampled_from(["driver.json", "ended.json", "reports"]))
     def write_another_file(self, name: str) -> None:
         (self.folder / name).touch()
         self.others.add(name)

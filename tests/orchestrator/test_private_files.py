@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from tests.conftest import ROOT
 from troupe.orchestrator.cluster import ray_nodes
 from troupe.orchestrator.live.control import FOLDER, ControlServer
 from troupe.orchestrator.live.lock import LOCK_FILE, locked
+from troupe.orchestrator.live.mailbox import Mailbox, PostedRequest
 from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.workers.agents.judges.cache import AnswerCache
 from troupe.workers.contract.atomic_file import PRIVATE, replacing, write_atomic
@@ -64,8 +66,12 @@ async def test_the_control_folder_and_its_messages_are_private(tmp_path: Path) -
     await server.open()
     await asyncio.sleep(0)
     assert mode(tmp_path / FOLDER) == "0o700"
-    assert [mode(file) for file in (tmp_path / FOLDER).iterdir()] == ["0o600"]
     await server.close()
+    mailbox = Mailbox(tmp_path / FOLDER)
+    mailbox.open()
+    mailbox._post("one.json", b"{}", time.monotonic() + 60)
+    mailbox.answer(PostedRequest("other.json", b"{}"), b"{}")
+    assert [mode(file) for file in mailbox.folder.iterdir()] == ["0o600", "0o600"]
 
 
 def test_the_cache_of_a_judge_is_private(tmp_path: Path) -> None:

@@ -122,9 +122,10 @@ class SamplingConfig(Frozen):
     """Nucleus sampling: sample from the smallest set of tokens with at least this total probability, after the
     temperature, min-p and top-k; 1: from all."""
     top_k: Annotated[int, NOT_EVALUATED] = Field(default=0, ge=0, le=MAX_TOP_K)
-    """Sample from the k most probable tokens (more if probabilities are equal); 0: from all."""
+    """Sample from the k most probable tokens (more if probabilities are equal); 0 turns it off."""
     min_p: Annotated[float, NOT_EVALUATED] = Field(default=0.0, ge=0.0, lt=1.0)
-    """Sample from the tokens whose probability is at least this share of the most probable one's; 0: from all."""
+    """Sample from the tokens whose probability is at least this share of the most probable one's; 0 turns it
+    off."""
     max_tokens: Annotated[int, EVALUATED] = Field(default=256, ge=1)
     """Longest response, in tokens; longer ones are truncated, with the finish reason `length`."""
     stop: Annotated[tuple[str, ...], EVALUATED_IF_SET] = ()
@@ -153,9 +154,10 @@ class EvalSampling(Frozen):
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     """Nucleus sampling: sample from the smallest set of tokens with at least this total probability."""
     top_k: int = Field(default=0, ge=0, le=MAX_TOP_K)
-    """Sample from the k most probable tokens; 0: from all."""
+    """Sample from the k most probable tokens; 0 turns it off."""
     min_p: Annotated[float, EVALUATED_IF_SET] = Field(default=0.0, ge=0.0, lt=1.0)
-    """Sample from the tokens whose probability is at least this share of the most probable one's; 0: from all."""
+    """Sample from the tokens whose probability is at least this share of the most probable one's; 0 turns it
+    off."""
     stop: Annotated[tuple[Annotated[str, Field(min_length=1)], ...] | None, EVALUATED_IF_SET] = None
     """Strings that end a response, which includes them, besides the model's ends of a turn; null: `sampling.stop`."""
     max_tokens: int | None = Field(default=None, ge=1)

@@ -8,6 +8,7 @@ import importlib
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from types import ModuleType
@@ -92,22 +93,40 @@ def missing_package_for(error: ImportError) -> str:
 
 
 class _Later(ModuleType):
-    """A module that is imported when something in it is looked up."""
+    """A module that is imported when something in it is used, not when it is named."""
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(importlib.import_module(self.__name__), name)
+        if name.startswith("__"):
+            raise AttributeError(name)
+        named = sys.modules.get(self.__name__) is self
+        return _Named(self.__name__, name) if named else getattr(importlib.import_module(self.__name__), name)
+
+
+@dataclass(frozen=True)
+class _Named:
+    """A function or class of a module that is imported when it is called."""
+
+    module: str
+    name: str
+
+    def __call__(self, *values: Any, **named: Any) -> Any:
+        return getattr(importlib.import_module(self.module), self.name)(*values, **named)
+
+
+_OF_FEW_TASKS = ("cellpylib", "sympy", "sympy.geometry", "sympy.parsing.sympy_parser", "sympy.polys.monomials")
+"""Modules that few tasks of reasoning-gym use, and whose import takes longer than that of all tasks."""
 
 
 def gym_factory() -> Any:
-    """The module `reasoning_gym.factory`. Its package imports every task, but here not cellpylib, which imports
-    matplotlib, and which two tasks use. Raises ImportError."""
-    later = sys.modules.setdefault("cellpylib", _Later("cellpylib"))
+    """The module `reasoning_gym.factory`. Its package imports every task, but here not what few of them use. Raises
+    ImportError."""
+    later = {name: sys.modules.setdefault(name, _Later(name)) for name in _OF_FEW_TASKS}
     try:
         with without_collections():
             return importlib.import_module("reasoning_gym.factory")
     finally:
-        if isinstance(later, _Later):
-            del sys.modules["cellpylib"]
+        for name in (name for name, module in later.items() if isinstance(module, _Later)):
+            del sys.modules[name]
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib
 import math
 import re
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from troupe.workers.rewards.functions import find_last_number, parse_number
 
 Entry = dict[str, Any]
 
+importlib.import_module("sympy")  # before the first score, which has a timeout
 _FACTORY = gym_factory()
 _NAMED = re.compile(r"\banswer(?:\s+is\b\s*:?|\s*[:=])\s*", re.IGNORECASE)
 

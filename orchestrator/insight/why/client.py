@@ -23,6 +23,7 @@ from troupe.orchestrator.insight.why.facts import (
     DriverState,
     Facts,
 )
+from troupe.orchestrator.live.lock import LockHolder
 from troupe.orchestrator.live.mailbox import Mailbox, require_folder
 from troupe.orchestrator.telemetry.run_folder import RunFolder
 from troupe.orchestrator.telemetry.timeline import DRIVER
@@ -38,7 +39,17 @@ _WRITE_S = 0.5
 
 
 def why(run_folder: Path, timeout_s: float) -> DiagnosisReport:
-    """Why a run is slow, stuck or dead. Raises UsageError for no run, TroupeError for a silent driver elsewhere."""
+    """Why a run is slow, stuck or dead; of one that is about to start again, why it ended. Raises UsageError for no
+    run, TroupeError for a silent driver elsewhere."""
+    report, holder = _diagnosed(run_folder, timeout_s), LockHolder.of(run_folder)
+    if holder is None or holder.pid == report.pid or not holder.is_active:
+        return report
+    again = f"{holder.waits or 'it is starting again'} (process {holder.pid}); before that, "
+    return replace(report, diagnosis=replace(report.diagnosis, summary=again + report.diagnosis.summary))
+
+
+def _diagnosed(run_folder: Path, timeout_s: float) -> DiagnosisReport:
+    """See `why`."""
     began, folder = time.monotonic(), run_folder / FOLDER
     snapshot = SNAPSHOT.read(folder)
     if snapshot is None:

@@ -153,11 +153,11 @@ def _driver_blocked(facts: Facts) -> Diagnosis | None:
         return None  # it could not write its answer
     own = next(iter(facts.tree(DRIVER)), None)
     behaviour = None if own is None else behaviour_of(own)
-    for_s = f" for {driver.blocked_s:.0f} s" if driver.blocked_s else ""
     what = "the driver's event loop is blocked" if driver.state == "blocked" else "the driver does not answer"
     doing = "" if behaviour is None else f": its process {driver.pid} {behaviour.doing}"
     cause = "disk" if behaviour is not None and behaviour.kind == "disk" else "driver_blocked"
-    return Diagnosis(cause, f"{what}{for_s}{doing}", DRIVER, () if own is None else tuple(stack_lines(own)))
+    said = " ".join(filter(None, [what, _for(driver.blocked_s)]))
+    return Diagnosis(cause, f"{said}{doing}", DRIVER, () if own is None else tuple(stack_lines(own)))
 
 
 def _no_space(facts: Facts) -> Diagnosis | None:
@@ -265,10 +265,16 @@ def _kills(facts: Facts) -> int:
     return max((0, *(node.out_of_memory_kills - facts.kills_before for node in facts.nodes[:1])))
 
 
+def _for(seconds: float) -> str:
+    """How long something has lasted, as in `for 12 s`; empty below a second."""
+    return f"for {seconds:.0f} s" if round(seconds) else ""
+
+
 def _circumstances(facts: Facts, found: Diagnosis) -> list[str]:
     """Evidence that every diagnosis comes with: who waits for whom, queues, processes, nodes, exit reasons."""
     run = facts.run
-    lines = [f"run {run.name}: {run.steps} of {run.total} steps; {run.phase} {run.progress} for {run.phase_s:.0f} s"]
+    phase = " ".join(filter(None, [run.phase, run.progress, _for(run.phase_s)]))
+    lines = ["; ".join(filter(None, [f"run {run.name}: {run.steps} of {run.total} steps", phase]))]
     calls = open_calls(facts)
     lines += [f"the driver waits for {call}{call.detail and f': {call.detail}'}" for call in calls[:_SHOWN_CALLS]]
     if len(calls) > _SHOWN_CALLS:

@@ -51,9 +51,14 @@ def reads_tokens(section: str) -> bool:
 
 
 def missing_models(models: Mapping[str, ModelConfig]) -> Iterator[Finding]:
-    """Model folders that are missing or incomplete, by the path of their section; no names on the hub."""
+    """Model folders that are missing or incomplete or have a revision, by the path of their field; no names on the
+    hub."""
     for section, model in models.items():
-        if not is_hub_name(model.path) and (wrong := model_folder(Path(model.path))):
+        if is_hub_name(model.path):
+            continue
+        if model.revision is not None:
+            yield f"{section}.revision", f"is of a model on the hub, and {model.path} is a folder: remove it"
+        if wrong := model_folder(Path(model.path)):
             yield f"{section}.path", wrong
 
 

@@ -85,6 +85,9 @@ class Terminal:
             "troupe run examples:tiny-grpo --set algorithm.name=raf",
             "troupe run examples:tiny-grpo --set algorithm.name=raft ",
         ),
+        ("troupe run a.yaml --set algorithm.kl.estimator=k", "troupe run a.yaml --set algorithm.kl.estimator=k"),
+        ("troupe run a.yaml --set model.dtype=fl", "troupe run a.yaml --set model.dtype=float"),
+        ("troupe run a.yaml --set roles.policy.packing=f", "troupe run a.yaml --set roles.policy.packing=false "),
         ("troupe why --time", "troupe why --timeout-s "),
     ],
 )

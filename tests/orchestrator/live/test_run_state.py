@@ -29,7 +29,16 @@ from troupe.orchestrator.errors import StopRequested, WorkerError
 from troupe.orchestrator.insight.report.report import page_data
 from troupe.orchestrator.insight.verdicts.apply import HEALTHY
 from troupe.orchestrator.insight.watch import LiveData
-from troupe.orchestrator.insight.why.facts import ENDED, FOLDER
+from troupe.orchestrator.insight.why.client import why
+from troupe.orchestrator.insight.why.facts import (
+    ENDED,
+    FOLDER,
+    SNAPSHOT,
+    DriverFacts,
+    DriverSnapshot,
+    Facts,
+    RunFacts,
+)
 from troupe.orchestrator.insight.why.observer import RunObserver
 from troupe.orchestrator.live.lock import LOCK_FILE, LockHolder, locked
 from troupe.orchestrator.live.run_state import Name, RunState, run_state, state_of
@@ -176,6 +185,28 @@ def test_a_run_that_resumes_is_running_and_then_ends_otherwise(tmp_path: Path) -
         start(folder).record("run_ended", how="finished")
         assert run_state(RunFolder(folder)).name == "finished", "its workers are closed"
     assert run_state(RunFolder(folder)).name == "finished"
+
+
+@pytest.mark.parametrize("name", ["died", "failed"])
+def test_a_run_whose_supervisor_starts_it_again_is_running(name: Name, tmp_path: Path) -> None:
+    folder, waits = tmp_path / "run", "its supervisor starts it again"
+    with recorded(folder, name):
+        pass
+    (folder / FOLDER).mkdir()
+    driver = DriverFacts(2**22 + 1, socket.gethostname())
+    snapshot = DriverSnapshot(time.time(), driver.host, driver.pid, 1, Facts(RunFacts("demo"), driver), str(tmp_path))
+    SNAPSHOT.write(folder / FOLDER, snapshot)
+    with locked(folder, waits):
+        assert run_state(RunFolder(folder)) == RunState("running", waits, STEPS, 8)
+    assert run_state(RunFolder(folder)) == RunState("running", waits, STEPS, 8), "until the next start has the lock"
+    assert by_verdicts(folder) == ""
+    said = why(folder, 1.0).diagnosis
+    assert said.summary.startswith(f"{waits} (process {os.getpid()}); before that, the driver")
+    assert said.cause == "driver_dead"
+    with held(folder):
+        assert run_state(RunFolder(folder)) == RunState("running", "", STEPS, 8)
+        assert why(folder, 1.0).diagnosis.summary.startswith("it is starting again (process ")
+    assert run_state(RunFolder(folder)).name == "died"
 
 
 def test_a_start_that_is_killed_after_an_end_has_died(tmp_path: Path) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import errno
 import io
+import json
 import os
 import random
-import socket
 import subprocess
 import threading
 from collections.abc import Callable
@@ -37,6 +37,7 @@ from troupe.orchestrator.errors import DataLost, DoesNotFit, TroupeError, UsageE
 from troupe.orchestrator.live import control
 from troupe.orchestrator.live.control import ControlServer, ask
 from troupe.orchestrator.live.diff import changed, differences, worker_changes
+from troupe.orchestrator.live.lock import LOCK_FILE, locked
 from troupe.orchestrator.live.scaling import RoleState, WorkerScaler
 from troupe.orchestrator.pools.pool_weights import PoolWeights
 from troupe.orchestrator.pools.replicas import ReplicaPool
@@ -450,12 +451,13 @@ class _Server:
 
         async def go() -> T:
             server = ControlServer(self.folder, self.scaler)
-            await server.open()
-            try:
-                return await asyncio.to_thread(action)
-            finally:
-                await server.close()
-                await self.scaler.close()
+            with locked(self.folder):
+                await server.open()
+                try:
+                    return await asyncio.to_thread(action)
+                finally:
+                    await server.close()
+                    await self.scaler.close()
 
         return asyncio.run(go())
 
@@ -573,11 +575,17 @@ def test_a_missing_run_is_reported_at_once(tmp_path: Path, monkeypatch: pytest.M
         ask(tmp_path, {}, 10.0)
     folder = tmp_path / control.FOLDER
     folder.mkdir()
-    host = socket.gethostname()
-    (folder / "run.json").write_text(f'{{"host": "{host}", "pid": {2**22 + 1}}}')
-    with pytest.raises(UsageError, match="has ended"):
+    with pytest.raises(UsageError, match="no active run"):
         ask(tmp_path, {}, 10.0)
-    (folder / "run.json").write_text(f'{{"host": "{host}", "pid": {os.getpid()}}}')
-    with pytest.raises(TroupeError, match=r"did not answer within 0\.2 s"):
-        ask(tmp_path, {}, 0.2)
-    wait_for(lambda: messages(folder) == ["run.json"])
+    with locked(tmp_path):
+        held = json.loads((tmp_path / LOCK_FILE).read_text())
+        with pytest.raises(TroupeError, match=r"did not answer within 0\.2 s"):
+            ask(tmp_path, {}, 0.2)
+        wait_for(lambda: messages(folder) == [])
+    (tmp_path / LOCK_FILE).write_text(json.dumps(held | {"pid": 2**22 + 1}))
+    with pytest.raises(UsageError, match=rf"its run has ended: process {2**22 + 1} on .* was killed"):
+        ask(tmp_path, {}, 10.0)
+    with locked(tmp_path, "its supervisor starts it again"):
+        pass
+    with pytest.raises(UsageError, match=r"its run has ended, and its supervisor starts it again$"):
+        ask(tmp_path, {}, 10.0)

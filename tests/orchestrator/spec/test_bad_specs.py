@@ -188,6 +188,20 @@ def test_a_bad_spec_is_refused(tmp_path: Path, case: Case) -> None:
     assert _refusal(tmp_path, case.text) == f"FILE:{case.line}"
 
 
+@pytest.mark.parametrize(
+    ("field", "zero"),
+    [
+        ("sampling.min_p", "0 turns it off"),
+        ("algorithm.kl_stop", "0 turns it off"),
+        ("schedule.max_staleness", "0 is synchronous training"),
+        ("data.train.limit", "0: all"),
+    ],
+)
+def test_a_value_of_minus_one_is_answered_with_what_zero_means(tmp_path: Path, field: str, zero: str) -> None:
+    """Other tools write -1 for it."""
+    assert _refusal(tmp_path, CPU, f"{field}=-1") == f"--set: {field}: must be at least 0 ({zero}), got -1"
+
+
 def test_all_problems_come_at_once_in_the_order_of_the_file(tmp_path: Path) -> None:
     text = CPU.replace("steps: 4", "steps: 0", 1).replace("seed: 3", "sed: 3").replace("cpus: 1", "cpus: no", 1)
     assert _refusal(tmp_path, text).splitlines() == [

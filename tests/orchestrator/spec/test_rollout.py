@@ -654,6 +654,17 @@ def test_missing_files_are_named_with_their_line(tmp_path: Path, monkeypatch: py
     ]
 
 
+def test_a_revision_of_a_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    sections = ("model", "roles.reference.model", "roles.reward.model")
+    found = _problems(tmp_path, PPO, *(f"{section}.revision=main" for section in sections))
+    folders = ("models/m", "models/ref", "models/rm")
+    for section, folder in zip(sections, folders, strict=True):
+        assert f"--set: {section}.revision: is of a model on the hub, and {folder} is a folder: remove it" in found
+    on_hub = (f"{section}.{value}" for section in sections for value in ("revision=main", "path=acme/tiny"))
+    assert not [line for line in _problems(tmp_path, PPO, *on_hub) if "model" in line]
+
+
 def test_a_model_folder_must_hold_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "models" / "m"

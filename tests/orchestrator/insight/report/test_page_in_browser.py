@@ -178,6 +178,17 @@ OUTSIDE = """[...document.querySelectorAll('#page *')].filter(one => {
   return box.width > 0 && (box.right > innerWidth + 1 || box.left < -1) && !one.closest('.scroll, pre, nav');
 }).map(one => `${one.tagName} ${one.className} ${one.textContent.slice(0, 30)}`)"""
 """What stands outside the window, but for what can be scrolled."""
+CUT = """[...document.querySelectorAll('#page *')].filter(one => {
+  const style = getComputedStyle(one), own = [...one.childNodes].some(node => node.nodeType === 3 && node.data.trim());
+  const cuts = style.overflowX === 'hidden' || style.overflowX === 'clip';
+  return own && cuts && style.textOverflow !== 'ellipsis' && one.scrollWidth > one.clientWidth + 1;
+}).map(one => `${one.tagName} ${one.className} ${one.textContent.slice(0, 30)}`)"""
+"""Texts that their own box cuts."""
+BESIDE = """[...document.querySelectorAll('.card figcaption *, .legend *, #runs td, .verdict *')].filter(one => {
+  const box = one.getBoundingClientRect(), card = one.closest('.card, .scroll, .verdict, section');
+  return box.width > 0 && !one.closest('.scroll') && box.right > card.getBoundingClientRect().right + 1;
+}).map(one => `${one.tagName} ${one.className} ${one.textContent.slice(0, 30)}`)"""
+"""Parts of a card that stand outside of it."""
 OVERVIEW = '[data-overview="reward/mean"] '
 
 
@@ -237,6 +248,30 @@ async def test_nothing_is_cut_off_on_a_phone(tmp_path: Path) -> None:
         cells = "[...document.querySelectorAll('.evaluation td:not(:empty)')]"
         assert await page.run(f"{cells}.filter(one => one.getBoundingClientRect().right > innerWidth).length") == 0
         assert "change" in await page.run(f"{cells}.map(one => getComputedStyle(one, '::before').content).join()")
+
+
+@pytest.mark.parametrize("width", [390, 1300])
+async def test_nothing_of_six_runs_is_cut_off(tmp_path: Path, width: int) -> None:
+    """Heads of curves, legends and tables have a value of each run."""
+    names = ["baseline", "learning-rate-3e-6", "kl-0.001", "group-size-16", "staleness-2-two-engines", "seed-8"]
+    runs = [write_run(tmp_path / name, steps=3 + seed % 2, tokens=0) for seed, name in enumerate(names)]
+    for seed, run in enumerate(runs):
+        spec = run / "spec.yaml"
+        spec.write_text(spec.read_text().replace("seed: 7", f"seed: {seed}").replace("tiny-ppo", run.name))
+    write_evaluations(runs[0])
+    file = write_report(runs, tmp_path / "report.html")
+    async with browser_page(width, 844) as page:
+        await page.open(file.as_uri())
+        await page.run("document.querySelectorAll('details').forEach(one => { one.open = true; })")
+        for part in range(0, int(await page.run("document.documentElement.scrollHeight")), 4000):
+            await page.run(f"window.scrollTo(0, {part})")
+            await page.settle()
+        assert await number(page, ".chart svg") > 20
+        assert await page.run("document.documentElement.scrollWidth") <= width
+        assert await page.run(OUTSIDE) == []
+        assert await page.run(CUT) == []
+        assert await page.run(BESIDE) == []
+        assert page.errors == []
 
 
 async def test_text_of_a_model_stays_text(tmp_path: Path) -> None:

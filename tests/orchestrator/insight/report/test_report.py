@@ -37,6 +37,9 @@ from troupe.orchestrator.telemetry.run_folder import RunFolder
 
 from .folders import GROUP, write_evaluations, write_run
 
+BYTES_OF_A_RUN = 30_000
+"""Most that a run of `write_run` may add to a page: four steps of 16 samples each are 15 kB of it."""
+
 
 @pytest.fixture(autouse=True)
 def asked_here(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,6 +196,13 @@ def test_runs_share_the_steps_with_samples_and_the_events_of_a_page(
             assert [event["step"] for event in run["weights"]] == list(range(10 - events, 10))
     given = page_data(runs[:1], 2**24)["samples"][0]
     assert len(given["blocks"]) == 9 and given["rule"] == "", "a number of bytes that is given is the only limit"
+
+
+def test_a_further_run_adds_its_own_bytes_and_not_the_page_again(tmp_path: Path) -> None:
+    """A page of many runs stays small enough to be sent: what is said of a metric or a verdict is in it once."""
+    runs = [write_run(tmp_path / f"run-{number}", tokens=0) for number in range(6)]
+    one, six = (write_report(runs[:count], tmp_path / f"{count}.html").stat().st_size for count in (1, 6))
+    assert (six - one) / 5 < BYTES_OF_A_RUN, (one, six)
 
 
 def test_the_tokenizer_is_asked_a_few_times_for_any_number_of_steps(
