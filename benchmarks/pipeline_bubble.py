@@ -1,15 +1,18 @@
 """Time of a step against the slower of generation and training, by staleness.
 
     python -m benchmarks.pipeline_bubble --groups 32 --train-ms 300
+    python -m benchmarks.pipeline_bubble --virtual --engines 1024 --slots 8 --groups 4096 --slow-engines 8
 
 Simulated workers only wait: a group takes a time from a long-tailed distribution, an update a constant time. R is the
 time that the groups of a step take on all slots of all engines without idle slots, and T the time of the update, so no
-schedule is faster than max(R, T). The difference to it is the loss from the product's own schedule.
+schedule is faster than max(R, T). The difference to it is the loss from the product's own schedule. Engines of a slow
+node take longer for the same groups. On virtual time nothing waits, so that a run may have a thousand engines.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +23,8 @@ from typing import Any
 from benchmarks.support.harness import NotCorrect, Report, Turn, Unit, command_parser, run_benchmark, take_turns
 from benchmarks.support.processes import Meter
 from benchmarks.support.simulated import Shape, SimPolicy, SimulatedWorkers, Simulation, check
+from tests.clock import on_virtual_time
+from tests.fakes import FakeEngine, LocalWorker
 from troupe.workers.contract.messages import GroupRequest
 
 BOUND = "bound"
@@ -31,6 +36,9 @@ TAIL = 0.8
 LONGEST = 6.0
 """Lengths are truncated at this multiple of their mean, as `max_tokens` truncates responses."""
 
+LONGEST_S = 1e6
+"""Bound on a call, and time between two probes, on virtual time: seconds there may be minutes of a real run."""
+
 
 @dataclass(frozen=True)
 class Times:
@@ -41,6 +49,14 @@ class Times:
     train_s: float
     """Time of an update."""
     seed: int
+    slow: int = 0
+    """How many engines, the first ones, are slow."""
+    factor: float = 1.0
+    """How many times as long a slow engine takes."""
+
+    def factor_of(self, engine: int) -> float:
+        """How many times as long this engine takes as most."""
+        return self.factor if engine < self.slow else 1.0
 
     def of(self, row: int) -> float:
         """Seconds of the group of this prompt, which are the same in every run."""
@@ -62,8 +78,8 @@ def stages_s(shape: Shape, times: Times, rows: Sequence[Sequence[int]]) -> tuple
         times: The durations.
         rows: Rows of the prompts of each step.
     """
-    slots = shape.engines * shape.slots
-    generate = sum(times.of(row) for step in rows for row in step) / slots
+    speeds = sum(1.0 / times.factor_of(engine) for engine in range(shape.engines))
+    generate = sum(times.of(row) for step in rows for row in step) / (shape.slots * speeds)
     return generate, times.train_s * len(rows)
 
 
@@ -72,12 +88,18 @@ async def pipeline_turn(shape: Shape, times: Times) -> Turn:
     policy = SimPolicy(update_s=times.train_s)
     taken: list[tuple[str, float]] = []
 
-    def work(request: GroupRequest) -> float:
-        seconds = times.of(request.row)
-        taken.append((request.prompt_uid, seconds))
-        return seconds
+    def engine(number: int) -> LocalWorker[FakeEngine]:
+        factor, name = times.factor_of(number), f"rollout-{number}"
 
-    simulation = Simulation(shape, SimulatedWorkers.local(shape, policy, work))
+        def work(request: GroupRequest) -> float:
+            seconds = factor * times.of(request.row)
+            taken.append((request.prompt_uid, seconds))
+            return seconds
+
+        return LocalWorker(name, FakeEngine(name, work))
+
+    engines = [engine(number) for number in range(shape.engines)]
+    simulation = Simulation(shape, replace(SimulatedWorkers.local(shape, policy), engines=engines))
     meter = Meter([])
     began = time.process_time()
     outcome, _ = await simulation.run()
@@ -107,11 +129,15 @@ def row_of(uid: str) -> int:
 async def measure(given: argparse.Namespace) -> Report:
     """Alternate the turns of all stalenesses. Raises NotCorrect."""
     shape = Shape(given.engines, given.slots, given.groups, SAMPLES, 0, given.steps)
-    times = Times(given.mean_ms / 1e3, given.train_ms / 1e3, given.seed)
+    if given.virtual:
+        shape = replace(shape, timeout_s=LONGEST_S, probe_every_s=LONGEST_S)
+    slow, factor = given.slow_engines, given.slow_factor
+    times = Times(given.mean_ms / 1e3, given.train_ms / 1e3, given.seed, slow, factor)
 
     def contender(bound: int) -> Callable[[int], Any]:
         async def take(turn: int) -> Turn:
-            return await pipeline_turn(replace(shape, staleness=bound), replace(times, seed=times.seed + turn))
+            run = pipeline_turn(replace(shape, staleness=bound), replace(times, seed=times.seed + turn))
+            return await (asyncio.to_thread(on_virtual_time, run) if given.virtual else run)
 
         return take
 
@@ -136,6 +162,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--slots", type=int, default=4, help="groups that one engine samples at once")
     add("--mean-ms", type=float, default=200.0, help="mean time of a group on its engine")
     add("--train-ms", type=float, default=300.0, help="time of an update")
+    add("--slow-engines", type=int, default=0, help="engines that take --slow-factor times as long")
+    add("--slow-factor", type=float, default=3.0)
+    add("--virtual", action="store_true", help="on virtual time: nothing waits, and the machine's load plays no part")
     add("--staleness", type=int, nargs="+", default=[0, 1, 4])
     add(
         "--steps",

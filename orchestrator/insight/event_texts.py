@@ -87,6 +87,7 @@ _TEXTS: Mapping[str, Callable[[Event], str]] = {
     "worker_started": _worker,
     "worker_replaced": _worker,
     "worker_lost": _worker,
+    "slow_engine": lambda event: f"{event.get('worker')} {event.get('detail')}",
     "trainer_restarted": lambda event: f"trainers restarted: {_names(event.get('workers'))}",
     "dropped": lambda event: f"{_number(event.get('samples'), 'sample')} dropped: {event.get('reason')}",
     "retry": lambda event: f"{_number(event.get('groups'), 'group')} sampled again",

@@ -159,6 +159,10 @@ class RolloutSource(BatchSource):
                 logger.warning("%s; sampling the batch again", error)
                 self._components.scheduler.resample(self._groups)
 
+    def groups(self) -> Sequence[ScoredGroup]:
+        """The groups of the last batch."""
+        return self._groups
+
     def mark_trained(self, version: int) -> None:
         """Records the batch in the ledger and the curriculum and lets the scheduler open the next groups."""
         ledger = self._components.ledger

@@ -17,6 +17,7 @@ from troupe.orchestrator.rollouts.evaluation import EvaluationBeside, Evaluator,
 from troupe.orchestrator.rollouts.evaluation_log import EVALUATIONS, EvaluationLog, described_sets
 from troupe.orchestrator.rollouts.scheduler import RolloutScheduler
 from troupe.orchestrator.rollouts.scoring import Scorer
+from troupe.orchestrator.rollouts.slow_engines import SlowEngines
 from troupe.orchestrator.rollouts.source import RolloutComponents, RolloutSource
 from troupe.orchestrator.runs.offsets import RewardOffsets
 from troupe.orchestrator.runs.opponents import OpponentRenewal
@@ -110,8 +111,9 @@ class RolloutRun:
         cluster = self._session.cluster
         evaluator = self._evaluator(done)
         beside = evaluator is not None and spec.evaluation is not None and spec.evaluation.beside
+        source = RolloutSource(spec, self._out, rollouts, self._session.console, self._session.stop)
         components = RunComponents(
-            source=RolloutSource(spec, self._out, rollouts, self._session.console, self._session.stop),
+            source=source,
             updates=updates,
             recovery=recovery,
             sync=sync,
@@ -126,7 +128,7 @@ class RolloutRun:
             recorder=RunRecorder(cluster.calls, cluster.events, self._out, done, spec.output.keep_gib),
             data=data_metrics(data.pools, data.refused),
         )
-        return await controller_of(self._session, components, self._own_parts(found))
+        return await controller_of(self._session, components, self._own_parts(found, source))
 
     def _recovery(self, updates: RolloutUpdates) -> TrainerRecovery:
         session, checkpoints = self._session, self._session.checkpoints
@@ -156,8 +158,9 @@ class RolloutRun:
             EvaluationLog(self._out / EVALUATIONS, described_sets(spec, pools), done),
         )
 
-    def _own_parts(self, found: Checkpoint | None) -> list[RunPart]:
-        parts: list[RunPart] = [ControlServer(self._out, self.scaler)]
+    def _own_parts(self, found: Checkpoint | None, source: RolloutSource) -> list[RunPart]:
+        slow = SlowEngines(source.groups, self._pool.workers, self._session.cluster.events)
+        parts: list[RunPart] = [ControlServer(self._out, self.scaler), slow]
         if self._session.data.references:
             parts.append(RewardOffsets(self._session, self._rewards))
         judge = self._spec.roles.judge

@@ -21,6 +21,8 @@ _MOST = 4096
 """Number of steps whose learned value is kept."""
 _CLEAR = 2.0
 """A difference of two means counts as a change from this many standard errors on."""
+SLOW = 2.0
+"""How many times as long as the median of the others a slow engine takes for a token."""
 SCORING = 0.7
 """A reward worker that is busy for this share of the wait for samples is what a step waits for."""
 _GENERATE, _TRAIN = "seconds/generate", ("seconds/prepare", "seconds/update")

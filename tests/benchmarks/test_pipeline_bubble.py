@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks.pipeline_bubble import LONGEST, Times, measured_steps, pipeline_turn, row_of, stages_s
 from benchmarks.support.simulated import Shape
+from tests.clock import on_virtual_time
 
 SHAPE = Shape(engines=3, slots=2, groups=6, samples=4, staleness=1, steps=5)
 
@@ -27,6 +28,22 @@ def test_the_bound_counts_slots_and_steady_steps() -> None:
     assert train_s == pytest.approx(0.3)
     assert list(measured_steps(replace(SHAPE, staleness=1, steps=9))) == [2, 3, 4, 5, 6]
     assert row_of("e12-r345") == 345
+
+
+def test_a_slow_engine_counts_for_as_much_as_it_samples() -> None:
+    times = Times(0.1, 0.15, 3, slow=1, factor=4.0)
+    assert [times.factor_of(engine) for engine in range(3)] == [4.0, 1.0, 1.0]
+    generate_s, _ = stages_s(SHAPE, times, [[1, 2], [3]])
+    assert generate_s == pytest.approx((times.of(1) + times.of(2) + times.of(3)) / (2 * 2.25))
+
+
+def test_a_step_waits_for_a_slow_engine() -> None:
+    shape = replace(SHAPE, engines=8, groups=16, staleness=0, steps=10)
+    steps = [
+        on_virtual_time(pipeline_turn(shape, Times(1.0, 0.5, 3, slow, factor=4.0))).figures["step, s"]
+        for slow in (0, 1)
+    ]
+    assert steps[1] > 1.5 * steps[0]  # of which the smaller capacity is 1.1
 
 
 @pytest.mark.parametrize("staleness", [0, 2])

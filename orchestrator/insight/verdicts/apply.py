@@ -67,7 +67,8 @@ RULES: tuple[Rule, ...] = (
     *(updates.kl_explosion, updates.steps_too_large, updates.clip_fraction_stuck, updates.sampler_gap),
     *(updates.gradient_spikes, updates.clipped_gradients, updates.blind_critic),
     *(data.failing_rewards, data.repeated_data, data.unusable_data, data.dropped_samples),
-    *(speed.slow_rewards, speed.starved_trainer, speed.starved_engines, speed.growing_memory, speed.lost_workers),
+    *(speed.slow_rewards, speed.slow_engine, speed.starved_trainer, speed.starved_engines),
+    *(speed.growing_memory, speed.lost_workers),
 )
 _ORDER = (Level.PROBLEM, Level.WARNING, Level.NOTE)
 _EVALUATED = ("eval/",)

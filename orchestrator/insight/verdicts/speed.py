@@ -10,7 +10,7 @@ from troupe.orchestrator.insight.verdicts.history import SHORTEST, History, Seri
 from troupe.orchestrator.insight.verdicts.verdict import Level, Remedy, Verdict, field, while_it_lasts
 from troupe.orchestrator.plan.balance import ratio
 from troupe.orchestrator.roles.table import SAMPLERS, TRAINERS
-from troupe.orchestrator.telemetry.run_summary import SCORING
+from troupe.orchestrator.telemetry.run_summary import SCORING, SLOW
 
 _WAITS, _NEVER_WAITS = 0.3, 0.03
 """Share of a step that the trainer waits for samples: above it engines are short, below it the engines wait."""
@@ -146,6 +146,33 @@ def starved_engines(run: History) -> Iterator[Verdict]:
         found.until,
         ("utilisation/generate", "utilisation/update", "seconds/update"),
         tuple(remedies),
+    )
+
+
+def slow_engine(run: History) -> Iterator[Verdict]:
+    """The run has named an engine (`rollouts/slow_engines.py`), and it or another one is still slow at times."""
+    named = [event for event in run.events if event.get("event") == "slow_engine"]
+    slow = run["rollout/slowest_engine"]
+    found = slow.stretch(lambda value: value > SLOW)
+    if not named or found is None:
+        return
+    last = named[-1]
+    stale = int(run.get("schedule.max_staleness", 0))
+    yield Verdict(
+        "slow-engine",
+        while_it_lasts(found, Level.WARNING),
+        f"{last.get('worker')} is slower than the other engines",
+        f"It runs {last.get('detail')}, and every step waits for its groups: one slow node of many can halve the speed "
+        "of a run.",
+        found.start,
+        found.until,
+        ("rollout/slowest_engine", "seconds/generate"),
+        (
+            Remedy(
+                "Look at its node: other programs, a throttled GPU, memory that swaps. Without it the run is faster."
+            ),
+            *([Remedy("Let steps wait less for it.", field("schedule.max_staleness", stale + 1))] if stale else []),
+        ),
     )
 
 

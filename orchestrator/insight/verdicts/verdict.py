@@ -38,6 +38,7 @@ Name = Literal[
     "unusable-data",
     "dropped-samples",
     "slow-rewards",
+    "slow-engine",
     "starved-trainer",
     "starved-engines",
     "growing-memory",

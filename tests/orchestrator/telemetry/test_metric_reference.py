@@ -52,6 +52,7 @@ source/math/helpful/running_mean
 source/math/helpful/running_std
 memory/teacher.math
 workers/teacher.math
+rollout/slowest_engine
 policy/distill_loss
 policy/sampler_divergence
 policy/sampler_mass
