@@ -62,7 +62,7 @@ class SlowEngines(RunPart):
         self._slow, self._steps = slow, self._steps + 1 if slow == self._slow else 1
         if slow and self._steps == _STEPS:
             node = next((one.host for one in self._engines if one.name == slow), "its node")
-            detail = f"on {node} takes {factor:.1f} times as long for a token as the median of the others"
+            detail = f"takes {factor:.1f} times as long for a token as the median of the others, on {node}"
             logger.warning("%s %s: every step waits for its groups", slow, detail)
             self._events.record("slow_engine", worker=slow, detail=detail)
         return {"rollout/slowest_engine": factor}

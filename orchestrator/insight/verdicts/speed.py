@@ -162,8 +162,8 @@ def slow_engine(run: History) -> Iterator[Verdict]:
         "slow-engine",
         while_it_lasts(found, Level.WARNING),
         f"{last.get('worker')} is slower than the other engines",
-        f"It runs {last.get('detail')}, and every step waits for its groups: one slow node of many can halve the speed "
-        "of a run.",
+        f"It {last.get('detail')}, and every step waits for its groups: one slow node of many can halve the speed of "
+        "a run.",
         found.start,
         found.until,
         ("rollout/slowest_engine", "seconds/generate"),

@@ -68,7 +68,7 @@ MIXED = {"data": {"train": [{"name": "a", "weight": 1}, {"name": "b", "weight": 
 CUT: Json = {"truncated": 0.6, "source__a__truncated": late(0.9, 0.9), "source__b__truncated": 0.0}
 BOTH_CUT: Json = CUT | {"source__b__truncated": 0.9}
 SHORT_CUT: Json = BOTH_CUT | {"source__a__truncated": 0.0}
-SLOW_ENGINE = {"event": "slow_engine", "step": 5, "worker": "rollout-3", "detail": "on b takes 3.0 times as long"}
+SLOW_ENGINE = {"event": "slow_engine", "step": 5, "worker": "rollout-3", "detail": "takes 3.0 times as long, on b"}
 STARTED = {"event": "run_started", "resume_at": 0}
 FAILED = {"event": "run_ended", "how": "failed", "error": "WorkerError", "detail": "rollout-0.generate: no restarts"}
 FINISHED = {"event": "run_ended", "how": "finished"}
@@ -255,7 +255,7 @@ CLAIMS: dict[str, tuple[tuple[str, History, History], ...]] = {
             record(rollout__slowest_engine=3.0),
         ),
         (
-            "on b takes 3.0 times",
+            "It takes 3.0 times as long, on b",
             record(events=(SLOW_ENGINE,), rollout__slowest_engine=late(1.1, 3.0)),
             record(events=(SLOW_ENGINE,), rollout__slowest_engine=1.5),
         ),

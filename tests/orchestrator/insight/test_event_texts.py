@@ -21,7 +21,7 @@ from troupe.orchestrator.insight.event_texts import event_text
         ({"event": "worker_started", "worker": "reward-0", "detail": "host vm, pid 3"},
          "reward-0 started (host vm, pid 3)"),
         ({"event": "worker_lost", "worker": "rollout-1", "detail": ""}, "rollout-1 lost"),
-        ({"event": "slow_engine", "worker": "rollout-1", "detail": "on b is slow"}, "rollout-1 on b is slow"),
+        ({"event": "slow_engine", "worker": "rollout-1", "detail": "takes long, on b"}, "rollout-1 takes long, on b"),
         ({"event": "trainer_restarted", "workers": ["policy-0", "critic-0"]},
          "trainers restarted: policy-0, critic-0"),
         ({"event": "dropped", "samples": 1, "reason": "no number"}, "1 sample dropped: no number"),
