@@ -72,6 +72,15 @@ class Layout:
         kinds = ("weights", "gradients", "optimizer", "base model")
         return sum(part.bytes for part in self.memory("policy").parts if part.name in kinds)
 
+    @property
+    def by_hand(self) -> int:
+        """The same by the formulas of the page, in bytes."""
+        policy, numbers = self.roles["policy"], size(self.model).parameters
+        if "offload_optimizer" in policy:
+            return round(2 * numbers / policy["workers"])
+        whole, divided = {1: (8, 12), 2: (2, 16), 3: (0, 18)}[policy.get("zero_stage", 1)]
+        return round(whole * numbers + divided * numbers / policy["workers"])
+
 
 @cache
 def folder(model: str) -> Path:
@@ -113,29 +122,29 @@ def line(model: str, gpus: int) -> str:
     """A row of the table."""
     found = layout(model, gpus)
     if isinstance(found, str):
-        return f"| {model} | {gpus} | does not fit: {found} | | | | | | |"
+        return f"| {model} | {gpus} | does not fit: {found} | | | | | | | |"
     rollout, policy, speed = found.roles["rollout"], found.roles["policy"], found.plan.predicted
     if speed is None:
         raise ValueError(f"{model} on {gpus} {GPU}: nothing is predicted")
     engines = f"{rollout['workers']} x TP {rollout.get('tensor_parallel_size', 1)}"
     stage = f"ZeRO-{policy['zero_stage']}" if "zero_stage" in policy else "no ZeRO"
     words = [f"{policy['workers']} x {stage}", f"{policy['micro_batch_tokens'] // 1024}k"]
-    words += ["recompute"] if "gradient_checkpointing" in policy else []
+    if "gradient_checkpointing" in policy:
+        words.append("recompute all but products" if "recompute_products" in policy else "recompute")
     words += ["offload"] if "offload_optimizer" in policy else []
     words += ["adapters"] if "lora" in policy else []
     between = "on the GPUs of" if "colocate_with" in rollout else "beside"
     waits = f"engines {speed.idle[0]:.0%}, trainers {speed.idle[1]:.0%}" if speed.divided else "in turn"
-    memory = " | ".join(gib(found.memory(role).total) for role in ("rollout", "policy"))
-    numbers = f"{memory} | {gib(found.states)} | {speed.tokens_per_gpu:,.0f} | {speed.mfu:.0%} | {waits}"
+    used = (*(found.memory(role).total for role in ("rollout", "policy")), found.states, found.by_hand)
+    numbers = f"{' | '.join(map(gib, used))} | {speed.tokens_per_gpu:,.0f} | {speed.mfu:.0%} | {waits}"
     return f"| {model} | {gpus} | {engines} {between} {', '.join(words)} | {numbers} |"
 
 
 def table() -> str:
     """The Markdown table."""
-    heading = "| model | GPUs | engines and trainers | engine | policy | states | tokens/s/GPU | MFU | wait |"
-    return "\n".join(
-        [heading, "|---|---:|---|---:|---:|---:|---:|---:|---|", *(line(m, n) for m in MODELS for n in GPUS)]
-    )
+    heading = "| model | GPUs | engines and trainers | engine | policy | states | by hand | tokens/s/GPU | MFU | wait |"
+    rule = "|---|---:|---|---:|---:|---:|---:|---:|---:|---|"
+    return "\n".join([heading, rule, *(line(model, gpus) for model in MODELS for gpus in GPUS)])
 
 
 def written(page: str) -> str:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from troupe.orchestrator.plan.placement import Node
+    from troupe.orchestrator.plan.speed import Rates
     from troupe.orchestrator.spec.chain import PlannedRun
     from troupe.orchestrator.spec.rollout import RolloutSpec
     from troupe.workers.contract.config import EnvironmentConfig
@@ -100,6 +101,10 @@ def plan(
     gib_per_node: Annotated[
         float, typer.Option(help="Host memory per node of --cluster, in GiB (0: not checked).")
     ] = 0.0,
+    rates: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Results of troupe bench: the engines' speed is theirs, not predicted."),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON: placement, memory in bytes, what does not fit.")
     ] = False,
@@ -120,9 +125,10 @@ def plan(
     from troupe.orchestrator.spec.load import read_document
 
     runs = plan_counted(read_document(spec, set_), announce)
-    runs = _with_model_configs(tuple(map(with_configs, runs)))
     nodes = _nodes(cluster, address, cpus_per_node, gib_per_node)
-    plans = list(plan_stages(runs, nodes, advise=True))
+    measured = None if rates is None else _rates(rates, runs, nodes)
+    runs = _with_model_configs(tuple(map(with_configs, runs)))
+    plans = list(plan_stages(runs, nodes, advise=True, rates=measured))
     if as_json:
         echo_json([plan_json(planned.spec.name, found) for planned, found in plans])
     else:
@@ -200,6 +206,15 @@ def _nodes(cluster: str | None, address: str | None, cpus: int | None, gib: floa
     from troupe.orchestrator.cluster.ray_nodes import nodes_at
 
     return nodes_at(address or "auto")
+
+
+def _rates(file: Path, runs: Sequence[PlannedRun], nodes: list[Node] | None) -> Rates:
+    """What `troupe bench` measured of the engines of the only run."""
+    from troupe.orchestrator.insight.bench.rates import read_rates
+
+    if len(runs) > 1:
+        raise UsageError("--rates: a file with stages is several runs; use the spec.yaml in a stage's run folder")
+    return read_rates(file, runs[0].spec, {node.gpu_type for node in nodes or () if node.gpus})
 
 
 def algorithms(

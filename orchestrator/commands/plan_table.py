@@ -129,9 +129,14 @@ def predictions(plan: Plan) -> Iterator[str]:
     speed = plan.predicted
     if speed is None:
         return
-    parts = f"sampling {speed.sampling_s:.1f} s, " if speed.sampling_gpus else ""
+    parts, how = f"sampling {speed.sampling_s:.1f} s, " if speed.sampling_gpus else "", "a roofline"
+    if (rates := speed.rates) is None:
+        how += "; sequences as long as allowed"
+    else:
+        lengths = f"{rates.prompt_tokens:,.0f} + {rates.response_tokens:,.0f} tokens"
+        how = f"measured: {rates.tokens_per_s:,.0f} tokens/s an engine, sequences of {lengths}; the rest by {how}"
     yield (
-        f"predicted (a roofline; sequences as long as allowed): {speed.tokens_per_gpu:,.0f} tokens/s/GPU; a step of "
+        f"predicted ({how}): {speed.tokens_per_gpu:,.0f} tokens/s/GPU; a step of "
         f"{speed.step_s:.1f} s: {parts}training {speed.training_s:.1f} s at {speed.mfu:.0%} MFU, weights "
         f"{speed.transfer_s:.1f} s"
     )

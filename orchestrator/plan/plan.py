@@ -17,7 +17,7 @@ from troupe.orchestrator.plan.fit import MemoryPlan, memory_plan
 from troupe.orchestrator.plan.memory import PlacedWorker, Sizes
 from troupe.orchestrator.plan.placement import GPU_GIB, Node, Placement, demand, fit, place, role_sizes, room, too_large
 from troupe.orchestrator.plan.remedies import Misfit, MisfitRemedy, changed, describe, remedies
-from troupe.orchestrator.plan.speed import Prediction, predict
+from troupe.orchestrator.plan.speed import Prediction, Rates, predict
 from troupe.orchestrator.plan.worker_memory import Part
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.chain import PlannedRun
@@ -53,18 +53,30 @@ class Plan:
     """The dtype that the processors multiply faster than the spec's, or empty without GPUs or such a dtype."""
 
 
-def plan(spec: RunSpec, nodes: Sequence[Node], known: Sizes | None = None, *, advise: bool = False) -> Plan:
-    """Place every worker of a spec on nodes, and add up its memory. `known`: sizes of models that were read before,
-    or that an earlier stage will write; `advise`: plan changes with which it fits, or is faster."""
+def plan(
+    spec: RunSpec,
+    nodes: Sequence[Node],
+    known: Sizes | None = None,
+    *,
+    advise: bool = False,
+    rates: Rates | None = None,
+) -> Plan:
+    """Place every worker of a spec on nodes, and add up its memory.
+
+    Args:
+        known: Sizes of models that were read before, or that an earlier stage will write.
+        advise: Plan changes with which it fits, or is faster.
+        rates: Measured rates of the spec's engines; None: they are predicted. Remedies change engines: theirs are.
+    """
     sizes = known if known is not None else Sizes()
-    placed = _Placed.of(spec, nodes, sizes)
+    placed = _Placed.of(spec, nodes, sizes, rates)
     misfit = placed.misfit
     found: tuple[MisfitRemedy, ...] = ()
     text = "" if misfit is None else misfit.problem
     if misfit is not None and advise:
         found = remedies(spec, misfit, lambda other: _Placed.of(other, nodes, sizes).assessed)
         text = describe(spec, misfit, found, max((node.gpus for node in nodes), default=0.0))
-    faster = _faster(spec, placed, lambda other: _Placed.of(other, nodes, sizes)) if advise else ()
+    faster = _faster(spec, placed, lambda other: _Placed.of(other, nodes, sizes, rates)) if advise else ()
     return Plan(
         rows=placed.rows,
         in_process=tuple((size.role, size.colocate_with or "") for size in role_sizes(spec) if size.in_process),
@@ -113,7 +125,7 @@ class _Placed:
         return self.misfit, 0.0 if self.predicted is None else self.predicted.tokens_per_gpu
 
     @classmethod
-    def of(cls, spec: RunSpec, nodes: Sequence[Node], sizes: Sizes) -> _Placed:
+    def of(cls, spec: RunSpec, nodes: Sequence[Node], sizes: Sizes, rates: Rates | None = None) -> _Placed:
         placements = place(role_sizes(spec))
         fitted = fit(placements, nodes)
         rows = tuple(
@@ -130,7 +142,7 @@ class _Placed:
         )
         memory = memory_plan(spec, rows, nodes, sizes)
         misfit = _first(placements, nodes, fitted.missing, memory.misfit)
-        speed = None if misfit is not None else predict(spec, rows, nodes, sizes, memory.caches)
+        speed = None if misfit is not None else predict(spec, rows, nodes, sizes, memory.caches, rates)
         return cls(placements, rows, memory, misfit, speed)
 
 
@@ -230,14 +242,15 @@ def _by_name(parts: Sequence[Part]) -> dict[str, int]:
 
 
 def plan_stages(
-    runs: Sequence[PlannedRun], nodes: Sequence[Node] | None, *, advise: bool = False
+    runs: Sequence[PlannedRun], nodes: Sequence[Node] | None, *, advise: bool = False, rates: Rates | None = None
 ) -> Iterator[tuple[PlannedRun, Plan]]:
     """Plan each run on nodes (None: this machine), up to the first that does not fit. A later stage may start from a
-    model that does not exist yet; it has the size of the one that the earlier stage trains."""
+    model that does not exist yet; it has the size of the one that the earlier stage trains. `rates`: measured ones of
+    the only run's engines."""
     sizes = Sizes()
     for run in runs:
         available = [local_node(os.cpu_count() or 1, run.spec)] if nodes is None else nodes
-        planned = plan(run.spec, available, sizes, advise=advise)
+        planned = plan(run.spec, available, sizes, advise=advise, rates=rates)
         trained = sizes.of(run.spec.model)
         if trained is not None:
             sizes.known[str(run.model)] = trained

@@ -213,7 +213,11 @@ def _of_trainer(spec: RunSpec, role: str, gpu: bool) -> Iterator[Iterator[Change
     settings = next(trainer for name, trainer in spec.roles.trainers().items() if name == role)
     path = f"roles.{role}"
     zero = [{f"{path}.zero_stage": stage} for stage in (2, 3) if stage > settings.zero_stage]
-    again = [] if settings.gradient_checkpointing else [{f"{path}.gradient_checkpointing": True}]
+    fields = f"{path}.gradient_checkpointing", f"{path}.recompute_products"
+    partly, wholly = ({fields[0]: True, fields[1]: products} for products in (False, True))
+    again: list[Changes] = [partly, wholly]
+    if settings.gradient_checkpointing:
+        again = [] if settings.recompute_products else [wholly]
     both = [{**one, **other} for one in again for other in zero]
     yield iter([*zero, *again, *both] if settings.workers > 1 else again)  # the fastest first
     if gpu:
@@ -230,7 +234,7 @@ def _of_trainer(spec: RunSpec, role: str, gpu: bool) -> Iterator[Iterator[Change
         stage = {f"{path}.zero_stage": 1} if settings.zero_stage == 0 else {}
         offload: Changes = {f"{path}.offload_optimizer": True}
         yield iter([{**offload, **stage}, {**offload, f"{path}.zero_stage": 3}])
-        yield iter([{**offload, f"{path}.zero_stage": 3, f"{path}.gradient_checkpointing": True}])
+        yield ({**offload, f"{path}.zero_stage": 3, **changes} for changes in again or [wholly])
 
 
 def _of_engine(spec: RunSpec, role: str, gpu: bool) -> Iterator[Iterator[Changes]]:

@@ -1,7 +1,8 @@
 """Predicts the speed of a run on GPUs.
 
 A roofline of both sides, in seconds: each kind of work at the share of a GPU's peak that it reaches on an H100.
-Sequences are as long as the spec allows. The numbers rank layouts; `troupe bench` measures.
+Sequences are as long as the spec allows. The numbers rank layouts. `troupe bench` measures the sampling: with its
+rates the engines' seconds and the lengths are measured, and the trainers' are predicted.
 """
 
 from __future__ import annotations
@@ -48,6 +49,28 @@ tokens/s/GPU with steps in turn and 1,910 with steps that overlap (Qwen3-30B-A3B
 
 
 @dataclass(frozen=True)
+class Rates:
+    """What `troupe bench` measured of the engines of a spec."""
+
+    tokens_per_s: float
+    """Tokens that an engine samples per second of a batch that nothing follows."""
+    drain: float
+    """How many times more sequences an engine decodes together at most than on average over the batch."""
+    prompt_tokens: float
+    """Mean per sequence."""
+    response_tokens: float
+    group_s: float
+    """From a late sequence's first token to its last (the 99th percentiles)."""
+
+    def stages(self, spec: RolloutSpec, training_s: float, transfer_s: float, others_s: float) -> Stages:
+        """The stages of a step whose sampling was measured. Engines that always have more to sample are at most as
+        much faster as they then decode more sequences together, and no faster than others publish."""
+        drain = min(DRAIN, self.drain)
+        batch_s = spec.samples_per_step * self.response_tokens / (self.tokens_per_s * spec.roles.rollout.workers)
+        return Stages(batch_s / drain, training_s, transfer_s, self.group_s, drain, others_s)
+
+
+@dataclass(frozen=True)
 class Prediction:
     """The seconds of one step, and what follows from them."""
 
@@ -72,33 +95,47 @@ class Prediction:
     """Whether each of these GPUs either samples or trains."""
     shorter: tuple[Division, ...] = ()
     """Divisions of these GPUs with which a step is shorter, the shortest first."""
+    rates: Rates | None = None
+    """What the sampling was computed from; None: it is predicted, too."""
 
     def as_json(self) -> dict[str, float]:
-        """The numbers of the prediction, and the shares of a step in which each side waits."""
-        numbers = {name: value for name, value in vars(self).items() if name not in ("idle", "divided", "shorter")}
-        return numbers | dict(zip(("sampling_idle", "training_idle"), self.idle, strict=True))
+        """The numbers of the prediction, the shares of a step in which each side waits, and which side was measured."""
+        apart = ("idle", "divided", "shorter", "rates")
+        numbers = {name: value for name, value in vars(self).items() if name not in apart}
+        waits = dict(zip(("sampling_idle", "training_idle"), self.idle, strict=True))
+        return numbers | waits | {"sampling_measured": self.rates is not None}
 
 
 def predict(
-    spec: RunSpec, rows: Sequence[PlacedWorker], nodes: Sequence[Node], sizes: Sizes, caches: Mapping[str, Cache]
+    spec: RunSpec,
+    rows: Sequence[PlacedWorker],
+    nodes: Sequence[Node],
+    sizes: Sizes,
+    caches: Mapping[str, Cache],
+    rates: Rates | None = None,
 ) -> Prediction | None:
-    """The speed of a spec whose workers are placed, or None without a known type of GPU and size of the model."""
+    """The speed of a spec whose workers are placed, or None without a known type of GPU and size of the model.
+    `rates`: those of its engines, or None if they are predicted."""
     known = [gpu_peaks(node.gpu_type) for node in nodes if node.gpus]
     peaks = [each for each in known if each is not None]
     size = sizes.of(spec.model)
     if spec.device != "cuda" or size is None or not peaks or len(peaks) < len(known):
         return None
     cluster = _Cluster(min(peaks, key=lambda each: each.flops), rows, nodes)
-    tokens, trainers = _step_tokens(spec), spec.roles.trainers()
-    trained = {name: _training(spec, name, role, tokens, sizes, cluster) for name, role in trainers.items()}
+    (tokens, length), trainers = _step_tokens(spec, rates), spec.roles.trainers()
+    trained = {name: _training(spec, name, role, (tokens, length), sizes, cluster) for name, role in trainers.items()}
     policies, (training_s, mfu) = trainers["policy"].workers, trained["policy"]
     others_s = max((seconds for name, (seconds, _) in trained.items() if name != "policy"), default=0.0)
     if spec.rollouts is None:
         return Prediction(0.0, training_s, 0.0, training_s, tokens / training_s / policies, mfu, 0, policies)
     rollouts: RolloutSpec = spec.rollouts
     engine, limit = rollouts.roles.rollout, rollouts.schedule.max_staleness
-    sampling_s, group_s = _sampling(rollouts, size, caches, cluster.peaks)
-    stages = Stages(sampling_s, training_s, _transfer(rollouts, size, cluster), group_s, DRAIN, others_s)
+    transfer_s = _transfer(rollouts, size, cluster)
+    if rates is None:
+        sampling_s, group_s = _sampling(rollouts, size, caches, cluster.peaks)
+        stages = Stages(sampling_s, training_s, transfer_s, group_s, DRAIN, others_s)
+    else:
+        stages = rates.stages(rollouts, training_s, transfer_s, others_s)
     engines, step_s = engine.workers * engine.tensor_parallel_size, stages.step_s(limit)
     gpus = sum(role.workers for role in trainers.values())
     shorter, divided = (), engine.colocate_with != "policy"
@@ -108,9 +145,9 @@ def predict(
         found = divisions(stages, (engines, policies), groups, limit)
         shorter = tuple(one for one in found if one.step_s < step_s)
     return Prediction(
-        sampling_s=sampling_s if limit else DRAIN * sampling_s,
+        sampling_s=stages.sampling_s * (1.0 if limit else stages.drain),
         training_s=max(training_s, others_s),
-        transfer_s=stages.transfer_s,
+        transfer_s=transfer_s,
         step_s=step_s,
         tokens_per_gpu=tokens / step_s / gpus,
         mfu=mfu,
@@ -120,6 +157,7 @@ def predict(
         staleness=stages.mean_staleness(limit),
         divided=divided,
         shorter=shorter,
+        rates=rates,
     )
 
 
@@ -141,19 +179,24 @@ class _Cluster:
         return self.peaks.link if len(there) < 2 else min(self.peaks.link, across)
 
 
-def _step_tokens(spec: RunSpec) -> int:
-    """Tokens of the sequences that a step trains on."""
+def _step_tokens(spec: RunSpec, rates: Rates | None) -> tuple[float, float]:
+    """Tokens of the sequences that a step trains on, and of one of them."""
+    length = longest_sequence(spec)
     if spec.offline is not None:
-        return spec.offline.schedule.examples_per_step * longest_sequence(spec)
+        return spec.offline.schedule.examples_per_step * length, length
     rollouts: RolloutSpec = spec.rollouts
-    return rollouts.sequences_per_step * rollouts.roles.rollout.max_model_len
+    if rates is None:
+        return rollouts.sequences_per_step * rollouts.roles.rollout.max_model_len, length
+    measured = rates.prompt_tokens + rates.response_tokens
+    return rollouts.sequences_per_step * measured, measured
 
 
 def _training(
-    spec: RunSpec, name: str, role: TrainerRole, tokens: int, sizes: Sizes, cluster: _Cluster
+    spec: RunSpec, name: str, role: TrainerRole, batch: tuple[float, float], sizes: Sizes, cluster: _Cluster
 ) -> tuple[float, float]:
-    """(seconds, MFU) of a trainer's work on a batch of so many tokens."""
+    """(seconds, MFU) of a trainer's work on a batch of so many tokens, in sequences of so many."""
     config, ranks = settings_of(spec, name).config, role.workers
+    tokens, length = batch
     size, trainer, peaks = sizes.of(config.model), config.trainer, cluster.peaks
     if size is None:
         return 0.0, 0.0
@@ -161,7 +204,7 @@ def _training(
     stage = trainer.stage_for(ranks, width == 4)
     own = spec.schedule.epochs * tokens / ranks
     micro = min(trainer.worker_tokens, own)
-    batch_s = micro * token_seconds(size, trainer, longest_sequence(spec), peaks, adapters=adapters)
+    batch_s = micro * token_seconds(size, trainer, length, peaks, adapters=adapters)
     batch_s = max(batch_s, size.layers * LAYER_START_S * _passes(trainer, size) / 3)
     trained = adapter_numbers(size, config.lora) if adapters else size.parameters
     link = cluster.link(name)
@@ -193,7 +236,7 @@ def _passes(trainer: TrainerConfig, size: ModelSize) -> float:
 
 
 def token_seconds(
-    size: ModelSize, trainer: TrainerConfig, length: int, peaks: GpuPeaks, *, adapters: bool = False
+    size: ModelSize, trainer: TrainerConfig, length: float, peaks: GpuPeaks, *, adapters: bool = False
 ) -> float:
     """Seconds in which one GPU computes the update of one token, without communication. Traffic, in bytes of
     bfloat16, is of norms, residuals, rotary positions and the gated feed-forward. The head computes its logits

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain, product
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from troupe.orchestrator.algorithms.description import roles_besides
 from troupe.orchestrator.algorithms.offline import OFFLINE_ALGORITHMS
@@ -42,13 +42,23 @@ _ADAPTER_RATE = 10
 """Learning rate of adapters, as a multiple of the rate of all weights."""
 
 
+Recomputed = Literal["nothing", "all but products", "all"]
+_RECOMPUTED: Mapping[Recomputed, Mapping[str, bool]] = {
+    "nothing": {},
+    "all but products": {"gradient_checkpointing": True, "recompute_products": False},
+    "all": {"gradient_checkpointing": True},
+}
+"""What the backward pass computes again, and the trainer's fields for it: the fastest first."""
+
+
 @dataclass(frozen=True)
 class Sizing:
     """What the size of machine and model decide."""
 
     dtype: str = "bfloat16"
     micro_batch_tokens: int = 4096
-    gradient_checkpointing: bool = False
+    recomputed: Recomputed = "nothing"
+    """What the backward pass computes again."""
     zero_stage: int = 1
     offload_optimizer: bool = False
     rollouts: int = 1
@@ -203,7 +213,7 @@ def candidates(choices: Choices, tokens: int) -> Iterator[list[Sizing]]:
     for group in _layout_groups(choices, tokens):
         if not _solves(choices):
             yield group
-        elif whole := [one for one in group if one.zero_stage < 2 and not one.gradient_checkpointing]:
+        elif whole := [one for one in group if one.zero_stage < 2 and one.recomputed == "nothing"]:
             yield list(dict.fromkeys(replace(one, dtype="float32") for one in whole))
 
 
@@ -219,21 +229,21 @@ def _layout_groups(choices: Choices, tokens: int) -> Iterator[list[Sizing]]:
     if not choices.gpus:
         small = [n for n in micro if n <= max(2048, micro[-1])]
         dtypes = ("bfloat16",) if has_fast_bfloat16() else ("float32", "bfloat16")
-        options = product(dtypes, (False, True), small, (1.0, 0.5, 0.25))
+        options = product(dtypes, _RECOMPUTED, small, (1.0, 0.5, 0.25))
         yield [
-            Sizing(dtype, size, checkpointing, critics=int(critic), kv_cache_gib=cache)
-            for dtype, checkpointing, size, cache in options
+            Sizing(dtype, size, recomputed, critics=int(critic), kv_cache_gib=cache)
+            for dtype, recomputed, size, cache in options
         ]
         return
     layouts = list(_layouts(choices, critic))
-    for offload, layout, checkpointing in product((False, True), layouts, (False, True)):
-        if offload and not checkpointing:
+    for offload, layout, recomputed in product((False, True), layouts, _RECOMPUTED):
+        if offload and recomputed == "nothing":
             continue
         yield [
             replace(
                 layout,
                 micro_batch_tokens=size,
-                gradient_checkpointing=checkpointing,
+                recomputed=recomputed,
                 zero_stage=zero,
                 offload_optimizer=offload,
             )
@@ -307,8 +317,7 @@ def _trainer(choices: Choices, settings: Sizing, workers: int, rate: dict[str, A
     memory: dict[str, Any] = {"zero_stage": settings.zero_stage} if workers > 1 or settings.offload_optimizer else {}
     if settings.offload_optimizer:
         memory["offload_optimizer"] = True
-    if settings.gradient_checkpointing:
-        memory["gradient_checkpointing"] = True
+    memory |= _RECOMPUTED[settings.recomputed]
     if settings.adapters:
         targets = {"targets": [*ATTENTION]} if has_experts(ModelConfig(path=choices.model)) else {}
         memory["lora"] = {"rank": 16, "alpha": 32, **targets}

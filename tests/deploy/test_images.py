@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import shlex
+import shutil
+import subprocess
 import sys
 import tomllib
 from fnmatch import fnmatch
@@ -114,7 +117,8 @@ def test_only_what_is_copied_reaches_the_build() -> None:
 def test_no_secret_and_no_leftovers_in_a_layer(image: str) -> None:
     text = (ROOT / "deploy" / "images" / f"Dockerfile.{image}").read_text()
     assert not re.search(r"token|secret|password|api_key", text, re.IGNORECASE)
-    assert of(image, "ARG") == of(image, "ADD") == []
+    assert of(image, "ARG") == (["EFA_INSTALLER", "EFA_SHA256"] if image == "gpu" else [])
+    assert of(image, "ADD") == []
     for run in of(image, "RUN"):
         assert "apt-get update" not in run or "rm -rf /var/lib/apt/lists/*" in run
     assert any("PIP_NO_CACHE_DIR=1" in env for env in of(image, "ENV"))
@@ -137,7 +141,7 @@ def test_an_image_is_installed_from_its_lock_and_troupe_without_resolving_anythi
 @pytest.mark.parametrize("image", IMAGES)
 def test_the_paths_that_the_steps_of_an_image_run_exist(image: str) -> None:
     """Files were copied before; programs come from the base image, from packages or from the environment."""
-    there = {"apt-get", "rm", "useradd", "userdel", "install", "python", "python3"}
+    there = {"apt-get", "rm", "useradd", "userdel", "install", "python", "python3", "sh"}
     made: set[str] = set()
     for name, rest in instructions(image):
         if name == "COPY":
@@ -146,7 +150,7 @@ def test_the_paths_that_the_steps_of_an_image_run_exist(image: str) -> None:
             for command in rest.split("&&"):
                 program, *words = shlex.split(command)
                 assert program in there, command
-                assert {word for word in words if word.endswith((".py", ".lock"))} <= made, command
+                assert {word for word in words if word.endswith((".py", ".sh", ".lock"))} <= made, command
             there |= {"venv/bin/pip"} if "--venv venv" in rest else set()
 
 
@@ -170,3 +174,58 @@ def test_pins_only_installs_no_package_of_ours(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(sys, "argv", ["install.py", "--venv", str(tmp_path), "--gpu"])
     assert install.main() == 0 and len(asked) == 1
     assert locks == [install.CPU.lock, install.GPU.lock]
+
+
+STUB = """#!{sh}
+echo {name} "$@" >> log
+case {name} in
+  wget) echo archive > aws-efa-installer-1.49.0.tar.gz ;;
+  tar) mkdir aws-efa-installer; cp {stubs}/installer aws-efa-installer/efa_installer.sh ;;
+esac
+"""
+ARCHIVE = hashlib.sha256(b"archive\n").hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "ran"),
+    [
+        (("", ""), 0, []),
+        (("1.49.0", ""), 2, []),
+        (("1.49.0", "0" * 64), 1, ["wget"]),
+        (("1.49.0", ARCHIVE), 0, ["wget", "tar", "apt-get", "apt-get", "installer", "ldconfig", "tee", "rm"]),
+    ],
+)
+def test_efa_is_installed_only_from_the_archive_that_was_asked_for(
+    arguments: tuple[str, str], code: int, ran: list[str], tmp_path: Path
+) -> None:
+    """The script with programs that log their calls; the installer's stands for AWS's."""
+    (stubs := tmp_path / "stubs").mkdir()
+    (folder := tmp_path / "folder").mkdir()
+    for name in ("mkdir", "cp", "sha256sum"):
+        (stubs / name).symlink_to(shutil.which(name) or name)
+    fakes = {"mktemp": f"#!/bin/sh\necho {folder}\n"}
+    for name in ("wget", "tar", "apt-get", "installer", "ldconfig", "tee", "rm"):
+        log = "../log" if name in ("installer", "ldconfig", "tee", "rm") else "log"
+        fakes[name] = STUB.format(sh="/bin/sh", name=name, stubs=stubs).replace(">> log", f">> {log}")
+    for name, text in fakes.items():
+        (stubs / name).write_text(text)
+        (stubs / name).chmod(0o755)
+    script = (ROOT / "deploy" / "install" / "efa.sh", *arguments)
+    done = subprocess.run(["/bin/sh", *script], env={"PATH": str(stubs)}, capture_output=True, text=True, timeout=60)
+    calls = (folder / "log").read_text().splitlines() if ran else []
+    assert (done.returncode, [call.split()[0] for call in calls]) == (code, ran), done.stderr
+    assert ("needs EFA_SHA256" in done.stderr) == (code == 2)
+    if code == 0 and ran:
+        assert calls[3:5] == [
+            "apt-get remove --yes ibverbs-providers libibverbs1",
+            "installer --yes --skip-kmod --skip-limit-conf --no-verify",
+        ]
+        assert calls[0].endswith("https://efa-installer.amazonaws.com/aws-efa-installer-1.49.0.tar.gz")
+
+
+def test_the_libraries_that_efa_replaces_were_installed() -> None:
+    steps = [rest for name, rest in instructions("gpu") if name == "RUN"]
+    (own,) = (number for number, rest in enumerate(steps) if "efa.sh" in rest)
+    removed = "ibverbs-providers libibverbs1"
+    assert removed in steps[own - 1] and removed in (ROOT / "deploy" / "install" / "efa.sh").read_text()
+    assert shlex.split(steps[own]) == ["sh", "deploy/install/efa.sh", "$EFA_INSTALLER", "$EFA_SHA256"]

@@ -26,7 +26,7 @@ def test_the_page_has_the_layouts_of_today() -> None:
     assert layouts.written(PAGE) == PAGE, "run `python -m docs.tooling.layouts`"
     found = [layout(model, gpus) for model in MODELS for gpus in GPUS]
     for one in (one for one in found if isinstance(one, Layout)):
-        assert one.states == pytest.approx(by_hand(one), rel=1e-3), (one.model, one.gpus)
+        assert one.states == pytest.approx(one.by_hand, rel=1e-3), (one.model, one.gpus)
 
 
 def test_every_model_and_cluster_has_a_row() -> None:
@@ -34,21 +34,11 @@ def test_every_model_and_cluster_has_a_row() -> None:
     assert rows == [(model, str(gpus)) for model in MODELS for gpus in GPUS]
 
 
-def by_hand(found: Layout) -> float:
-    """The formulas of the page: 8 N + 12 N/n bytes in ZeRO-1, 2 N + 16 N/n in ZeRO-2, 18 N/n in ZeRO-3; 2 N/n with the
-    rest in host memory."""
-    policy, numbers = found.roles["policy"], size(found.model).parameters
-    if "offload_optimizer" in policy:
-        return 2 * numbers / policy["workers"]
-    whole, divided = {1: (8, 12), 2: (2, 16), 3: (0, 18)}[policy.get("zero_stage", 1)]
-    return whole * numbers + divided * numbers / policy["workers"]
-
-
 @pytest.mark.parametrize(("model", "gpus"), [("1.5B", 8), ("7B", 8)])
 def test_the_states_add_up_by_hand(model: str, gpus: int) -> None:
     found = layout(model, gpus)
     assert isinstance(found, Layout)
-    assert found.states == pytest.approx(by_hand(found), abs=100)
+    assert found.states == pytest.approx(found.by_hand, abs=100)
     assert found.memory("rollout").total == pytest.approx(0.9 * 79.6 * GIB + 2 * 2 * size(model).largest, rel=0.01)
 
 

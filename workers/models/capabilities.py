@@ -20,7 +20,7 @@ from troupe.workers.contract.config_base import Device
 from troupe.workers.models import sequence_parallel
 from troupe.workers.models.exact import ieee_float32
 from troupe.workers.models.modeling import ModelModule, evaluating
-from troupe.workers.models.packed_attention import install, kernel_is_exact, uninstall
+from troupe.workers.models.packed_attention import install, uninstall, use_fastest_kernel
 from troupe.workers.models.partitioned import is_partitioned
 from troupe.workers.models.proxy import proxy_for
 from troupe.workers.models.sequence_parallel import SequenceGroup
@@ -87,7 +87,7 @@ def takes_segments(model: PreTrainedModel, device: Device) -> bool:
     limits = _attention_limits(model)
     if limits - _WINDOWS:
         return False
-    if device == "cuda" and not kernel_is_exact(_head_size(model), model.dtype, bool(limits)):
+    if device == "cuda" and not use_fastest_kernel(_head_size(model), model.dtype, bool(limits)):
         return False
     tried = proxy_for(model, bool(limits) or _amplifies_rounding(model, device), device)
     if tried is None or (tried is model and limits) or not install(tried):

@@ -8,6 +8,7 @@ responses share) and to the segment itself, in a layer with a sliding window to 
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -18,15 +19,25 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from troupe.workers.contract.text import one_line
 from troupe.workers.models.exact import ieee_float32
 from troupe.workers.models.token_batch import is_table, segment_table, to_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+logger = logging.getLogger(__name__)
+
 IMPLEMENTATION = "troupe_sdpa"
 """Name under which the attention is registered. Without a table of segments it is transformers' `sdpa`."""
 
+_NEWER = {9: "FA3", 10: "FA4"}
+"""torch's name of the fastest FlashAttention, by the major compute capability of a GPU. torch has FlashAttention 2; the
+others are in packages (`flash_attn_interface`, `flash_attn.cute`)."""
+_refused: set[str] = set()
+"""Those that cannot be used in this process."""
+_TILES = 40
+"""Multiplies the lengths of a trial, so that they exceed the tiles of a kernel."""
 _REFUSED = ("softcap", "s_aux", "position_bias", "cache")
 """Arguments of a layer's attention that change its result and are not implemented here."""
 
@@ -306,23 +317,56 @@ def uninstall(model: PreTrainedModel) -> None:
     model.set_attn_implementation("sdpa")
 
 
+def use_fastest_kernel(head_size: int, dtype: torch.dtype, windows: bool = False) -> bool:
+    """Whether the GPU's kernel is exact (`kernel_is_exact`). If so, FlashAttention 3 or 4 replaces torch's
+    FlashAttention 2 in the whole process, provided that its package is installed and that it is exact, too: one that
+    is wrong for a model is used for none."""
+    from torch.nn.attention import (
+        activate_flash_attention_impl,
+        current_flash_attention_impl,
+        restore_flash_attention_impl,
+    )
+
+    if (before := current_flash_attention_impl()) is not None:
+        restore_flash_attention_impl()
+    exact = kernel_is_exact(head_size, dtype, windows)
+    version = _NEWER.get(torch.cuda.get_device_capability()[0])
+    if version is None or version in _refused or not (exact or before):
+        return exact
+    try:
+        activate_flash_attention_impl(version)
+    except (ImportError, OSError, RuntimeError) as error:
+        _refused.add(version)
+        logger.info("attention runs with FlashAttention 2: %s", one_line(str(error)))
+        return exact
+    if exact and not kernel_is_exact(head_size, dtype, windows):
+        restore_flash_attention_impl()
+        _refused.add(version)
+        logger.warning("attention runs with FlashAttention 2: %s computes something else here", version)
+    return exact
+
+
 def kernel_is_exact(head_size: int, dtype: torch.dtype, windows: bool = False) -> bool:
     """Whether the GPU's kernel takes this type and head size, and aligns its causal mask to the last key, also with
     windows: tried with a prompt that two responses share, against torch's attention under a mask."""
     cuda = torch.device("cuda")
-    return all(_kernel_is_exact(head_size, dtype, window, cuda) for window in (None, 2) if windows or window is None)
+    return all(
+        _kernel_is_exact(head_size, dtype, window, cuda) for window in (None, 2 * _TILES) if windows or window is None
+    )
 
 
 @ieee_float32()
 def _kernel_is_exact(head_size: int, dtype: torch.dtype, window: int | None, device: torch.device) -> bool:
-    table = segment_table(torch.tensor([0, 7]), torch.tensor([7, 3]), torch.tensor([[0, 0], [0, 4]]))
+    prompt, first, tokens = 4 * _TILES, 7 * _TILES, 10 * _TILES
+    lengths = torch.tensor([first, tokens - first])
+    table = segment_table(torch.tensor([0, first]), lengths, torch.tensor([[0, 0], [0, prompt]]))
     query, key, value = states = [
-        torch.randn(1, heads, 10, head_size, device=device, dtype=dtype, requires_grad=True) for heads in (2, 1, 1)
+        torch.randn(1, heads, tokens, head_size, device=device, dtype=dtype, requires_grad=True) for heads in (2, 1, 1)
     ]
-    allowed = torch.ones(10, 10, dtype=torch.bool, device=device).tril()
-    allowed[7:, 4:7] = False
+    allowed = torch.ones(tokens, tokens, dtype=torch.bool, device=device).tril()
+    allowed[first:, prompt:first] = False
     if window is not None:
-        place = torch.tensor([*range(7), 4, 5, 6], device=device)  # the second response follows the prompt, too
+        place = torch.tensor([*range(first), *range(prompt, first)], device=device)  # as the second does
         allowed &= place[:, None] - place[None, :] < window
     with torch.enable_grad():
         try:

@@ -30,6 +30,7 @@ from troupe.workers.contract.messages import (
     UpdateMetrics,
     WorkerHealth,
 )
+from troupe.workers.contract.rdma import rdma
 from troupe.workers.contract.weight_backends import ALLOCATOR_VARIABLES
 from troupe.workers.data.kept_tables import picked, write_tables
 from troupe.workers.models.capabilities import adapt, use_liger
@@ -45,9 +46,9 @@ from troupe.workers.training.deepspeed_engine import Forward, StepResult, TrainE
 from troupe.workers.training.group import (
     LOOPBACK,
     all_reduce,
+    all_reduce_line,
     join_group,
     leave_group,
-    network_line,
     open_store,
     own_address,
     sequence_group,
@@ -172,7 +173,7 @@ class TrainingRank(ABC, Generic[ConfigT]):
     def start(self, rendezvous: Rendezvous) -> WorkerHealth:
         """Join the group and load the models. Raises OSError for a missing model, ValueError for an unsuitable one."""
         self.join(rendezvous)
-        network = network_line(self._device) if rendezvous.address != LOOPBACK else ""
+        network = f"{all_reduce_line(self._device)} ({rdma()})" if rendezvous.address != LOOPBACK else ""
         return replace(self.build(), network=network)
 
     @abstractmethod

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Any
 
-from troupe.orchestrator.insight.bench.points import WORKERS, Point
+from troupe.orchestrator.insight.bench.points import WORKERS, Point, measured_fields
 from troupe.orchestrator.insight.bench.results import Measures, Result
 from troupe.orchestrator.roles.settings import rollout_config
 from troupe.orchestrator.spec.roles import environment_role
@@ -269,6 +269,7 @@ def _point(result: Result, bound: Bound | None) -> Json:
         "workers": result.point.workers,
         "group_size": spec.group_size,
         "prompts": spec.schedule.prompts_per_step,
+        "measured_with": measured_fields(spec),
         "memory": asdict(result.peak),
         "measures": None if result.measures is None else asdict(result.measures),
         "problem": result.problem,

@@ -111,6 +111,17 @@ def engine_key(spec: RolloutSpec) -> str:
     return value_text([role, config, environments, spec.sampling.truncates, spec.sampling.router_replay])
 
 
+def measured_fields(spec: RolloutSpec) -> dict[str, Any]:
+    """The fields that the rate of an engine depends on, by dotted path, besides the prompts."""
+    number = {"workers", "min_workers", "max_workers"}
+    sections = {
+        "model": spec.model.model_dump(mode="json", include={"path", "dtype"}),
+        "roles.rollout": spec.roles.rollout.model_dump(mode="json", exclude=number),
+        "sampling": spec.sampling.model_dump(mode="json"),
+    }
+    return {f"{section}.{name}": value for section, fields in sections.items() for name, value in fields.items()}
+
+
 def launch_spec(points: Sequence[Point]) -> RolloutSpec:
     """The spec with which the engines of a group of points are started: as many as the largest point uses."""
     return max(points, key=lambda point: point.workers).spec

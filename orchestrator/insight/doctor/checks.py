@@ -231,7 +231,9 @@ def check_network(machine: Machine) -> Iterator[Finding]:
     rdma = machine.rdma
     if rdma.missing and machine.graphics.gpus:
         packages = "apt-get install libibverbs1 ibverbs-providers"
-        remedy = packages if rdma.missing == IBVERBS else "add AWS's EFA installer to the image"
+        remedy = (
+            packages if rdma.missing == IBVERBS else "run AWS's EFA installer, or build the image with EFA_INSTALLER"
+        )
         found = f"{', '.join(rdma.devices)}: NCCL cannot use RDMA without {rdma.missing}, and takes TCP between nodes"
         yield Finding("network", "note", found, remedy)
     elif rdma.forbidden and machine.graphics.gpus:

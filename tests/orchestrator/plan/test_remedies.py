@@ -91,12 +91,18 @@ COLOCATED = st.builds(
     st.sampled_from([1, 2, 4, 8]),
     st.sampled_from([0.2, 0.4, 0.6, 0.9]),
 )
-TRAINER = st.fixed_dictionaries(
-    {
-        "roles.policy.zero_stage": st.sampled_from([0, 1, 2, 3]),
-        "roles.policy.gradient_checkpointing": st.sampled_from(["true", "false"]),
-        "roles.policy.micro_batch_tokens": st.sampled_from([4096, 16384, 65536]),
-    }
+WHOLE = {"roles.policy.gradient_checkpointing": "true"}
+PARTLY = WHOLE | {"roles.policy.recompute_products": "false"}
+KEPT = tuple(f"{field}={value}" for field, value in PARTLY.items())
+TRAINER = st.builds(
+    lambda recomputed, others: recomputed | others,
+    st.sampled_from([{"roles.policy.gradient_checkpointing": "false"}, PARTLY, WHOLE]),
+    st.fixed_dictionaries(
+        {
+            "roles.policy.zero_stage": st.sampled_from([0, 1, 2, 3]),
+            "roles.policy.micro_batch_tokens": st.sampled_from([4096, 16384, 65536]),
+        }
+    ),
 )
 
 
@@ -155,6 +161,28 @@ def test_zero_2_is_proposed_before_what_costs_more_time() -> None:
     assert re.match(r"policy-0 needs [\d.]+ GiB of a GPU's 79.6: raise roles.policy.zero_stage to 2, or ", found.misfit)
     speeds = [remedy.speed for remedy in found.remedies]
     assert speeds == sorted(speeds, reverse=True) and speeds[-1] > 0
+
+
+@pytest.mark.parametrize(
+    ("workers", "given_", "proposed"),
+    [
+        (
+            6,
+            ("roles.policy.gradient_checkpointing=false",),
+            {"gradient_checkpointing": True, "recompute_products": False},
+        ),
+        (4, KEPT, {"recompute_products": True}),
+    ],
+)
+def test_products_are_kept_where_they_fit_and_recomputed_where_they_do_not(
+    workers: int, given_: tuple[str, ...], proposed: dict[str, bool]
+) -> None:
+    """Micro-batches of the longest sequence, on GPUs of 45 GiB."""
+    fixed = ("roles.policy.micro_batch_tokens=4096", "roles.rollout.workers=2", f"roles.policy.workers={workers}")
+    found = planned(SEVEN_B, "1x8xL40S", 0, *fixed, "roles.policy.zero_stage=3", *given_)
+    assert {f"roles.policy.{name}": value for name, value in proposed.items()} in [
+        one.changes for one in found.remedies
+    ]
 
 
 def test_a_context_too_long_for_one_gpu_is_shared_by_several() -> None:
@@ -238,12 +266,13 @@ TEACHERS = (
 )
 SIXTEEN = ("roles.rollout.tensor_parallel_size=16", "roles.rollout.gpus=16", "roles.rollout.workers=2")
 ZERO_3 = ("roles.policy.zero_stage=3", "roles.policy.gradient_checkpointing=true", "roles.policy.workers=64")
+NOTHING = ("roles.policy.gradient_checkpointing=false", "roles.policy.zero_stage=1")
 EIGHT = ("roles.rollout.tensor_parallel_size=8", "roles.rollout.gpus=8", "roles.rollout.workers=2")
 
 
 @pytest.mark.parametrize("name", [*MODELS, "mixtral-8x7b"])
 @pytest.mark.parametrize("cluster", ["1x1xT4", "1x1xH100", "1x8xH100", "2x8xA100-40G", "4x4xL4", "16x8xH200"])
-@pytest.mark.parametrize("given_", [(), EIGHT, (*EIGHT, *ZERO_3), SIXTEEN, FROZEN, TEACHERS])
+@pytest.mark.parametrize("given_", [(), EIGHT, (*EIGHT, *ZERO_3), SIXTEEN, FROZEN, TEACHERS, KEPT, NOTHING])
 def test_remedies_end(tmp_path: Path, name: str, cluster: str, given_: tuple[str, ...]) -> None:
     """Every chain of remedies reaches a spec without another, and none asks for a worker that no node can hold."""
     config = MODELS[name] if name in MODELS else REAL[name][0]

@@ -188,6 +188,19 @@ def test_zero_2_comes_before_zero_3_and_recomputation(tmp_path: Path) -> None:
     assert policy["zero_stage"] == 2 and "gradient_checkpointing" not in policy
 
 
+def test_products_are_kept_where_that_fits_and_is_faster(tmp_path: Path) -> None:
+    """An 8B model on one GPU needs recomputation, but not of products, even if its rows are longer then."""
+    choices = chosen(llama(tmp_path / "model", 4096, 32, 14336), gpus=1, gpu_type="H100", cpus=128)
+    policy = check(text_of(choices, tmp_path / "run.yaml"), tmp_path / "run.yaml", choices)["roles"]["policy"]
+    assert policy["gradient_checkpointing"] is True and policy["recompute_products"] is False
+    speeds: list[float] = []
+    for changes in ((), ("roles.policy.recompute_products=true", "roles.policy.micro_batch_tokens=16384")):
+        ((_, found),) = plan_stages(plan_runs(read_document(tmp_path / "run.yaml", list(changes))), nodes(choices))
+        assert found.predicted is not None
+        speeds.append(found.predicted.tokens_per_gpu)
+    assert speeds[0] > speeds[1]
+
+
 @pytest.mark.parametrize(("gpus", "described"), [(6, "1x6xH100"), (8, "1x8xH100"), (32, "4x8xH100"), (12, "1x12xH100")])
 def test_more_than_eight_gpus_are_nodes_of_eight(gpus: int, described: str, tmp_path: Path) -> None:
     """28 heads: 8 GPUs cannot share the model, and no layout has them do it."""

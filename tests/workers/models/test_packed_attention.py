@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
+from torch.nn.attention import _registry, current_flash_attention_impl, list_flash_attention_impls
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig
 
@@ -27,6 +30,7 @@ TABLE = segment_table(
 )
 """A prompt of 4 tokens with responses of 5, 5, 0 and 6, and a sequence of 11."""
 TOKENS, HEAD_SIZE, SCALE = 31, 16, 0.3
+FLASH = ["FA3", "FA4"]
 CAUSAL = SimpleNamespace(is_causal=True)
 
 
@@ -141,6 +145,63 @@ def test_a_gpu_kernel_with_another_output_or_gradient_is_not_used(
         torch.manual_seed(0)
         found.append(packed_attention._kernel_is_exact(HEAD_SIZE, dtype, window, torch.device("cpu")))
     assert found == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("capability", "installed", "exact", "used"),
+    [
+        (9, {"FA3"}, {None, "FA3"}, "FA3"),
+        (10, {"FA3", "FA4"}, {None, "FA3", "FA4"}, "FA4"),
+        (9, {"FA3"}, {None}, None),
+        (9, set[str](), {None, "FA3"}, None),
+        (8, {"FA3", "FA4"}, {None, "FA3", "FA4"}, None),
+        (9, {"FA3"}, {"FA3"}, None),
+    ],
+)
+def test_the_newest_flash_attention_that_is_installed_and_exact_is_used(
+    capability: int, installed: set[str], exact: set[str | None], used: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's own registry, with packages that are not there; the trial sees which version runs."""
+    versions = _Versions(monkeypatch, capability, installed)
+    monkeypatch.setattr(packed_attention, "kernel_is_exact", lambda *_: versions.running() in exact)
+    assert packed_attention.use_fastest_kernel(128, torch.bfloat16) is (None in exact)
+    assert versions.running() == used
+
+
+def test_a_version_that_is_wrong_for_a_later_model_is_used_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that the kernel of every version refuses changes nothing for the others."""
+    versions = _Versions(monkeypatch, 9, {"FA3"})
+    exact = {64: {None}, 128: {None, "FA3"}, 512: set[str | None]()}
+    monkeypatch.setattr(packed_attention, "kernel_is_exact", lambda size, *_: versions.running() in exact[size])
+    found = [(packed_attention.use_fastest_kernel(size, torch.bfloat16), versions.running()) for size in (128, 512)]
+    assert found == [(True, "FA3"), (False, "FA3")]
+    found = [(packed_attention.use_fastest_kernel(size, torch.bfloat16), versions.running()) for size in (64, 128)]
+    assert found == [(True, None), (True, None)]
+
+
+class _Versions:
+    """torch's registry of FlashAttention on a GPU of this capability, with these packages."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capability: int, installed: set[str]) -> None:
+        monkeypatch.setattr(packed_attention, "_refused", set())
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (capability, 0))
+        monkeypatch.setattr(_registry, "_FLASH_ATTENTION_ACTIVE", None)
+        monkeypatch.setattr(
+            _registry, "_FLASH_ATTENTION_IMPLS", {v: partial(self._start, v in installed) for v in FLASH}
+        )
+
+    def running(self) -> str | None:
+        return current_flash_attention_impl()
+
+    @staticmethod
+    def _start(installed: bool) -> _registry.FlashAttentionHandle:
+        if not installed:
+            raise ModuleNotFoundError("No module named 'flash_attn_interface'")
+        return Mock(spec=["remove"])
+
+
+def test_torch_has_the_versions_that_are_asked_for() -> None:
+    assert sorted(packed_attention._NEWER.values()) == list_flash_attention_impls() == FLASH
 
 
 @pytest.mark.parametrize("arguments", [{"softcap": 50.0}, {"s_aux": torch.zeros(4)}, {"dropout": 0.1}])

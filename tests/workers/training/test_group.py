@@ -48,10 +48,10 @@ def test_a_rank_that_needs_no_other_machine_listens_at_loopback() -> None:
 
 NETWORK = """
 import torch.distributed as dist
-from troupe.workers.training.group import network_line
+from troupe.workers.training.group import all_reduce_line
 from torch.testing._internal.distributed.fake_pg import FakeStore
 dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-print(network_line("cpu"))
+print(all_reduce_line("cpu"))
 """
 
 
@@ -59,4 +59,4 @@ def test_a_group_measures_how_fast_its_ranks_add_up() -> None:
     done = subprocess.run([sys.executable, "-c", NETWORK], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     line = done.stdout.splitlines()[-1]
-    assert re.fullmatch(r"an all-reduce of 4 MiB over 4 ranks runs at \S+ GB/s a rank \((TCP|RDMA): .+\)", line), line
+    assert re.fullmatch(r"an all-reduce of 4 MiB over 4 ranks runs at \S+ GB/s a rank", line), line
