@@ -37,8 +37,9 @@ def skill(
     elif name is not None:
         typer.echo(known[name], nl=False)
     else:
-        width = max(map(len, known))
-        typer.echo("\n".join(f"{folder:<{width}}  {text}" for folder, text in found.items()))
+        names = {folder: folder if to is None else str(to / folder / _FILE) for folder in known}
+        width = max(map(len, names.values()))
+        typer.echo("\n".join(f"{names[folder]:<{width}}  {text}" for folder, text in found.items()))
 
 
 def _description(text: str) -> str:

@@ -77,6 +77,36 @@ def test_a_path_may_begin_with_the_home_folder(tmp_path: Path, monkeypatch: pyte
     assert not (tmp_path / "~").exists()
 
 
+class Place:
+    """A path that is no text and none of pathlib's, as of the `datasets` or `py.path` libraries."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __fspath__(self) -> str:
+        return str(self._path)
+
+
+def test_any_object_with_a_path_is_one(tmp_path: Path) -> None:
+    model = saved_model(tmp_path / "run", 2)
+    run = Place(tmp_path / "run")
+    assert troupe.Outcome(run).folder == tmp_path / "run" and library.evaluated_model(run) == model
+    assert troupe.export(run, Place(tmp_path / "out")) == tmp_path / "out"
+    assert troupe.load_spec(Place(GRPO)) == troupe.load_spec(str(GRPO))
+    with pytest.raises(troupe.SpecError, match=rf"^{tmp_path}/none\.yaml: no such file"):
+        troupe.load_spec(Place(tmp_path / "none.yaml"))
+    for path in (name for name, hint in PATHS if "Path" in hint and "PathLike" not in hint):
+        pytest.fail(f"{path} takes a Path only")
+
+
+PATHS = [
+    (f"{name}({parameter.name})", str(parameter.annotation))
+    for name in ("Outcome", "evaluate", "export", "load_spec", "plan", "run", "samples")
+    for parameter in inspect.signature(vars(library)[name]).parameters.values()
+]
+"""Parameters of the public functions, with their types."""
+
+
 def test_every_path_of_a_user_goes_through_one_function() -> None:
     functions = [
         node for node in ast.walk(ast.parse(Path(library.__file__).read_text())) if isinstance(node, ast.FunctionDef)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast, get_args
 
 import pytest
@@ -25,6 +26,7 @@ from tests.conftest import ROOT
 from tests.orchestrator.insight.verdicts.cases import RECORDED
 from tests.orchestrator.insight.why.observed_run import Cluster
 from troupe.orchestrator.cli import app
+from troupe.orchestrator.commands import train
 from troupe.orchestrator.errors import StopRequested, WorkerError
 from troupe.orchestrator.insight.report.report import page_data
 from troupe.orchestrator.insight.verdicts.apply import HEALTHY
@@ -207,6 +209,23 @@ def test_a_run_whose_supervisor_starts_it_again_is_running(name: Name, tmp_path:
         assert run_state(RunFolder(folder)) == RunState("running", "", STEPS, 8)
         assert why(folder, 1.0).diagnosis.summary.startswith("it is starting again (process ")
     assert run_state(RunFolder(folder)).name == "died"
+
+
+def test_a_supervisor_waits_with_the_lock_of_the_run_that_was_begun_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, later = tmp_path / "begun", tmp_path / "later"
+    with recorded(begun, "died"):
+        pass
+    runs: Any = [SimpleNamespace(out=begun), SimpleNamespace(out=later)]
+    seen: list[RunState] = []
+    monkeypatch.setattr(time, "sleep", lambda seconds: seen.append(run_state(RunFolder(begun))))
+    train._pause(2.0, runs)
+    assert seen == [RunState("running", "its supervisor starts it again", STEPS, 8)] and not later.exists()
+    with held(begun):  # another run was faster: the next start says so
+        train._pause(2.0, runs)
+    train._pause(2.0, runs[1:])
+    assert len(seen) == 3
 
 
 def test_a_start_that_is_killed_after_an_end_has_died(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from tests.conftest import ROOT
 from troupe.workers.data import tokenizer_probe
 
 
@@ -40,6 +43,23 @@ def in_transformers(folder: Path, ids: list[int]) -> list[str]:
     """Their texts, by transformers' tokenizer."""
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     return [tokenizer_probe._text(tokenizer, tokenizer.convert_ids_to_tokens, token) for token in ids]
+
+
+def test_the_packages_of_all_modules_are_not_searched(tiny_model: Path) -> None:
+    """transformers does so when it is imported; here in another process, which has not."""
+    request = {"model": {"path": str(tiny_model), "dtype": "float32"}, "longest": 9, "seconds": 9.0}
+    request |= {"messages": ['"What is 3 + 4?"'], "tools": [None], "responses": [None], "answers": []}
+    program = """
+import importlib.metadata, json, sys
+search = importlib.metadata.packages_distributions = lambda: sys.exit("searched")
+from troupe.workers.data.tokenizer_probe import measure
+print(list(measure(json.loads(sys.argv[1]))), sys.modules["torch"])
+assert importlib.metadata.packages_distributions is search, "it is set back"
+"""
+    command = [sys.executable, "-c", program, json.dumps(request)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.rstrip().endswith("None")
 
 
 def test_the_file_gives_the_texts_without_transformers(
