@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -44,7 +45,7 @@ def failing_rewards(run: History) -> Iterator[Verdict]:
             (name, "reward/mean"),
             (
                 Remedy(
-                    "Read their `status`, the reason (filter the samples by `status`). "
+                    f"Read their `status`, the reason (filter the samples by `status`){_most_often(_reasons(run))}. "
                     "The ledger in this report lists the reasons of groups that were replaced as a whole, too."
                 ),
                 *remedies,
@@ -52,8 +53,24 @@ def failing_rewards(run: History) -> Iterator[Verdict]:
         )
 
 
+def _reasons(run: History) -> Counter[str]:
+    """Samples without a reward by the reason; empty if the run has recorded none."""
+    counts: Counter[str] = Counter()
+    for event in run.events:
+        if event.get("event") == "dropped" and str(event.get("reason")).startswith("reward: "):
+            counts[str(event["reason"]).removeprefix("reward: ")] += int(event.get("samples", 0))
+    return counts
+
+
+def _most_often(reasons: Counter[str]) -> str:
+    return f"; most often it is `{reasons.most_common(1)[0][0]}`" if reasons else ""
+
+
 def _more_time(run: History) -> tuple[Remedy, ...]:
-    """A longer timeout for the run's reward functions; empty if the spec has none."""
+    """A longer timeout for the run's reward functions; empty if the spec has none, or no reason is a timeout."""
+    reasons = _reasons(run)
+    if reasons and not any("timeout" in reason for reason in reasons):
+        return ()
     functions = [{"name": one["name"], **one} for one in run.get("roles.reward.functions", []) if "name" in one]
     for one in functions:
         one["timeout_s"] = 3 * float(one.get("timeout_s") or 10.0)

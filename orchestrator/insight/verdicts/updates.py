@@ -38,17 +38,21 @@ def kl_explosion(run: History) -> Iterator[Verdict]:
     for name in ("kl_ref", "policy/kl_ref"):
         kl = run[name]
         if found := kl.stretch(lambda value: value > _MOST_KL_REF, at_least=2):
-            left = kl.first <= _MOST_KL_REF
+            start = kl.values[0]  # alone: one step may be enough to leave it
+            left = start <= _MOST_KL_REF
+            nearer = (add_kl(run), smaller_steps(run))
+            if kl.values[1] > _MOST_KL_REF:  # no penalty holds a policy that leaves in one step
+                nearer = nearer[::-1]
             yield Verdict(
                 "kl-explosion",
                 while_it_lasts(found, Level.WARNING if run.reward_rises else Level.PROBLEM),
                 "The policy has left the reference" if left else "The reference is another model",
                 f"KL to the reference {'is' if found.ongoing else 'was'} {kl.typical(found):.3g} nats per token "
-                f"(below 0.5 is usual), {'from' if left else 'and was'} {kl.first:.3g} at the start.",
+                f"(below 0.5 is usual), {'from' if left else 'and was'} {start:.3g} at the start.",
                 found.start,
                 found.until,
                 (kl.name, "reward/mean", "policy/entropy"),
-                (add_kl(run), smaller_steps(run)) if left else (Remedy("Check `roles.reference.model`."),),
+                nearer if left else (Remedy("Check `roles.reference.model`."),),
             )
             return
 

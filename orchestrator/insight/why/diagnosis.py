@@ -61,10 +61,9 @@ def _driver_dead(facts: Facts) -> Diagnosis | None:
     elif full := _full(facts):
         why, cause, blocked_by = f"and {full} is full", "full", full
     waited = f", waiting for {oldest}" if (oldest := next(iter(open_calls(facts)), None)) is not None else ""
-    where = f"{facts.run.location}{f' ({facts.run.phase})' if facts.run.phase else ''}"
     summary = (
         f"the driver (process {driver.pid} on {driver.host}) is dead: it left no last report, {why}; "
-        f"{driver.last_seen_s:.0f} s ago it was in {where}{waited}"
+        f"{driver.last_seen_s:.0f} s ago it was in {facts.run.in_phase}{waited}"
     )
     return Diagnosis(cause, summary, blocked_by)
 
@@ -73,8 +72,7 @@ def _run_failed(facts: Facts) -> Diagnosis | None:
     """The run ends with an error: the error, and what its node recorded about it."""
     if not facts.error:
         return None
-    where = f"{facts.run.location}{f' ({facts.run.phase})' if facts.run.phase else ''}"
-    summary, text = f"{where} failed: {facts.error}", facts.error.lower()
+    summary, text = f"{facts.run.in_phase} failed: {facts.error}", facts.error.lower()
     if full := _full(facts, nearly=any(word in text for word in _SPACE)):
         return Diagnosis("full", f"{full} is full, and {summary}", full)
     words = next(iter(facts.exit_reasons), "")

@@ -69,6 +69,12 @@ class RunFacts:
             return f"the run ({self.phase})"
         return f"step {self.steps + 1}"
 
+    @property
+    def in_phase(self) -> str:
+        """The same with its phase: `step 3 (update)`."""
+        named = f"({self.phase})"
+        return self.location if not self.phase or self.location.endswith(named) else f"{self.location} {named}"
+
 
 @dataclass(frozen=True)
 class DriverFacts:

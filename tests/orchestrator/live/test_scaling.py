@@ -573,6 +573,8 @@ def test_a_missing_run_is_reported_at_once(tmp_path: Path, monkeypatch: pytest.M
         ask(tmp_path / "nothing", {}, 10.0)
     with pytest.raises(UsageError, match="no active run"):
         ask(tmp_path, {}, 10.0)
+    with locked(tmp_path), pytest.raises(UsageError, match="it has not started all its workers yet"):
+        ask(tmp_path, {}, 10.0)
     folder = tmp_path / control.FOLDER
     folder.mkdir()
     with pytest.raises(UsageError, match="no active run"):

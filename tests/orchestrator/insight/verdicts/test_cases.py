@@ -103,3 +103,37 @@ def test_memory_that_flattens_is_no_leak_at_any_step() -> None:
 )
 def test_smaller_steps_are_those_of_the_algorithm(settings: dict[str, Any], remedy: str) -> None:
     assert smaller_steps(History.of([], {"algorithm": settings})).spec.split("\n")[-1].strip() == remedy
+
+
+@pytest.mark.parametrize(
+    ("reasons", "timeout", "named"),
+    [
+        ((), True, ""),
+        (("error: ValueError (my.py:6)", "error: ValueError (my.py:6)", "timeout after 5 s"), True, "ValueError"),
+        (("error: ValueError (my.py:6)", "memory"), False, "`goal: error: ValueError (my.py:6)`"),
+    ],
+)
+def test_more_time_is_proposed_unless_no_reward_has_failed_for_it(
+    reasons: tuple[str, ...], timeout: bool, named: str
+) -> None:
+    dropped = [{"event": "dropped", "reason": f"reward: goal: {reason}", "samples": 9} for reason in reasons]
+    dropped.append({"event": "dropped", "reason": "too old", "samples": 90})
+    events = [*dropped, {"event": "run_ended", "how": "finished"}]
+    history = History.of(lines_of("sick-failing-reward"), spec_of("sick-failing-reward"), events)
+    (found,) = (one for one in apply_rules(history) if one.name == "failing-rewards")
+    assert any("more time" in remedy.text for remedy in found.remedies) is timeout
+    assert (f"most often it is {named}" if not timeout else named) in found.remedies[0].text
+    assert "too old" not in found.remedies[0].text
+
+
+@pytest.mark.parametrize(("first", "left"), [(0.0, True), (7.0, False)])
+def test_a_policy_that_leaves_the_reference_in_its_first_step_had_the_right_one(first: float, left: bool) -> None:
+    lines = lines_of("sick-learning-rate")
+    for line, divergence in zip(lines, (first, *(7.5,) * len(lines)), strict=False):
+        line["kl_ref"] = divergence
+    (found,) = (
+        one for one in apply_rules(History.of(lines, spec_of("sick-learning-rate"))) if one.name == "kl-explosion"
+    )
+    assert (found.title == "The policy has left the reference") is left
+    assert not left or found.remedies[0] == smaller_steps(History.of(lines, spec_of("sick-learning-rate")))
+    assert ("Check `roles.reference.model`." in {remedy.text for remedy in found.remedies}) is not left
