@@ -37,6 +37,8 @@ import importlib.metadata, json, re
 print(json.dumps({re.sub("[-_.]+", "-", d.name).lower(): d.version for d in importlib.metadata.distributions()}))
 """
 
+COMPILE = "import compileall, sysconfig; compileall.compile_dir(sysconfig.get_path('purelib'), quiet=2, workers=0)"
+
 
 @dataclass(frozen=True)
 class Build:
@@ -145,7 +147,15 @@ class VirtualEnvironment:
 
     def pip(self, *arguments: str) -> bool:
         """Run `pip install` and return whether it succeeded. Shows how far it is; its thousand lines go to `log`."""
-        command = [str(self.python), "-m", "pip", "install", "--no-input", "--disable-pip-version-check"]
+        command = [
+            str(self.python),
+            "-m",
+            "pip",
+            "install",
+            "--no-input",
+            "--disable-pip-version-check",
+            "--no-compile",
+        ]
         # Build tools must be found although the environment is not activated.
         path = os.pathsep.join([str(self.python.parent), os.environ.get("PATH", os.defpath)])
         env = {**os.environ, "PATH": path, "PYTHONWARNINGS": "ignore", "PIP_USER": "0"}
@@ -165,6 +175,10 @@ class VirtualEnvironment:
                     say("  installing them" if installs else f"  {fetched}{of} packages fetched")
                     shown, pins = time.monotonic(), 0 if installs else pins
         return process.returncode == 0
+
+    def compile(self) -> None:
+        """Write the bytecode of all packages, on every core: pip writes it on one."""
+        _quiet([str(self.python), "-c", COMPILE])
 
     def last_error(self) -> str:
         """The last error that pip printed; empty if none."""
@@ -242,6 +256,7 @@ def install_pinned(environment: VirtualEnvironment, lock: Path) -> bool:
     rest = environment.lacks(wanted)
     if rest and not environment.pip("--no-deps", "--no-build-isolation", *rest):
         return False
+    environment.compile()
     return not environment.lacks(wanted)
 
 

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+import venv
 import zipfile
 from collections.abc import Mapping
 from dataclasses import replace
@@ -237,6 +238,17 @@ def test_deepspeed_is_built_without_a_cuda_toolkit(tmp_path: Path, monkeypatch: 
     environment.python = executable(tmp_path / "python", 'echo "cuda $DS_IGNORE_CUDA_DETECTION"')
     assert environment.pip("deepspeed")
     assert environment.log.read_text() == "cuda 1\n"
+
+
+def test_the_bytecode_of_all_packages_is_written_and_a_file_that_cannot_be_compiled_is_left_out(tmp_path: Path) -> None:
+    environment = install.VirtualEnvironment(tmp_path)
+    venv.create(environment.folder, symlinks=True)
+    packages = next((environment.folder / "lib").glob("python*")) / "site-packages"
+    for name, text in {"good": "a = 1", "broken": "print 1", "part/deep": "b = 2"}.items():
+        (packages / name).parent.mkdir(exist_ok=True)
+        (packages / name).with_suffix(".py").write_text(text)
+    environment.compile()
+    assert sorted(path.name.partition(".")[0] for path in packages.rglob("*.pyc")) == ["deep", "good"]
 
 
 def test_pips_lines_go_to_a_log_which_a_failure_names(
