@@ -20,7 +20,6 @@ from troupe.orchestrator.pools.engine import Engine
 from troupe.orchestrator.pools.workers import Started, Workers
 from troupe.orchestrator.roles.table import row_of, settings_of
 from troupe.orchestrator.spec.base import RunSpec
-from troupe.orchestrator.spec.derived.training import resolved_sleep
 from troupe.workers.contract import roles
 from troupe.workers.contract.imports import resolve
 from troupe.workers.contract.messages import WorkerHealth
@@ -72,15 +71,18 @@ class WorkerLauncher:
             self._progress = None
 
     async def _start(self) -> Workers:
-        """Starts all roles; one on the GPUs of another after that one, as an engine takes what is free at its start."""
-        sections, started = self._spec.roles.present(), dict[str, asyncio.Task[Started]]()
+        """Starts all roles; those on the GPUs of another after that one and in turn, as an engine takes what is free at
+        its start."""
+        sections, started, turn = self._spec.roles.present(), dict[str, asyncio.Task[Started]](), asyncio.Lock()
 
         async def start(role: str) -> Started:
             section = sections[role]
             host = started.get(section.colocate_with or "")
-            if host is not None and section.device == "cuda":
-                await asyncio.wait({host})
-            return await self._role(role)
+            if host is None or section.device == "cpu":
+                return await self._role(role)
+            await asyncio.wait({host})
+            async with turn:
+                return await self._role(role)
 
         async with asyncio.TaskGroup() as tasks:
             for role in self._placements.roles():
@@ -110,7 +112,7 @@ class WorkerLauncher:
             await self._start_trainers(group)
             if role == "policy" and (rollouts := self._spec.rollouts) is not None:
                 self._actors.policy_started(group.gpu_memory, group.gpu_ids)
-                if resolved_sleep(rollouts) != "none":  # an engine samples on its GPU
+                if rollouts.roles.sleepers():  # engines sample and score on its GPU
                     await group.offload_states(timeout_s=self._spec.schedule.start_timeout_s)
         elif isinstance(group, ReferenceGroup):
             await group.start(self._spec.schedule.start_timeout_s)

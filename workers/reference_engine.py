@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from troupe.workers.contract.config import RolloutConfig
 from troupe.workers.contract.messages import GroupRequest, ReferenceResponse, WorkerGone
 from troupe.workers.engine.errors import EngineClosed
 from troupe.workers.engine.rows import sampled_turn
+from troupe.workers.engine.sleep import EngineSleep
 from troupe.workers.rollout import RolloutWorker
 
 
 class ReferenceEngine(RolloutWorker):
     """Samples responses of the reference as the rollout engines sample the policy's."""
+
+    def __init__(self, config: RolloutConfig, name: str) -> None:
+        super().__init__(config, name)
+        self.memory = EngineSleep(config.sleep, self.engine, frozen=True)
 
     async def complete(
         self, request: GroupRequest, prompt_ids: list[int], indices: Sequence[int]

@@ -29,6 +29,7 @@ from troupe.workers.engine.errors import EngineClosed
 from troupe.workers.engine.prompt_logprobs import prompt_logprobs
 from troupe.workers.engine.serving import ServingEngine
 from troupe.workers.engine.settings import engine_args, import_vllm, unread_metrics
+from troupe.workers.engine.sleep import EngineSleep
 from troupe.workers.models.prompt_logprobs import (
     PromptLogprobs,
     ResponseScores,
@@ -105,10 +106,13 @@ class TeacherEngine(SequenceTeacher):
             seed=0,
             transfer_backend="shm",
             device=config.device,
+            sleep=config.sleep,
+            kv_cache_bytes=config.kv_cache_bytes,
         )
         # vLLM samples a token behind each sequence
         super().__init__(config, config.tokenizer or config.model, config.engine.max_model_len - 1)
         self._engine = ServingEngine(self._settings, name)
+        self._memory = EngineSleep(config.sleep, self._engine, frozen=True)
         self._serial = itertools.count()
 
     async def start(self) -> WorkerHealth:
@@ -134,6 +138,12 @@ class TeacherEngine(SequenceTeacher):
     async def _sequence(self, ids: list[int]) -> PromptLogprobs | str:
         request_id = f"teacher/{next(self._serial)}"
         return await prompt_logprobs(self._engine.require_open(), ids, self._scores.top_k, request_id)
+
+    async def sleep(self) -> None:
+        await self._memory.sleep()
+
+    async def wake(self) -> None:
+        await self._memory.wake()
 
     async def health(self) -> WorkerHealth:
         return await self._engine.health()

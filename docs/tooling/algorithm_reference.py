@@ -120,7 +120,8 @@ them. `xpo` trains at temperature 1 on the whole vocabulary, so samples of anoth
 (`sampling.temperature`, `top_p`, `top_k`, `min_p`). With `schedule.max_staleness` above 0 the policy's samples may be
 older: the loss does not depend on who sampled a pair.
 
-A lost engine of the reference is replaced (`failures.reference_restarts`); groups wait for it. Nash-MD (arXiv
+A lost engine of the reference is replaced (`failures.reference_restarts`); groups wait for it. It may be on the
+policy's GPUs ([Shared GPUs](../guides/colocation.md#engines-of-other-models)). Nash-MD (arXiv
 2312.00886) is not supported: its opponent samples each token from the geometric mixture of policy and reference, and
 vLLM does not run two models in one engine.
 
@@ -189,8 +190,10 @@ roles:
 A teacher that needs many GPUs, or that shall score faster, is an engine (`kind: engine`): workers with one vLLM engine
 each, which return the log-probs of whole sequences (vLLM's `prompt_logprobs`). Their model is frozen; `troupe plan`,
 `scale` and `why` know them as the other workers, and a lost one is replaced (`failures.reference_restarts`).
-`max_model_len` must exceed the rollout engines', because vLLM samples a token behind each sequence. In float32 on the
-CPU, `kind: engine` and `kind: forward` agree to 3e-6 nats on 752 tokens and the 8 likeliest in each place.
+`max_model_len` must exceed the rollout engines', because vLLM samples a token behind each sequence. With
+`colocate_with: policy` it is on the policy's GPUs, and sleeps while the policy trains
+([Shared GPUs](../guides/colocation.md#engines-of-other-models)). In float32 on the CPU, `kind: engine` and
+`kind: forward` agree to 3e-6 nats on 752 tokens and the 8 likeliest in each place.
 
 A teacher that runs elsewhere is a vLLM server (`kind: endpoint`, `vllm serve MODEL --max-logprobs K`), which returns
 the same numbers. Its workers load no model: they send tokens to `/completions`, with at most `concurrency` requests at

@@ -9,13 +9,12 @@ from functools import cached_property
 from typing import Any
 
 from troupe.orchestrator.cluster.ray_cluster import ActorSpec, ActorWorker, Cluster
-from troupe.orchestrator.plan.memory import Sizes, shared_engine
+from troupe.orchestrator.plan.memory import Sizes, shared_engines
 from troupe.orchestrator.plan.placement import Placement, WorkerPlacement, place, place_one, role_sizes
 from troupe.orchestrator.roles.names import section_of
 from troupe.orchestrator.roles.table import row_of, settings_of
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.workers.contract import roles
-from troupe.workers.contract.config import RolloutConfig
 from troupe.workers.contract.imports import without_collections
 from troupe.workers.contract.messages import WorkerHealth
 from troupe.workers.isolation.compiled_code import keep_compiled_code
@@ -116,8 +115,8 @@ class RunActors:
         own = self._classes.get(row.kind)
         worker_class = own or actor_class(row.worker, row.protocol, concurrent=row.concurrent)
         config = settings.config
-        if isinstance(config, RolloutConfig) and self._shared_engine is not None:
-            cache, share = self._shared_engine
+        if placed.role in self._shared_engines:
+            cache, share = self._shared_engines[placed.role]
             engine = config.engine.model_copy(update={"gpu_memory_utilization": share})
             config = config.model_copy(update={"kv_cache_bytes": cache or None, "engine": engine})
         arguments = (config, name, *settings.extra)
@@ -159,15 +158,15 @@ class RunActors:
             await self._cluster.end(worker, timeout_s)
 
     @cached_property
-    def _shared_engine(self) -> tuple[int, float] | None:
-        """(KV cache in bytes, share of its GPU) of an engine on the policy's GPU, as `troupe plan` counts them. None
-        if each engine takes the free memory, alone on its GPU, or if the memory of a GPU is unknown."""
+    def _shared_engines(self) -> Mapping[str, tuple[int, float]]:
+        """(KV cache in bytes, share of its GPU) of an engine of each role on the policy's GPU, as `troupe plan` counts
+        them; empty if the memory of a GPU is unknown."""
         spec = self._spec.rollouts
-        if spec is None or spec.device == "cpu" or spec.roles.rollout.colocate_with is None:
-            return None
+        if spec is None or spec.device == "cpu" or not spec.roles.guests():
+            return {}
         # Ray's name of a GPU's type does not tell an A100 with 40 GB from one with 80.
         gpu = self._policy_gpu or self._cluster.gpu_memory()
-        return shared_engine(spec, gpu, Sizes()) if gpu else None
+        return shared_engines(spec, gpu, Sizes()) if gpu else {}
 
 
 def actor_class(path: str, protocol: type[Any], *, concurrent: bool) -> type[Any]:

@@ -17,11 +17,10 @@ from troupe.orchestrator.spec.load import load_rollout_spec, parse_rollout_spec
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.yaml_reader import Document
 
-_ROLE = re.compile(r"[a-z_]+|environment\.[a-z0-9-]+")
+_ROLE = re.compile(r"[a-z_]+|(environment|teacher)\.[a-z0-9-]+")
 _READ_AT_START = "it is read only when a run starts; stop this run, which saves it, and resume with --resume"
 _LONGEST = 120
 """Most characters of a value that are shown."""
-_REFUSALS = {"roles.rollout.workers": "rollout is colocated with the policy, whose workers set the number of engines"}
 
 
 @dataclass(frozen=True)
@@ -75,9 +74,10 @@ def live_fields(spec: RolloutSpec) -> frozenset[str]:
 
 def differences(running: RolloutSpec, wanted: RolloutSpec) -> tuple[FieldDifference, ...]:
     """Every field that differs between the running spec and `wanted`; relative and absolute paths compare equal."""
-    live = live_fields(running)
+    live, why = live_fields(running), "is colocated with the policy, whose workers set the number of engines"
+    guests = {f"roles.{name}.workers": f"{name} {why}" for name in running.roles.guests()}
     return tuple(
-        FieldDifference(field, old, new, "" if field in live else _REFUSALS.get(field, _READ_AT_START))
+        FieldDifference(field, old, new, "" if field in live else guests.get(field, _READ_AT_START))
         for field, old, new in field_changes(running, wanted)
     )
 

@@ -6,7 +6,7 @@ Of workers that share a GPU, each part is held in some periods of a step only.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -40,15 +40,17 @@ from troupe.orchestrator.roles.settings import (
     scorer_configs,
     teacher_engine_configs,
 )
+from troupe.orchestrator.roles.table import row_of
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.derived.sampling import reward_functions
 from troupe.orchestrator.spec.derived.sizes import longest_sequence
-from troupe.orchestrator.spec.derived.training import needs_old_logprobs, old_logprobs_at_batch, resolved_sleep
+from troupe.orchestrator.spec.derived.training import needs_old_logprobs, old_logprobs_at_batch
 from troupe.orchestrator.spec.offline import OfflineSpec
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.workers.contract.adapter_config import ADAPTER_WEIGHTS
-from troupe.workers.contract.config import EngineWorkerConfig, Sleep
+from troupe.workers.contract.config import GuestEngineConfig, Sleep
 from troupe.workers.contract.config_base import Dtype, ModelConfig
+from troupe.workers.contract.imports import resolve
 from troupe.workers.contract.offline_config import RewardLossConfig
 from troupe.workers.contract.trainer_config import LoraConfig
 from troupe.workers.contract.units import GIB, MIB
@@ -101,6 +103,15 @@ _SLEEPS: dict[Sleep, dict[str, tuple[Period, ...]]] = {
 }
 """Periods of the parts of an engine, by what it releases. vLLM keeps freed activations until it discards its
 weights."""
+_SCORES: tuple[Period, ...] = ("sampling", "transfer")
+_FROZEN_SLEEPS: dict[Sleep, dict[str, tuple[Period, ...]]] = {
+    "none": {},
+    "kv_cache": {"kv cache": _SCORES},
+    "weights": dict.fromkeys(("kv cache", "activations", "prompt logits", "weights"), _SCORES),
+}
+"""The same of an engine with frozen weights, which wakes as a whole as soon as the trainer has updated."""
+_PINNED = 2
+"""Host memory for each byte of weights there, at most: PyTorch makes pinned buffers as large as a power of two."""
 
 
 @dataclass(frozen=True)
@@ -203,58 +214,74 @@ def of_engine(spec: RolloutSpec, placed: PlacedWorker, gpu: int, sizes: Sizes) -
             adapters=adapters,
             graphs=GRAPHS if shared and not settings.enforce_eager else 0,
         )
-        return tuple(_asleep(memories, config.sleep)), cache
+        return tuple(_asleep(memories, _SLEEPS[config.sleep])), cache
 
     share = spec.roles.rollout.gpu_memory_utilization
     if share is not None or not shared or not on_gpu:
         return taking(share)
-    policy, _ = of_policy(spec, PlacedWorker("policy-0", 0.0, spec.roles.policy.gpus, "", 0, ""), gpu, sizes)
-    reserved = int(min(1.0, spec.roles.policy.gpus + spec.roles.rollout.gpus) * gpu)
-    shares = _engine_shares(policy, taking(0.0)[0], config.sleep, on_gpu, reserved)
+    others = [name for name in spec.roles.guests() if name != "rollout"]
+    held = [memory for name in ("policy", *others) for memory in _of_first(name, spec, gpu, sizes)[0]]
+    reserved = spec.roles.policy.gpus + sum(role.gpus for role in spec.roles.guests().values())
+    shares = _engine_shares(held, taking(0.0)[0], config.sleep, on_gpu, int(min(1.0, reserved) * gpu))
     found = [taking(each) for each in shares]
     return next((memory for memory in found if memory[1] is not None and memory[1].sequences), found[-1])
 
 
-def shared_engine(spec: RolloutSpec, gpu: int, sizes: Sizes) -> tuple[int, float] | None:
-    """(KV cache in bytes, share) of an engine on policy GPUs of so many bytes, or None if its model is unknown."""
-    memories, cache = of_engine(spec, PlacedWorker("rollout-0", 0.0, spec.roles.rollout.gpus, "", 0, ""), gpu, sizes)
-    if cache is None:
-        return None
-    return (
-        cache.bytes // spec.roles.rollout.tensor_parallel_size,
-        spec.roles.rollout.gpu_memory_utilization or _held_by_engine(memories) / gpu,
-    )
+def shared_engines(spec: RolloutSpec, gpu: int, sizes: Sizes) -> dict[str, tuple[int, float]]:
+    """(KV cache of a GPU in bytes, share) of an engine of each role on policy GPUs of so many bytes; a role whose
+    model is unknown has none."""
+    found = dict[str, tuple[int, float]]()
+    for name, role in spec.roles.guests().items():
+        memories, cache = _of_first(name, spec, gpu, sizes)
+        if cache is not None:
+            share = role.gpu_memory_utilization or _held_by_engine(memories) / gpu
+            found[name] = cache.bytes // role.tensor_parallel_size, share
+    return found
+
+
+def _of_first(role: str, spec: RolloutSpec, gpu: int, sizes: Sizes) -> Memory:
+    """Memory of the first worker of a role."""
+    memory: MemoryOf = resolve(row_of(spec, role).memory)
+    return memory(spec, PlacedWorker(f"{role}-0", 0.0, spec.roles.present()[role].gpus, "", 0, ""), gpu, sizes)
 
 
 def of_judge(spec: RolloutSpec, placed: PlacedWorker, gpu: int, sizes: Sizes) -> Memory:
-    return _frozen_engine(judge_config(spec), placed, gpu, sizes, packed=True)
-
-
-def of_reference_engine(spec: RolloutSpec, placed: PlacedWorker, gpu: int, sizes: Sizes) -> Memory:
-    return _frozen_engine(reference_engine_config(spec), placed, gpu, sizes)
-
-
-def _frozen_engine(
-    config: EngineWorkerConfig | None, placed: PlacedWorker, gpu: int, sizes: Sizes, *, packed: bool = False
-) -> Memory:
-    size = None if config is None else sizes.of(config.model, packed=packed)
+    config = judge_config(spec)
+    size = None if config is None else sizes.of(config.model, packed=True)
     if config is None or size is None:
         return (), None
     on_gpu = gpu if config.device == "cuda" else None
     return engine(placed.worker, size, config.model.dtype, config.engine, on_gpu, ENGINE_PROCESS)
 
 
+def of_reference_engine(spec: RolloutSpec, placed: PlacedWorker, gpu: int, sizes: Sizes) -> Memory:
+    config = reference_engine_config(spec)
+    return ((), None) if config is None else _frozen_guest(spec, config, placed, gpu, sizes)
+
+
 def of_teacher_engine(spec: RolloutSpec, placed: PlacedWorker, gpu: int, sizes: Sizes) -> Memory:
     config = teacher_engine_configs(spec)[placed.role]
+    return _frozen_guest(spec, config, placed, gpu, sizes, config.batch_tokens)
+
+
+def _frozen_guest(
+    spec: RolloutSpec, config: GuestEngineConfig, placed: PlacedWorker, gpu: int, sizes: Sizes, scored: int = 0
+) -> Memory:
+    """Memory of an engine with frozen weights, maybe on the policy's GPU. `scored`: most tokens of a batch that it
+    returns log-probs of."""
     size = sizes.of(config.model)
     if size is None:
         return (), None
-    on_gpu = gpu if config.device == "cuda" else None
+    on_gpu, dtype = gpu if config.device == "cuda" else None, config.model.dtype
+    graphs = GRAPHS if placed.role in spec.roles.guests() and not config.engine.enforce_eager else 0
+    memories, cache = engine(placed.worker, size, dtype, config.engine, on_gpu, ENGINE_PROCESS, graphs=graphs)
     # vLLM computes the logits of a whole prompt, their log-probs and a sorted copy, beyond its share of a GPU.
-    logits = Part("prompt logits", 12 * config.batch_tokens * size.vocabulary, "pass")
-    memories, cache = engine(placed.worker, size, config.model.dtype, config.engine, on_gpu, ENGINE_PROCESS)
-    where = "host" if on_gpu is None else "gpu"
-    return tuple(replace(one, parts=(*one.parts, logits)) if one.where == where else one for one in memories), cache
+    logits = Part("prompt logits", 12 * scored * size.vocabulary, "pass")
+    more = {"host" if on_gpu is None else "gpu": [logits] if scored else []}
+    if config.sleep == "weights":
+        more["host"] = [Part("weights", _PINNED * WIDTHS[dtype] * size.parameters)]
+    whole = [replace(one, parts=(*one.parts, *more.get(one.where, ()))) for one in memories]
+    return tuple(_asleep(whole, _FROZEN_SLEEPS[config.sleep])), cache
 
 
 def of_process(_spec: RunSpec, placed: PlacedWorker, _gpu: int, _sizes: Sizes) -> Memory:
@@ -375,7 +402,7 @@ def of_policy(spec: RolloutSpec, placed: PlacedWorker, _gpu: int, sizes: Sizes) 
         frozen_adapters=sum(map(_numbers_in, config.teacher_adapters.values())),
     )
     memories = training(placed.worker, rank)
-    if resolved_sleep(spec) == "none":
+    if not spec.roles.sleepers():
         return memories, None
     scores = bool(spec.in_policy) or (needs_old_logprobs(spec) and not old_logprobs_at_batch(spec))
     model = Scoring(size, config.model.dtype, config.trainer.micro_batch_tokens, longest_sequence(spec), gpu=True)
@@ -417,21 +444,21 @@ def _handing_over(memories: Sequence[WorkerMemory], scoring: Sequence[WorkerMemo
         yield replace(memory, parts=tuple(parts))
 
 
-def _asleep(memories: Sequence[WorkerMemory], sleep: Sleep) -> Iterator[WorkerMemory]:
-    """Memory of an engine that sleeps while the trainer updates."""
+def _asleep(memories: Sequence[WorkerMemory], periods: Mapping[str, tuple[Period, ...]]) -> Iterator[WorkerMemory]:
+    """Memory of an engine that sleeps while the trainer updates. `periods`: of its parts on the GPU."""
     for memory in memories:
-        periods = _SLEEPS[sleep] if memory.where == "gpu" else {}
-        parts = (replace(part, periods=periods.get(part.name, PERIODS)) for part in memory.parts)
+        held = periods if memory.where == "gpu" else {}
+        parts = (replace(part, periods=held.get(part.name, PERIODS)) for part in memory.parts)
         yield replace(memory, parts=tuple(parts))
 
 
 def _engine_shares(
-    policy: Sequence[WorkerMemory], bare: Sequence[WorkerMemory], sleep: Sleep, gpu: int, reserved: int
+    others: Sequence[WorkerMemory], bare: Sequence[WorkerMemory], sleep: Sleep, gpu: int, reserved: int
 ) -> tuple[float, ...]:
-    """Shares of its GPU that the policy leaves an engine (`bare`: without a cache): with room to spare, without."""
+    """Shares of its GPU that the others leave an engine (`bare`: without a cache): with room to spare, without."""
     held = PERIODS if sleep == "none" else ("sampling",)
-    both = [memory for memory in (*policy, *bare) if memory.where == "gpu"]
-    taken = max(sum(memory.during(period) for memory in both) for period in held)
+    all_there = [memory for memory in (*others, *bare) if memory.where == "gpu"]
+    taken = max(sum(memory.during(period) for memory in all_there) for period in held)
     rooms = ((1 - spare) * reserved - taken for spare in (HEADROOM, 0.0))
     return tuple(max(0.0, math.floor(100 * (_held_by_engine(bare) + room) / gpu) / 100) for room in rooms)
 

@@ -271,7 +271,7 @@ def _placement(name: str, sharing: Sequence[RoleSize], indices: Sequence[int]) -
     bundles = tuple(
         {
             "CPU": sum(placed.cpus for placed in workers if placed.bundle == bundle),
-            "GPU": sum(placed.gpus for placed in workers if placed.bundle == bundle and not placed.borrows),
+            "GPU": round(sum(placed.gpus for placed in workers if placed.bundle == bundle and not placed.borrows), 6),
         }
         for bundle in range(math.ceil(len(indices) / ranks))
     )

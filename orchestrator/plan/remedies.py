@@ -194,9 +194,13 @@ def _gpus(spec: RunSpec, role: str, data: Mapping[str, Any], ranks: int) -> Chan
         return {}
     if data["colocate_with"] is None:
         return {f"{path}.gpus": ranks}
-    whole = ranks > 1
-    own = {f"{path}.gpus": ranks if whole else 0.5, "roles.policy.gpus": 1 if whole else 0.5}
-    return {f"{path}.workers": max(1, policies // ranks), **own}
+    whole, guests = ranks > 1, () if spec.rollouts is None else spec.rollouts.roles.guests()
+    changes: Changes = {"roles.policy.gpus": 1 if whole else 0.5}
+    for guest in guests:
+        path, part = f"roles.{guest}", ranks if whole else 0.5 / len(guests)
+        changes |= {f"{path}.workers": max(1, policies // ranks), f"{path}.gpus": part}
+        changes |= {f"{path}.tensor_parallel_size": ranks}
+    return changes
 
 
 def _more_shards(spec: RunSpec, role: str) -> Iterator[Changes]:
@@ -260,13 +264,13 @@ def _share(engine: Mapping[str, Any]) -> float | None:
 
 def _with_guests(spec: RunSpec, role: str, changes: Changes) -> Changes:
     """The changes, with the workers of a policy and of the engines that are colocated with it in step."""
-    workers, rollouts = changes[f"roles.{role}.workers"], spec.rollouts
-    engine = None if rollouts is None else rollouts.roles.rollout
-    if engine is None or engine.colocate_with is None or role not in ("policy", "rollout"):
+    guests = {} if spec.rollouts is None else spec.rollouts.roles.guests()
+    if not guests or role not in ("policy", *guests):
         return changes
-    engines = workers if role == "rollout" else max(1, workers // engine.tensor_parallel_size)
-    together = {"roles.rollout.workers": engines, "roles.policy.workers": engines * engine.tensor_parallel_size}
-    return {**changes, **together}
+    workers, ranks = changes[f"roles.{role}.workers"], next(iter(guests.values())).tensor_parallel_size
+    engines = workers if role in guests else max(1, workers // ranks)
+    together = {f"roles.{guest}.workers": engines for guest in guests}
+    return {**changes, **together, "roles.policy.workers": engines * ranks}
 
 
 def _halves(spec: RunSpec, field: str, least: float) -> Iterator[Changes]:

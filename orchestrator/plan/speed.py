@@ -19,7 +19,7 @@ from troupe.orchestrator.roles.names import role_of
 from troupe.orchestrator.roles.table import settings_of
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.derived.sizes import longest_sequence
-from troupe.orchestrator.spec.derived.training import needs_old_logprobs, resolved_backend, resolved_sleep
+from troupe.orchestrator.spec.derived.training import needs_old_logprobs, resolved_backend
 from troupe.orchestrator.spec.roles import TrainerRole
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.workers.contract.config import PolicyConfig
@@ -307,5 +307,5 @@ def _transfer(spec: RolloutSpec, size: ModelSize, cluster: _Cluster) -> float:
         rate = BUCKET / IPC_BUCKET_S
     else:  # one GPU sends
         rate = link / 2 if len(cluster.nodes("rollout", "policy")) < 2 else min(link, NETWORK)
-    moves = resolved_sleep(spec) != "none" and not policy.offload_optimizer
+    moves = spec.roles.sleepers() and not policy.offload_optimizer
     return width * trained / rate + (2 * 12 * trained / policy.workers / PCIE if moves else 0.0)

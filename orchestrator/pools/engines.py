@@ -13,9 +13,10 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 from troupe.orchestrator.cluster.event_loop import gather_all
-from troupe.orchestrator.cluster.worker_group import PolicyGroup
+from troupe.orchestrator.cluster.worker_group import PolicyGroup, WorkerHandle
 from troupe.orchestrator.errors import (
     EnginesLost,
     UpdateDamaged,
@@ -26,18 +27,19 @@ from troupe.orchestrator.errors import (
 )
 from troupe.orchestrator.pools.engine import Dispatch, Engine, EngineQueue, EngineState, GenerationMeter, Queues
 from troupe.orchestrator.pools.pool_weights import PoolWeights
-from troupe.orchestrator.pools.replicas import ReplicaPool, RestartBudget
+from troupe.orchestrator.pools.replicas import PoolWorker, ReplicaPool, RestartBudget
 from troupe.orchestrator.spec.derived.sizes import engine_load
-from troupe.orchestrator.spec.derived.training import resolved_sleep
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.workers.contract.messages import FinishedSamples, GroupRequest, GroupSummary, sampled_tokens
-from troupe.workers.contract.roles import RolloutEngine, TableRef
+from troupe.workers.contract.roles import GuestEngine, Reply, RolloutEngine, TableRef
 
 logger = logging.getLogger(__name__)
 
 _RETRY_S = 5.0
 """Wait after a replacement that did not start."""
 
+GuestPool = ReplicaPool[WorkerHandle[GuestEngine]]
+"""Engines with frozen weights on the policy's GPUs."""
 Spawn = Callable[[str], Awaitable[Engine]]
 """Starts an engine under this name (placement, constructor and `start`)."""
 
@@ -61,7 +63,7 @@ class EnginePool(ReplicaPool[Engine]):
         self.weights = weights
         self.meter = GenerationMeter()
         self.dispatch = Dispatch(self.workers, engine_load(spec), self._all_lost)
-        self._sleeps = resolved_sleep(spec) != "none"
+        self.sleeps = "rollout" in spec.roles.sleepers()
         self._spawn = spawn
         self._faults: dict[str, str] = {}
         """Faults that ended the engines that are being replaced, by name."""
@@ -246,7 +248,7 @@ class EnginePool(ReplicaPool[Engine]):
                         engine.predecessor_fault = self._faults.pop(name, "")
                         self._add(engine)
                 except UpdateDamaged:
-                    if self._sleeps:  # until there are weights that it can load
+                    if self.sleeps:  # until there are weights that it can load
                         await engine.handle.call(RolloutEngine.sleep, self.spec.schedule.sync_timeout_s)
                     raise
 
@@ -333,23 +335,36 @@ async def finished_samples(
 
 
 @asynccontextmanager
-async def trainer_memory(pool: EnginePool, policy: PolicyGroup, timeout_s: float) -> AsyncIterator[None]:
+async def trainer_memory(
+    pool: EnginePool, frozen: Sequence[GuestPool], policy: PolicyGroup, timeout_s: float
+) -> AsyncIterator[None]:
     """Gives the trainers the memory of the GPUs that they share with engines, for the updates of a step. In the
     block the engines sleep; unfinished groups, which exist when trainers are restarted, continue afterwards. Then
-    the optimizer is offloaded, and an engine takes back its KV cache once it has verified the new weights. After
-    an error nothing is moved: trainers are restarted, or the run ends. An engine that does not sleep is replaced.
-    Raises WorkerError."""
+    the optimizer is offloaded, engines with frozen weights (`frozen`) wake, and one of the policy takes back its KV
+    cache once it has verified the new weights. After an error nothing is moved: trainers are restarted, or the run
+    ends. An engine that does not sleep or wake is replaced. Raises WorkerError."""
 
     async def sleep(engine: Engine) -> None:
-        try:
-            await engine.handle.call(RolloutEngine.sleep, timeout_s)
-        except WorkerError as error:
-            await pool.lose(engine, error)
-        else:
-            engine.asleep = True
+        engine.asleep = await _called(pool, engine, engine.handle.call(RolloutEngine.sleep, timeout_s))
+
+    async def call_frozen(method: Callable[[GuestEngine], Reply[None]]) -> None:
+        workers = [(guests, worker) for guests in frozen for worker in guests.workers]
+        await gather_all(_called(guests, worker, worker.call(method, timeout_s)) for guests, worker in workers)
 
     async with pool.weights.memory.training():
         async with pool.weights.lock:
-            await gather_all(sleep(engine) for engine in list(pool.workers))
+            await gather_all(sleep(engine) for engine in (list(pool.workers) if pool.sleeps else ()))
+        await call_frozen(GuestEngine.sleep)
         yield
         await policy.offload_states(timeout_s=timeout_s)
+        await call_frozen(GuestEngine.wake)
+
+
+async def _called(pool: ReplicaPool[Any], worker: PoolWorker, call: Awaitable[None]) -> bool:
+    """Whether a call of this worker has succeeded; after a failed one it is replaced."""
+    try:
+        await call
+    except WorkerError as error:
+        await pool.lose(worker, error)
+        return False
+    return True

@@ -9,7 +9,7 @@ from typing import Any
 from troupe.orchestrator.algorithms import section
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.derived.sampling import held_out_sets, reward_functions
-from troupe.orchestrator.spec.derived.training import resolved_backend, resolved_sleep, source_advantages, source_losses
+from troupe.orchestrator.spec.derived.training import resolved_backend, source_advantages, source_losses
 from troupe.orchestrator.spec.offline import OfflineSpec
 from troupe.orchestrator.spec.roles import ReferenceRole, TeacherEndpointRole, TeacherEngineRole, environment_role
 from troupe.orchestrator.spec.rollout import RolloutSpec
@@ -85,7 +85,7 @@ def rollout_config(spec: RolloutSpec) -> RolloutConfig:
         device=spec.device,
         episodes={name: role.part(EpisodeConfig) for name, role in spec.roles.environments().items()},
         turn_forms=_accounts_for_forms(spec),
-        sleep=resolved_sleep(spec),
+        sleep=role.resolved_sleep,
         lora=spec.roles.policy.lora,
         top_logprobs=section.policy_loss(spec.algorithm).recorded_top_k,
         compares_reference=section.advantage(spec.algorithm).compares_reference,
@@ -106,6 +106,7 @@ def reference_engine_config(spec: RolloutSpec) -> RolloutConfig | None:
         seed=spec.seed,
         transfer_backend="shm",
         device=role.device,
+        sleep=role.resolved_sleep,
     )
 
 
@@ -178,6 +179,7 @@ def teacher_engine_configs(spec: RolloutSpec) -> dict[str, TeacherEngineConfig]:
             tokenizer=spec.model,
             top_k=top_k,
             device=role.device,
+            sleep=role.resolved_sleep,
         )
         for name, role in spec.roles.teachers().items()
         if isinstance(role, TeacherEngineRole)

@@ -163,6 +163,7 @@ ROLES: dict[str, Role] = {
             kind="teacher_engine",
             name="teacher",
             worker="troupe.workers.teacher:TeacherEngine",
+            protocol=roles.EngineTeacher,
             settings=settings.of_teacher_engines,
             memory=f"{_MEMORY}:of_teacher_engine",
             concurrent=True,

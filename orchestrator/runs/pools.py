@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 from typing import Any, cast
@@ -26,7 +26,6 @@ from troupe.orchestrator.spec.derived.sizes import group_scoring_s
 from troupe.orchestrator.spec.derived.training import (
     needs_old_logprobs,
     old_logprobs_at_batch,
-    resolved_sleep,
     values_at_batch,
 )
 from troupe.orchestrator.spec.roles import environment_role
@@ -65,8 +64,10 @@ class RunPools:
         policy = session.workers.policy
         if policy is not None:
             self.sync = weight_sync(spec, policy, self.engines, session.cluster)
-            if resolved_sleep(spec) != "none":
-                self.trainer_memory = partial(trainer_memory, self.engines, policy, spec.schedule.sync_timeout_s)
+            if sleepers := spec.roles.sleepers():
+                frozen = [self.by_role[role] for role in sleepers if role != "rollout"]
+                limit = spec.schedule.sync_timeout_s
+                self.trainer_memory = partial(trainer_memory, self.engines, frozen, policy, limit)
 
     @property
     def engines(self) -> EnginePool:
@@ -147,8 +148,18 @@ async def load_trainers(found: Checkpoint, spec: RolloutSpec, pools: RunPools) -
 
 def replica_pool(run: RunPools, role: str) -> ReplicaPool[Any]:
     """A pool of workers without links to other roles."""
-    workers, launch = run.session.workers.each(role), run.session.launcher.replica
-    return ReplicaPool(workers, launch, RestartBudget.of_role(run.spec, role))
+    return ReplicaPool(run.session.workers.each(role), _launch(run, role), RestartBudget.of_role(run.spec, role))
+
+
+def _launch(run: RunPools, role: str) -> Callable[[str], Awaitable[WorkerHandle[Any]]]:
+    """Starts the worker of a name; an engine on the policy's GPU while trainers do not use its memory."""
+    guest = role in run.spec.roles.guests()
+
+    async def launch(name: str) -> WorkerHandle[Any]:
+        async with run.engines.weights.memory.starting() if guest else nullcontext():
+            return await run.session.launcher.replica(name)
+
+    return launch
 
 
 def engine_pool(run: RunPools, role: str) -> EnginePool:
@@ -204,7 +215,7 @@ def _linked(
     run: RunPools, role: str, callers: Callers[CallerT, LinkT], make_link: Callable[[Sequence[Any], str], LinkT]
 ) -> LinkedPool[Any, CallerT, LinkT]:
     """The pool of a role's workers, which `callers` call through a link."""
-    launch, watch_s = run.session.launcher.replica, run.spec.failures.health_interval_s
+    launch, watch_s = _launch(run, role), run.spec.failures.health_interval_s
     workers, budget = run.session.workers.each(role), RestartBudget.of_role(run.spec, role)
     return LinkedPool(role, workers, callers, make_link, launch, budget, watch_s)
 

@@ -122,26 +122,47 @@ def _algorithm(data: Any) -> str:
 
 
 def shared_gpus(document: Document) -> Document:
-    """The document with `workers` and `gpus` of an engine on the policy's GPU: one engine per policy worker. A whole
-    GPU is shared: the part that neither reserves goes to the other, or half to each. An engine over N GPUs has
-    those of N policy workers."""
+    """The document with `workers` and `gpus` of engines on the policy's GPU: one engine of a role per policy worker. A
+    whole GPU is shared: those that reserve no part of it have equal ones of what the others leave. An engine over N
+    GPUs has those of N policy workers."""
     roles = document.data.get("roles") if isinstance(document.data, dict) else None
     if not isinstance(roles, dict):
         return document
-    rollout, policy = roles.get("rollout"), roles.get("policy")
-    if not isinstance(rollout, dict) or not isinstance(policy, dict) or rollout.get("colocate_with") != "policy":
+    policy, guests = roles.get("policy"), _guests(roles)
+    if not guests or not isinstance(policy, dict):
         return document
-    ranks, policies = rollout.get("tensor_parallel_size", 1), policy.get("workers", 1)
-    if type(ranks) is int and ranks > 1 and type(policies) is int:
-        filled: dict[str, Any] = {"workers": max(1, policies // ranks), "gpus": ranks} | rollout
-        shared = {"rollout": filled, "policy": {"gpus": 1} | policy}
-        return replace(document, data=document.data | {"roles": roles | shared})
-    filled = {"workers": policies} | rollout
-    own, others = _fraction(rollout), _fraction(policy)
-    if own is not None and others is not None and max(own, others) == 1.0:
-        engine = own if own < 1.0 else 1.0 - (others if others < 1.0 else 0.5)
-        filled["gpus"], policy = round(engine, 6), policy | {"gpus": round(1.0 - engine, 6)}
-    return replace(document, data=document.data | {"roles": roles | {"rollout": filled, "policy": policy}})
+    policies = policy.get("workers", 1)
+    ranks = {name: guest.get("tensor_parallel_size", 1) for name, guest in guests.items()}
+    if all(type(number) is int and number > 0 for number in (policies, *ranks.values())) and max(ranks.values()) > 1:
+        wide = {name: {"workers": max(1, policies // own), "gpus": own} | guests[name] for name, own in ranks.items()}
+        filled = wide | {"policy": {"gpus": 1} | policy}
+    else:
+        filled = _divided({"policy": policy} | {name: {"workers": policies} | one for name, one in guests.items()})
+    for name, role in filled.items():
+        section, _, key = name.partition(".")
+        roles = roles | {section: roles[section] | {key: role} if key else role}
+    return replace(document, data=document.data | {"roles": roles})
+
+
+def _guests(roles: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The sections of engines on the policy's GPUs, by role."""
+    teachers = roles.get("teacher")
+    named = teachers.items() if isinstance(teachers, dict) else ()
+    engines = {f"teacher.{name}": one for name, one in named if isinstance(one, dict) and one.get("kind") == "engine"}
+    found = {name: roles.get(name) for name in ("rollout", "reference_engine")} | engines
+    return {n: one for n, one in found.items() if isinstance(one, dict) and one.get("colocate_with") == "policy"}
+
+
+def _divided(sharing: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The roles that share each GPU, with `gpus` unless all reserve a part, or something else is written."""
+    parts = {name: _fraction(role) for name, role in sharing.items()}
+    given = {name: part for name, part in parts.items() if part is not None and part < 1.0}
+    left, others = 1.0 - sum(given.values()), [name for name in parts if name not in given]
+    if None in parts.values() or not others or left <= 0.0:
+        return sharing
+    parts = dict.fromkeys(others, round(left / len(others), 4)) | given
+    parts[others[0]] = round(parts[others[0]] + 1.0 - sum(parts.values()), 4)
+    return {name: role | {"gpus": parts[name]} for name, role in sharing.items()}
 
 
 def _fraction(role: dict[str, Any]) -> float | None:

@@ -81,9 +81,10 @@ class RoleResources(Frozen):
     strategy: Literal["pack", "spread"] = "pack"
     """`pack`: place the workers on as few nodes as they fit on; `spread`: on as many as have room for one."""
     colocate_with: RoleName | None = None
-    """Colocate with another role: `reference` inside the policy's workers, `rollout` on the policy's GPUs. There
-    `workers` and `gpus` can be left out: one engine for each policy worker, and half of its GPU each; with
-    `tensor_parallel_size` N one for every N policy workers, on their GPUs."""
+    """Colocate with another role: `reference` inside the policy's workers; `rollout`, `reference_engine` and teachers
+    of the kind `engine` on the policy's GPUs. There `workers` and `gpus` can be left out: one engine for each policy
+    worker, and an equal part of its GPU each; with `tensor_parallel_size` N one for every N policy workers, on their
+    GPUs."""
 
     @property
     def device(self) -> Device:
@@ -118,13 +119,25 @@ class EngineRole(EngineConfig, ScaledRole):
     `{scheduling_policy: priority}`. Options that Troupe sets itself, or that cannot work with it, are refused."""
 
 
-class RolloutRole(EngineRole):
-    """Workers that sample: one vLLM engine each."""
+class GuestEngineRole(EngineRole):
+    """Workers with one vLLM engine each, which may be on the policy's GPUs."""
 
-    sleep: Sleep | None = None
+    sleep: Annotated[Sleep | None, UNCOUNTED] = None
     """What an engine on the policy's GPU releases while the policy trains: `none`, its `kv_cache`, or also its
-    `weights`, which then come back with every new version. The optimizer uses the released memory, and is in host
-    memory while the engine samples. null: `kv_cache` if they share a GPU, else `none`."""
+    `weights`. Those of the policy then come back with every new version, those of other models from host memory. The
+    optimizer uses the released memory, and is in host memory while engines sample or score. null: `kv_cache` if they
+    share a GPU, else `none`."""
+
+    @property
+    def resolved_sleep(self) -> Sleep:
+        """What its engines release while the policy trains, null resolved."""
+        if self.sleep is not None:
+            return self.sleep
+        return "kv_cache" if self.colocate_with == "policy" and self.device == "cuda" else "none"
+
+
+class RolloutRole(GuestEngineRole):
+    """Workers that sample: one vLLM engine each."""
 
 
 class TrainerRole(TrainerConfig, RoleResources):
@@ -173,7 +186,7 @@ class ScaledReferenceRole(ReferenceRole, ScaledRole):
     """The frozen model that the policy is kept close to."""
 
 
-class ReferenceEngineRole(EngineRole):
+class ReferenceEngineRole(GuestEngineRole):
     """Workers that sample responses of the reference: one vLLM engine with its model each."""
 
 
@@ -201,7 +214,7 @@ class TeacherRole(TaughtBy, TeacherSettings, ScaledReferenceRole):
     `endpoint`: a vLLM server elsewhere."""
 
 
-class TeacherEngineRole(TaughtBy, EngineRole):
+class TeacherEngineRole(TaughtBy, GuestEngineRole):
     """A frozen model that the policy learns from, in workers with one vLLM engine each, which returns the log-probs of
     whole sequences."""
 
@@ -351,6 +364,15 @@ class RolesConfig(Roles):
     def engines(self) -> dict[str, EngineRole]:
         """The roles whose workers are engines, by name."""
         return {name: role for name, role in self.present().items() if isinstance(role, EngineRole)}
+
+    def guests(self) -> dict[str, GuestEngineRole]:
+        """The roles whose engines are on the policy's GPUs, by name."""
+        engines = self.engines().items()
+        return {n: e for n, e in engines if isinstance(e, GuestEngineRole) and e.colocate_with == "policy"}
+
+    def sleepers(self) -> tuple[str, ...]:
+        """The roles whose engines sleep while the policy trains."""
+        return tuple(name for name, role in self.guests().items() if role.resolved_sleep != "none")
 
     def teachers(self, source: str | None = None) -> dict[str, Teacher]:
         """The teachers by the name of their role, or those of a source's samples (an empty name is the only source)."""

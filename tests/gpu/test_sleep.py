@@ -1,7 +1,7 @@
 """An engine releases memory of its GPU while a trainer updates: its KV cache, or its weights too.
 
 After its cache was released, the engine samples from the same weights. After its weights were, it refuses to wake until
-new ones are sent, and then serves these.
+new ones are sent, and then serves these. A teacher's come back from host memory.
 """
 
 from __future__ import annotations
@@ -10,16 +10,21 @@ import asyncio
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 
-from tests.gpu.engines import MAX_GAP, Transfers
+from benchmarks.support.workload import GPU_SHARE, MAX_GAP
+from tests.gpu.engines import Transfers
 from tests.gpu.isolated import Measurements, isolated
-from troupe.workers.contract.config import RolloutConfig, Sleep
+from troupe.workers.contract.config import EngineConfig, RolloutConfig, Sleep, TeacherEngineConfig
+from troupe.workers.contract.config_base import ModelConfig
 from troupe.workers.contract.units import GIB
 from troupe.workers.engine.sleep import StaleWake
+from troupe.workers.teacher import TeacherEngine
 
 LEAST_SHARE = {"kv_cache": 0.3, "weights": 0.5}
 """Share of the engine's memory that has to be free while it sleeps. With a small model most of it is the KV cache."""
@@ -80,8 +85,64 @@ class Sleeping(Transfers):
             await self.engines[0].wake()
 
     def free_bytes(self) -> int:
-        """Free memory of the GPU, over all processes."""
-        return int(torch.cuda.mem_get_info()[0])
+        """See `free_bytes`."""
+        return free_bytes()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("level", ["kv_cache", "weights"])
+def test_a_teacher_has_its_weights_again_after_it_has_slept(
+    level: str, demo_model: Path, tmp_path: Path, measured: Callable[[Measurements], None]
+) -> None:
+    measured(isolated(tmp_path, measure_teacher, level, str(demo_model)))
+
+
+def measure_teacher(level: str, model: str) -> Measurements:
+    """Score, sleep, wake and score again."""
+    config = TeacherEngineConfig(
+        model=ModelConfig(path=model, dtype="bfloat16"),
+        engine=EngineConfig(max_num_seqs=8, max_model_len=256, enforce_eager=True, gpu_memory_utilization=GPU_SHARE),
+        device="cuda",
+        sleep=cast("Sleep", level),
+    )
+    return asyncio.run(check_teacher(TeacherEngine(config, "teacher.one-0"), level, free_bytes))
+
+
+async def check_teacher(teacher: TeacherEngine, level: str, free: Callable[[], int]) -> Measurements:
+    """Whether it releases its memory, twice, and scores as before."""
+    sequences = [list(range(start, start + 200)) for start in (100, 900)]
+    before, measurements = free(), dict[str, float | str]()
+    await teacher.start()
+    try:
+        awake, wanted = free(), await scores(teacher, sequences)
+        for number in range(2):
+            began = time.monotonic()
+            await teacher.sleep()
+            measurements[f"sleep {number}, s"] = time.monotonic() - began
+            freed, held = free() - awake, max(1, before - awake)
+            assert freed >= LEAST_SHARE[level] * held, f"sleep freed {freed / held:.0%} of the engine's memory"
+            measurements |= {"GiB freed": freed / GIB, "share freed": freed / held}
+            began = time.monotonic()
+            await teacher.wake()
+            measurements[f"wake {number}, s"] = time.monotonic() - began
+            gap = float(np.abs(await scores(teacher, sequences) - wanted).mean())
+            assert gap <= MAX_GAP, f"log-probs differ by {gap:.4f} nats per token after waking"
+            measurements["nats per token after waking"] = gap
+    finally:
+        await teacher.close()
+    return measurements
+
+
+async def scores(teacher: TeacherEngine, sequences: list[list[int]]) -> np.ndarray:
+    """The log-probs of all tokens behind the first."""
+    found = await teacher.sequences(sequences)
+    assert not any(isinstance(one, str) for one in found), found
+    return np.stack([one.logprobs[:, 0] for one in found if not isinstance(one, str)])
+
+
+def free_bytes() -> int:
+    """Free memory of the GPU, over all processes."""
+    return int(torch.cuda.mem_get_info()[0])
 
 
 class FakeEngine:
@@ -129,3 +190,35 @@ async def test_a_wrong_sleep_is_found() -> None:
         await FakeSleeping("weights", 100, 20, 30).run()
     with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
         await FakeSleeping("weights", 100, 20, 80, stale=True).run()
+
+
+class FakeTeacher:
+    """A teacher that wakes with its weights, or with others."""
+
+    def __init__(self, *, wakes_as: float) -> None:
+        self.weights = -1.0
+        self._wakes_as = wakes_as
+
+    async def start(self) -> None: ...
+
+    async def sleep(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    async def wake(self) -> None:
+        self.weights = self._wakes_as
+
+    async def sequences(self, sequences: list[list[int]]) -> list[Any]:
+        return [SimpleNamespace(logprobs=np.full((len(one) - 1, 1), self.weights)) for one in sequences]
+
+
+async def test_a_teacher_that_wakes_with_other_weights_is_found() -> None:
+    def free() -> Callable[[], int]:
+        return iter([100, 20, 90, 90]).__next__
+
+    found = await check_teacher(cast("Any", FakeTeacher(wakes_as=-1.0)), "weights", free())
+    assert found["share freed"] == 70 / 80
+    with pytest.raises(AssertionError, match=r"log-probs differ by 1\.0000 nats"):
+        await check_teacher(cast("Any", FakeTeacher(wakes_as=-2.0)), "weights", free())
+    with pytest.raises(AssertionError, match="freed 12%"):
+        await check_teacher(cast("Any", FakeTeacher(wakes_as=-1.0)), "weights", iter([100, 20, 30]).__next__)

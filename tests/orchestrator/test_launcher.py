@@ -158,6 +158,25 @@ def test_an_engine_starts_after_the_trainer_on_its_gpu(shared: bool) -> None:
     assert launcher.events.index("reward begins") < ended
 
 
+_TEACHER = (
+    "algorithm={name: gkd}",
+    "roles.teacher={one: {kind: engine, colocate_with: policy, model: {path: m}, max_model_len: 4097, "
+    "gpu_memory_utilization: 0.2}}",
+)
+
+
+def test_engines_on_one_gpu_start_in_turn() -> None:
+    changes = ["schedule.max_staleness=0", "weight_sync.backend=auto", "roles.policy.workers=8"]
+    where = "colocate_with: policy, max_model_len: 4096, gpu_memory_utilization: 0.3"
+    node = ROOT / "deploy" / "specs" / "node-8gpu-grpo.yaml"
+    launcher = _Ordered(spec_of(node, *changes, f"roles.rollout={{{where}}}", *_TEACHER))
+    launcher._placements.roles = lambda: {"teacher.one", "rollout", "policy", "reward"}
+    on_virtual_time(launcher._start())
+    engines = [event for event in launcher.events if event.startswith(("rollout", "teacher"))]
+    assert [event.partition(" ")[2] for event in engines] == 2 * ["begins", "has started"]
+    assert launcher.events.index(engines[0]) > launcher.events.index("policy has started")
+
+
 class _Spawning(SimpleNamespace):
     """A cluster of H100s that keeps the configuration of every actor."""
 
@@ -191,6 +210,36 @@ def test_an_engine_of_several_gpus_sees_those_of_the_ranks_in_its_bundle() -> No
         actors.spawn(name)
         seen.append(cluster.visible)
     assert seen == ["7,6,5,4", "3,2,1,0", None]
+
+
+@pytest.mark.parametrize("kind", ["teacher", "reference"])
+@pytest.mark.parametrize("shared", [True, False])
+def test_each_role_on_a_shared_gpu_has_its_own_cache(kind: str, shared: bool, tmp_path: Path) -> None:
+    """And an engine of another model on separate GPUs has none that is given."""
+    (tmp_path / "config.json").write_text(json.dumps(QWEN_7B))
+    changes = ["schedule.max_staleness=0", "weight_sync.backend=auto", "roles.policy.workers=8"]
+    changes += ["roles.rollout={colocate_with: policy, max_model_len: 4096}", f"model.path={tmp_path}"]
+    own = "colocate_with: policy, gpu_memory_utilization: 0.4, enforce_eager: true" if shared else "gpus: 1"
+    engine = f"{{max_model_len: 4097, {own}}}"
+    if kind == "teacher":
+        role = "teacher.one"
+        changes += [_TEACHER[0], f"roles.teacher={{one: {{kind: engine, model: {{path: {tmp_path}}}, {engine[1:]}}}"]
+    else:
+        role = "reference_engine"
+        changes += ["algorithm={name: xpo}", "roles.reference={gpus: 1}", f"roles.reference_engine={engine}"]
+    spec = spec_of(ROOT / "deploy" / "specs" / "node-8gpu-grpo.yaml", *changes)
+    cluster = _Spawning(80 * GIB)
+    placements = WorkerPlacements(spec, cast(Cluster, cluster))
+    placements._placements = {
+        f"{placed.role}-{placed.index}": (one, placed) for one in place(role_sizes(spec)) for placed in one.workers
+    }
+    actors = RunActors(spec, cast(Cluster, cluster), placements, None)
+    for name in ("rollout-0", f"{role}-0"):
+        actors.spawn(name)
+    caches = plan(spec, described_nodes("2x8xA100", 128), Sizes()).memory.caches
+    given = [config.kv_cache_bytes for config in cluster.configs]
+    assert given == [caches["rollout-0"].bytes, caches[f"{role}-0"].bytes if shared else None]
+    assert [config.sleep for config in cluster.configs] == ["kv_cache", "kv_cache" if shared else "none"]
 
 
 @pytest.mark.parametrize(("shared", "gpu", "reported"), [(True, 80, 0), (True, 160, 80), (True, 0, 0), (False, 80, 0)])

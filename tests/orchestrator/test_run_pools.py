@@ -186,6 +186,53 @@ def test_a_replacement_is_connected_before_it_serves(name: str, caller: str, met
     on_virtual_time(run())
 
 
+_GUEST = "colocate_with: policy, gpu_memory_utilization: 0.2, max_model_len: 1024"
+
+
+@pytest.mark.parametrize(
+    ("name", "role", "given"),
+    [
+        (
+            "tiny-grpo",
+            "teacher.one",
+            (
+                "algorithm={name: gkd}",
+                f"roles.teacher={{one: {{kind: engine, model: {{path: .cache/models/tiny-llama}}, {_GUEST}}}}}",
+            ),
+        ),
+        ("algorithms/xpo", "reference_engine", (f"roles.reference_engine={{{_GUEST}}}",)),
+    ],
+)
+@pytest.mark.parametrize("where", ["colocate_with: policy", "gpus: 1"])
+def test_engines_of_other_models_on_the_policys_gpus_sleep_and_do_not_start_while_it_trains(
+    name: str, role: str, given: tuple[str, ...], where: str
+) -> None:
+    """With or without the rollout engines there."""
+    rollout = f"roles.rollout={{{where}, max_model_len: 512}}"
+    spec = load_rollout_spec(SPECS / f"{name}.yaml", [*given, rollout, "weight_sync.backend=shm"])
+
+    async def run() -> None:
+        context, launcher = context_of(spec)
+        workers = Workers({**context.workers.by_role, "policy": policy_group(FakePolicy())})
+        pools = RunPools(spec, replace(context, workers=workers))
+        pool, engine = pools.by_role[role], cast("Handle", pools.engines.workers[0].handle)
+        first, trainer_memory = cast("Handle", pool.workers[0]), pools.trainer_memory
+        assert trainer_memory is not None
+        async with trainer_memory():
+            assert first.calls == ["sleep"] and engine.calls == (["sleep"] if where != "gpus: 1" else [])
+            await pool.lose(first, WorkerDied(first.name, "score", "it is dead"))
+            await asyncio.sleep(60)
+            assert not launcher.started
+        await pool.until_started(first.name)
+        async with trainer_memory():
+            pass
+        calls = [call for call in launcher.started[first.name].calls if call != "watch"]
+        assert calls == ["sleep", "wake"]
+        await pools.close()
+
+    on_virtual_time(run())
+
+
 async def test_engines_have_room_for_the_episodes_of_environments_that_are_added(tmp_path: Path) -> None:
     """Where episodes, not sequences, bound the samples of an engine: one engine, and 40 episodes for each worker."""
     few = ["roles.environment.episodes=40", "roles.rollout.max_num_seqs=8", "algorithm.group_size=4"]

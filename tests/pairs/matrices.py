@@ -92,9 +92,7 @@ _SAVES: dict[str, Fields] = {
 _END: dict[str, Fields] = {"whole": {}, RESUMED: {"checkpoint.every_steps": 1}}
 
 LEFT_OUT = {
-    **dict.fromkeys(
-        ("*.offload_optimizer", "*.kernels", "roles.rollout.sleep", "sampling.router_replay"), "needs a GPU"
-    ),
+    **dict.fromkeys(("*.offload_optimizer", "*.kernels", "roles.*.sleep", "sampling.router_replay"), "needs a GPU"),
     **dict.fromkeys(("roles.*.strategy", "roles.*.colocate_with"), "where workers are placed"),
     "deterministic": "changes nothing on the CPU",
     "roles.*.enforce_eager": "compilation takes minutes on the CPU",

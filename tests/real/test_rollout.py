@@ -47,6 +47,7 @@ from troupe.workers.engine import generation
 from troupe.workers.engine import rows as rows_module
 from troupe.workers.engine.errors import EngineClosed, EngineDead
 from troupe.workers.engine.prompt_logprobs import prompt_logprobs
+from troupe.workers.engine.sleep import EngineSleep
 from troupe.workers.models.distillation import bucketed
 from troupe.workers.models.modeling import CausalLogprobs, load_causal, score_plan
 from troupe.workers.models.prompt_logprobs import PromptLogprobs, ResponseScores, score_response
@@ -359,6 +360,36 @@ async def test_a_whole_sequence_has_the_log_probs_of_the_model(worker: RolloutWo
         top = torch.from_numpy(scores.top_ids)
         assert scores.top_logprobs == pytest.approx(bucketed(logits, top).numpy(), abs=1e-4)
         assert torch.equal(logits.gather(-1, top), logits.topk(k).values)
+
+
+async def test_an_engine_with_frozen_weights_finishes_what_runs_sleeps_and_answers_the_rest(
+    worker: RolloutWorker,
+) -> None:
+    """As a teacher's: what arrives meanwhile waits in it. The CPU build takes part and releases nothing."""
+    prompt = await worker.generation.encode(chat("Name a colour."), None)
+    sequences = [[*prompt, *range(5 + number, 90 + number)] for number in range(24)]
+    memory = EngineSleep("weights", worker.engine, frozen=True)
+
+    async def scored(sequence: list[int], name: str) -> PromptLogprobs:
+        found = await prompt_logprobs(worker.engine.require_open(), sequence, 4, f"{name}/{sequence[-1]}")
+        assert isinstance(found, PromptLogprobs)
+        return found
+
+    wanted = [await scored(sequence, "alone") for sequence in sequences[:3]]
+    running = [asyncio.create_task(scored(sequence, "before")) for sequence in sequences]
+    await asyncio.sleep(0.02)
+    await asyncio.wait_for(memory.sleep(), 60)
+    finished = [task for task in running if task.done()]
+    late = [asyncio.create_task(scored(sequence, "asleep")) for sequence in sequences[:3]]
+    await asyncio.sleep(0.5)
+    assert len([task for task in running if task.done()]) - len(finished) <= 1, "only an answer that was on its way"
+    assert not any(task.done() for task in late)
+    assert (await worker.health()).version == 0
+    await memory.sleep()
+    await memory.wake()
+    await asyncio.wait_for(asyncio.gather(*running, *late), 60)
+    for found, whole in zip([*running[:3], *late], 2 * wanted, strict=True):
+        assert found.result().logprobs == pytest.approx(whole.logprobs, abs=1e-4)
 
 
 @asynccontextmanager

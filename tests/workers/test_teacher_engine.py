@@ -63,6 +63,16 @@ def test_a_batch_on_a_gpu_has_few_tokens_whose_logits_exist_at_once(
     assert config(**sizes).batch_tokens == longest, "on the CPU a whole prompt"
 
 
+@pytest.mark.parametrize(("sleep", "cache", "share"), [("none", None, 0.85), ("weights", 2**30, 0.01)])
+def test_an_engine_on_the_policys_gpu_can_sleep_and_has_the_cache_of_the_plan(
+    tiny_model: Path, sleep: str, cache: int | None, share: float
+) -> None:
+    own = {"sleep": sleep, "kv_cache_bytes": cache}
+    found = arguments(config(device="cuda", model=tiny_model).model_copy(update=own))
+    assert (found.enable_sleep_mode, found.kv_cache_memory_bytes) == (sleep != "none", cache)
+    assert found.gpu_memory_utilization == share
+
+
 class Engine:
     """The engine of vLLM, whose answers never come."""
 

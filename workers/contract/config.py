@@ -333,7 +333,16 @@ class EnvironmentConfig(EpisodeConfig):
     mappings do not count."""
 
 
-class RolloutConfig(EngineWorkerConfig):
+class GuestEngineConfig(EngineWorkerConfig):
+    """Configuration of a worker with an engine that may be on the policy's GPU."""
+
+    sleep: Sleep = "none"
+    """What the engine releases while it sleeps."""
+    kv_cache_bytes: int | None = None
+    """KV cache of each GPU, if others share it, or None for what vLLM finds free (`gpu_memory_utilization`)."""
+
+
+class RolloutConfig(GuestEngineConfig):
     """Configuration of one rollout worker."""
 
     sampling: SamplingConfig
@@ -343,10 +352,6 @@ class RolloutConfig(EngineWorkerConfig):
     """Bounds of an episode in each environment, by its name, empty for one without a name."""
     turn_forms: bool = False
     """Whether a turn of an episode can have a form: the loss then accounts for the tokens that it permits."""
-    sleep: Sleep = "none"
-    """What the engine releases while it sleeps."""
-    kv_cache_bytes: int | None = None
-    """KV cache of each GPU, if others share it, or None for what vLLM finds free (`gpu_memory_utilization`)."""
     top_logprobs: int = 0
     """Number of likeliest tokens whose log-probs are returned with each sampled one's, and are part of the samples for
     training."""
@@ -461,7 +466,7 @@ class ReferenceConfig(ScoresConfig):
     device: Device
 
 
-class TeacherEngineConfig(ScoresConfig, EngineWorkerConfig):
+class TeacherEngineConfig(ScoresConfig, GuestEngineConfig):
     """Configuration of one worker of a teacher that is an engine."""
 
     @property

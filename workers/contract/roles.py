@@ -128,7 +128,19 @@ class JudgeEngine(Watched, Protocol):
         ...
 
 
-class ReferenceSampler(Watched, Protocol):
+class GuestEngine(Replica, Protocol):
+    """An engine that may be on the policy's GPU."""
+
+    def sleep(self) -> Reply[None]:
+        """Releases the memory that the trainer on the engine's GPU needs, until `wake` or new weights."""
+        ...
+
+    def wake(self) -> Reply[None]:
+        """Takes that memory back without new weights, if the engine has kept its own."""
+        ...
+
+
+class ReferenceSampler(Watched, GuestEngine, Protocol):
     """An engine of the reference."""
 
     def complete(
@@ -167,7 +179,7 @@ class EnvironmentServer(Watched, Protocol):
         ...
 
 
-class RolloutEngine(Replica, Protocol):
+class RolloutEngine(GuestEngine, Protocol):
     """A rollout worker: one vLLM engine."""
 
     def connect_environments(self, name: str, link: EnvironmentLink) -> Reply[None]:
@@ -207,14 +219,6 @@ class RolloutEngine(Replica, Protocol):
 
     def reset_prefix_cache(self) -> Reply[bool]:
         """Forgets the states of earlier prompts."""
-        ...
-
-    def sleep(self) -> Reply[None]:
-        """Releases the memory that the trainer on the engine's GPU needs, until new weights are loaded."""
-        ...
-
-    def wake(self) -> Reply[None]:
-        """Takes that memory back without new weights, if the engine has kept its own."""
         ...
 
     def transfer_init(self, init_info: dict[str, Any]) -> Reply[None]:
@@ -279,6 +283,10 @@ class Reference(Replica, Protocol):
     def score(self, plan: RankPlan, *rollouts: TableRef) -> Reply[tuple[ScoreSummary, TableRef]]:
         """Returns `ref_logprobs` of the plan's rows as a token-score table."""
         ...
+
+
+class EngineTeacher(Reference, GuestEngine, Protocol):
+    """A teacher's worker with an engine."""
 
 
 class Trainer(Worker, Protocol):

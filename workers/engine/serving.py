@@ -9,7 +9,7 @@ import time
 from collections.abc import Awaitable, Coroutine, Sequence
 from enum import Enum
 from multiprocessing.process import BaseProcess
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from troupe.workers.contract.config import RolloutConfig
 from troupe.workers.contract.messages import Peak, WorkerGone, WorkerHealth
@@ -135,14 +135,14 @@ class ServingEngine:
             self.close_for(f"{failure}: {error}")
             raise
 
-    async def pause(self) -> AsyncLLM:
-        """Pause the running samples for an update."""
+    async def pause(self, running: Literal["keep", "wait"] = "keep") -> AsyncLLM:
+        """Pause the running samples for an update, or wait until they have finished; others wait."""
         engine = self.require_live()
         self.state = Serving.UPDATING
         try:
             # Clearing the cache also makes running requests recompute theirs under the new weights. vLLM's own
             # `pause_generation` does the same and then sleeps 20 ms to order the outputs for its callers.
-            await self.call(engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=True))
+            await self.call(engine.engine_core.pause_scheduler_async(mode=running, clear_cache=True))
         except BaseException as error:
             self.close_for(f"it could not be paused: {error}")
             raise

@@ -28,7 +28,7 @@ class MemoryState(Enum):
     AWAKE = "awake"
     """Both."""
     CACHE_GONE = "cache_gone"
-    """The weights, unchanged or verified."""
+    """The weights, unchanged or verified; frozen ones may be in host memory."""
     WEIGHTS_GONE = "weights_gone"
     """Neither."""
     UNVERIFIED = "unverified"
@@ -38,9 +38,11 @@ class MemoryState(Enum):
 class EngineSleep:
     """Makes an engine sleep and wakes it. The engine is paused in every state but `AWAKE`."""
 
-    def __init__(self, level: Sleep, engine: ServingEngine) -> None:
+    def __init__(self, level: Sleep, engine: ServingEngine, *, frozen: bool = False) -> None:
+        """`frozen`: nobody sends new weights. Released ones are in host memory, and wake as they were."""
         self._level = level
         self._engine = engine
+        self._frozen = frozen
         self.state = MemoryState.AWAKE
 
     @property
@@ -49,12 +51,13 @@ class EngineSleep:
         return self.state is MemoryState.AWAKE
 
     async def sleep(self) -> None:
-        """Release memory until new weights or `wake`; requests continue then, recomputed, and arriving ones wait.
-        After a failure the engine is closed. Raises ValueError if the level is `none`, and EngineDead."""
+        """Release memory until new weights or `wake`; requests continue then, recomputed, and arriving ones wait. Those
+        of a frozen model are finished first: not every runner of vLLM recomputes the log-probs of a prompt. After a
+        failure the engine is closed. Raises ValueError if the level is `none`, and EngineDead."""
         engine = self._engine
         async with engine.lock:
             closed = engine.state is Serving.CLOSED
-            await engine.pause()
+            await engine.pause("wait" if self._frozen else "keep")
             await engine.call_or_close(self._release(), "it could not sleep")
             engine.state = Serving.CLOSED if closed else Serving.OPEN
 
@@ -87,6 +90,10 @@ class EngineSleep:
         match self._level:
             case "none":
                 raise ValueError("an engine with sleep: none does not sleep")
+            case "weights" if self._frozen:
+                if self.awake:
+                    await call(engine.sleep(1, "keep"))
+                    self.state = MemoryState.CACHE_GONE
             case "weights":
                 if self.state is not MemoryState.WEIGHTS_GONE:
                     # Before they are gone, so that nothing reports weights that are gone.
@@ -100,9 +107,9 @@ class EngineSleep:
                     self.state = MemoryState.CACHE_GONE
 
     async def _take_cache(self) -> None:
-        """Take back the cache; vLLM then resumes automatically. Raises StaleWake."""
+        """Take back the cache, and frozen weights; vLLM then resumes automatically. Raises StaleWake."""
         if self.state is not MemoryState.CACHE_GONE:
             what = "were discarded" if self.state is MemoryState.WEIGHTS_GONE else "were not verified"
             raise StaleWake(f"the engine's weights {what}: it wakes with new ones only")
-        await self._engine.call(self._engine.require_live().wake_up(_CACHE))
+        await self._engine.call(self._engine.require_live().wake_up(None if self._frozen else _CACHE))
         self.state = MemoryState.AWAKE

@@ -26,7 +26,7 @@ from troupe.orchestrator.spec.checks.shared import (
     template_problems,
 )
 from troupe.orchestrator.spec.derived.sampling import group_settings, held_out_sets, reward_functions, scored_models
-from troupe.orchestrator.spec.derived.training import resolved_sleep, source_advantages
+from troupe.orchestrator.spec.derived.training import source_advantages
 from troupe.orchestrator.spec.errors import show
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.sections import CurriculumConfig, EvaluationConfig
@@ -410,7 +410,7 @@ def _beside(spec: RolloutSpec, evaluation: EvaluationConfig) -> Iterator[Finding
     path, engines = "evaluation.beside", spec.roles.rollout.workers
     if engines < 2:
         yield path, f"needs two engines or more: one evaluates while others sample (roles.rollout.workers: {engines})"
-    if resolved_sleep(spec) != "none":
+    if spec.roles.rollout.resolved_sleep != "none":
         yield path, "engines release their memory while the policy trains (roles.rollout.sleep): none can evaluate then"
     if not (evaluation.every_steps or evaluation.at_start):
         yield path, "has no effect: the only evaluation is that after the last step; set every_steps, or remove it"

@@ -24,6 +24,7 @@ from troupe.orchestrator.spec.errors import show
 from troupe.orchestrator.spec.locations import url_problem
 from troupe.orchestrator.spec.roles import (
     EngineRole,
+    GuestEngineRole,
     ReferenceRole,
     SequenceTeacherRole,
     Teacher,
@@ -37,7 +38,7 @@ from troupe.workers.contract.rewards import REWARD_FUNCTIONS
 from troupe.workers.contract.templates import FEEDBACK, TEACHER_FIELDS, template_fields
 from troupe.workers.contract.weight_backends import BACKENDS, backend_problem
 
-COLOCATIONS = {"reference": "policy", "rollout": "policy", "teacher": "policy"}
+COLOCATIONS: dict[str, str] = dict.fromkeys(("reference", "rollout", "reference_engine", "teacher"), "policy")
 """Which role can be colocated with which."""
 
 
@@ -113,8 +114,6 @@ def _teaches_whole(teacher: Teacher) -> bool:
 def _sequence_teacher(spec: RolloutSpec, path: str, teacher: SequenceTeacherRole) -> Iterator[Finding]:
     """Settings with which an engine or an endpoint cannot score the policy's samples."""
     what = f"an {teacher.kind}"
-    if teacher.colocate_with is not None:
-        yield f"{path}.colocate_with", f"{what} as teacher has separate workers: remove it, or set kind to forward"
     if spec.sampling.temperature != 1.0:
         why = f"returns log-probs at temperature 1, and sampling.temperature is {spec.sampling.temperature:g}"
         yield f"{path}.kind", f"{what} {why}: set that to 1, or this to forward"
@@ -122,6 +121,8 @@ def _sequence_teacher(spec: RolloutSpec, path: str, teacher: SequenceTeacherRole
         why = "returns log-probs over the whole vocabulary, and the policy's are among the tokens that were left by"
         yield f"{path}.kind", f"{what} {why} sampling.top_p, top_k or min_p: remove these, or set this to forward"
     if isinstance(teacher, TeacherEndpointRole):
+        if teacher.colocate_with is not None:
+            yield f"{path}.colocate_with", "an endpoint as teacher has separate workers: remove it, or set another kind"
         if teacher.gpus:
             yield f"{path}.gpus", "has no effect: the workers of an endpoint load no model; remove it"
         if teacher.timeout_s >= spec.schedule.score_timeout_s:
@@ -171,8 +172,9 @@ def _teacher_prompt(spec: RolloutSpec, path: str, teacher: Teacher) -> Iterator[
     if spec.roles.environments():
         yield path, "is for single responses: remove it, or roles.environment"
     names = set(template_fields(teacher.prompt))
-    if FEEDBACK in names and teacher.colocate_with != "policy":
-        yield path, f"{show(FEEDBACK)} needs colocate_with: policy: other teachers score while rewards are computed"
+    if FEEDBACK in names and (isinstance(teacher, SequenceTeacherRole) or teacher.colocate_with != "policy"):
+        why = "needs kind forward and colocate_with: policy: other teachers score while rewards are computed"
+        yield path, f"{show(FEEDBACK)} {why}"
     for section, source in spec.data.train_sources().items():
         if isinstance(source, Mixed) and teacher.sources is not None and source.name not in teacher.sources:
             continue
@@ -395,8 +397,9 @@ def check_schedule(spec: RolloutSpec) -> Iterator[Finding]:
                 f"{schedule.prompts_per_step} prompts of {smallest} samples are too few for "
                 f"{shares_of(name, role)} times {schedule.minibatches} minibatches",
             )
-    if schedule.max_staleness > 0 and spec.roles.rollout.colocate_with is not None:
-        yield "schedule.max_staleness", "must be 0 where rollout shares the policy's GPUs: engines sleep during updates"
+    if schedule.max_staleness > 0 and (guests := spec.roles.guests()):
+        why = f"must be 0 where {next(iter(guests))} shares the policy's GPUs: engines sleep during updates"
+        yield "schedule.max_staleness", why
     for name in ("generate_timeout_s", "score_timeout_s", "train_timeout_s", "sync_timeout_s"):
         if (limit := dict(schedule)[name]) > schedule.step_timeout_s:
             yield f"schedule.{name}", f"{limit:g} is longer than step_timeout_s, {schedule.step_timeout_s:g}"
@@ -446,8 +449,8 @@ def check_colocation(spec: RolloutSpec) -> Iterator[Finding]:
             can = ", ".join(f"{a} with {b}" for a, b in COLOCATIONS.items())
             mutual = " (and they name each other)" if present[other].colocate_with == name else ""
             yield path, f"{name} cannot be colocated with {other}{mutual}; possible: {can}"
-        elif name == "rollout":
-            yield from _shared_gpus(spec)
+        elif isinstance(role, GuestEngineRole):
+            yield from _shared_gpus(spec, name, role)
         elif isinstance(role, ReferenceRole):
             for field in INSIDE_ANOTHER:
                 if changed(role, field):
@@ -462,33 +465,43 @@ def check_scaling(spec: RolloutSpec) -> Iterator[Finding]:
             yield f"{path}.min_workers", f"{role.min_workers} is more than workers, {role.workers}"
         if most is not None and most < role.workers:
             yield f"{path}.max_workers", f"{most} is less than workers, {role.workers}"
-    rollout = spec.roles.rollout
-    if "rollout" not in scaled:
+    for name, role in spec.roles.guests().items():
         for field in ("min_workers", "max_workers"):
-            if changed(rollout, field):
-                yield f"roles.rollout.{field}", "has no effect: there is one engine for each policy worker; remove it"
+            if changed(role, field):
+                yield f"roles.{name}.{field}", "has no effect: there is one engine for each policy worker; remove it"
 
 
-def _shared_gpus(spec: RolloutSpec) -> Iterator[Finding]:
-    rollout, policy = spec.roles.rollout, spec.roles.policy
-    path, ranks = "roles.rollout.colocate_with", rollout.tensor_parallel_size
-    if rollout.gpus == 0 or policy.gpus == 0:
-        yield path, "rollout and policy can share GPUs only; leave gpus out of both, or remove this"
-    elif rollout.workers * ranks != policy.workers:
+def _shared_gpus(spec: RolloutSpec, name: str, guest: GuestEngineRole) -> Iterator[Finding]:
+    """Settings with which a role's engines cannot be on the policy's GPUs, together with the engines of others."""
+    policy, guests = spec.roles.policy, spec.roles.guests()
+    path, ranks = f"roles.{name}.colocate_with", guest.tensor_parallel_size
+    first, others = next(iter(guests.items()))
+    parts = [policy.gpus, *(one.gpus for one in guests.values())]
+    if guest.gpus == 0 or policy.gpus == 0:
+        yield path, f"{name} and policy can share GPUs only; leave gpus out of both, or remove this"
+    elif ranks != others.tensor_parallel_size:
+        why = f"must be {others.tensor_parallel_size}, as in roles.{first}, whose engines are on the same GPUs"
+        yield f"roles.{name}.tensor_parallel_size", why
+    elif guest.workers * ranks != policy.workers:
         each = "each policy worker" if ranks == 1 else f"every {ranks} policy workers"
-        yield path, f"needs one engine for {each}, got {rollout.workers} and {policy.workers}"
+        yield path, f"needs one engine for {each}, got {guest.workers} and {policy.workers}"
     elif ranks > 1 and policy.gpus != 1:
         yield "roles.policy.gpus", f"must be 1: an engine of {ranks} GPUs shares whole ones; remove it"
-    elif ranks == 1 and rollout.gpus + policy.gpus > 1:
-        yield path, f"they share one GPU, but ask for {rollout.gpus} + {policy.gpus} of it; remove both: each has half"
-    if changed(rollout, "strategy"):
-        yield "roles.rollout.strategy", "engines are placed with the policy's workers: set roles.policy.strategy"
-    if rollout.accelerator and policy.accelerator and rollout.accelerator != policy.accelerator:
-        why = f"{rollout.accelerator}, but roles.policy.accelerator is {policy.accelerator}: they share GPUs"
-        yield "roles.rollout.accelerator", why
-    for key, value in rollout.node_labels.items():
+    elif ranks == 1 and name == first and round(sum(parts), 6) > 1:
+        asked = " + ".join(str(part) for part in reversed(parts))
+        equal = "remove both: each has half" if len(parts) == 2 else "remove all: each has an equal part"
+        yield path, f"they share one GPU, but ask for {asked} of it; {equal}"
+    if name != "rollout" and guest.gpu_memory_utilization is None:
+        why = "is required on the policy's GPUs: the share that it has there while it is awake"
+        yield f"roles.{name}.gpu_memory_utilization", f"{why}; rollout engines take what is left"
+    if changed(guest, "strategy"):
+        yield f"roles.{name}.strategy", "engines are placed with the policy's workers: set roles.policy.strategy"
+    if guest.accelerator and policy.accelerator and guest.accelerator != policy.accelerator:
+        why = f"{guest.accelerator}, but roles.policy.accelerator is {policy.accelerator}: they share GPUs"
+        yield f"roles.{name}.accelerator", why
+    for key, value in guest.node_labels.items():
         if (other := policy.node_labels.get(key, value)) != value:
-            yield "roles.rollout.node_labels", f"{key} is {value}, but {other} in roles.policy.node_labels"
+            yield f"roles.{name}.node_labels", f"{key} is {value}, but {other} in roles.policy.node_labels"
 
 
 def check_devices(spec: RolloutSpec) -> Iterator[Finding]:
@@ -557,14 +570,15 @@ def _store_problem(url: str | None, stored: bool) -> str | None:
 
 
 def check_sleep(spec: RolloutSpec) -> Iterator[Finding]:
-    rollout = spec.roles.rollout
-    if rollout.sleep in (None, "none"):
-        return
-    if spec.device == "cpu":
-        yield "roles.rollout.sleep", f"{rollout.sleep} needs a GPU: vLLM's CPU build releases no memory; remove it"
-    elif rollout.colocate_with != "policy":
-        why = "nobody takes the memory of an engine that sleeps on separate GPUs"
-        yield "roles.rollout.sleep", f"{why}; remove it or set roles.rollout.colocate_with: policy"
+    for name, role in spec.roles.engines().items():
+        if not isinstance(role, GuestEngineRole) or role.sleep in (None, "none"):
+            continue
+        path = f"roles.{name}"
+        if role.device == "cpu":
+            yield f"{path}.sleep", f"{role.sleep} needs a GPU: vLLM's CPU build releases no memory; remove it"
+        elif role.colocate_with != "policy":
+            why = "nobody takes the memory of an engine that sleeps on separate GPUs"
+            yield f"{path}.sleep", f"{why}; remove it or set {path}.colocate_with: policy"
 
 
 def check_optimizers(spec: RolloutSpec) -> Iterator[Finding]:

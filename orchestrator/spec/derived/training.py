@@ -7,7 +7,6 @@ from troupe.orchestrator.algorithms.table import KlPenalty
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.workers.contract.algorithm_config import AdvantageConfig, PolicyLossConfig
-from troupe.workers.contract.config import Sleep
 from troupe.workers.contract.weight_backends import BACKENDS, TransferBackend, automatic_backend
 
 
@@ -103,11 +102,3 @@ def resolved_backend(spec: RolloutSpec) -> TransferBackend:
 def has_weight_file(spec: RunSpec) -> bool:
     """Whether new weights reach the engines in a file in shared memory."""
     return spec.rollouts is not None and BACKENDS[resolved_backend(spec.rollouts)].writes_file
-
-
-def resolved_sleep(spec: RolloutSpec) -> Sleep:
-    """Memory that engines release while the policy trains, null resolved."""
-    role = spec.roles.rollout
-    if role.sleep is not None:
-        return role.sleep
-    return "kv_cache" if role.colocate_with == "policy" and spec.device == "cuda" else "none"

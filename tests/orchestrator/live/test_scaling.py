@@ -381,6 +381,21 @@ def test_differences_say_what_can_change_and_why_the_others_cannot() -> None:
     ]
 
 
+def test_engines_on_the_policys_gpus_are_as_many_as_its_workers() -> None:
+    teacher = "model: {path: .cache/models/tiny-llama}, max_model_len: 1024, gpu_memory_utilization: 0.3"
+    shared = (
+        "algorithm={name: gkd}",
+        "roles.rollout={colocate_with: policy, max_model_len: 512}",
+        f"roles.teacher={{math: {{kind: engine, colocate_with: policy, {teacher}}}}}",
+    )
+    why = "is colocated with the policy, whose workers set the number of engines"
+    found = [str(one) for one in differences(tiny(*shared), tiny(*shared, "roles.policy.workers=2"))]
+    assert found[1:] == [
+        f"roles.rollout.workers: 1 -> 2: refused: rollout {why}",
+        f"roles.teacher.math.workers: 1 -> 2: refused: teacher.math {why}",
+    ]
+
+
 def test_relative_and_absolute_paths_compare_equal() -> None:
     assert differences(tiny(f"model.path={ROOT / tiny().model.path}"), tiny()) == ()
 
@@ -398,6 +413,15 @@ def test_a_changed_spec_is_validated(changes: dict[str, Any], why: str) -> None:
     with pytest.raises(SpecError) as caught:
         changed(tiny(), changes, "spec.yaml")
     assert str(caught.value).startswith(why)
+
+
+def test_workers_are_named_by_their_role() -> None:
+    numbers = worker_changes(["rollout=3", "environment.tools=2", "teacher.math=4"])
+    assert numbers == {
+        "roles.rollout.workers": 3,
+        "roles.environment.tools.workers": 2,
+        "roles.teacher.math.workers": 4,
+    }
 
 
 @pytest.mark.parametrize("text", ["rollout", "rollout=", "rollout=-1", "rollout=two", "=2", "roles.rollout=2"])

@@ -697,6 +697,47 @@ def test_workers_on_a_shared_gpu_need_the_fullest_period_and_not_the_sum(sleep: 
     assert as_json("x", result)["shared_gpus"][0]["most"] == use.most
 
 
+@pytest.mark.parametrize("sleep", ["none", "kv_cache", "weights"])
+def test_a_teacher_on_the_policys_gpu_counts_in_the_periods_in_which_it_is_awake(sleep: str) -> None:
+    """By hand: a 7B teacher with 0.3 of each GPU, besides the policy and engines with 0.4."""
+    engine = "kind: engine, colocate_with: policy, model: {path: given}, max_model_len: 4097"
+    teacher = f"roles.teacher={{big: {{{engine}, sleep: {sleep}, gpu_memory_utilization: 0.3}}}}"
+    base = (*colocated("weights", 0.4), "algorithm={name: gkd}", "roles.policy.gpus=0.4", "roles.rollout.gpus=0.3")
+    given = planned(SEVEN_B, described_nodes("1x8xH100", 128), *base, teacher)
+    (use, *_) = given.memory.shared
+    assert use.workers == ("policy-0", "rollout-0", "teacher.big-0")
+    memories = {(m.worker, m.where): {p.name: p.bytes for p in m.parts} for m in given.memory.workers}
+    parts, host = memories["teacher.big-0", "gpu"], memories["teacher.big-0", "host"]
+    weights, gpu = 2 * SEVEN_B.parameters, int(79.6 * GIB)
+    assert (parts["weights"], parts["graphs"], parts["process"]) == (weights, GIB, 800 * MIB)
+    assert parts["prompt logits"] == 12 * 2048 * SEVEN_B.vocabulary
+    awake = sum(parts.values())
+    assert awake == int(0.3 * gpu) + parts["prompt logits"]
+    kept = GIB + 800 * MIB  # CUDA graphs and context
+    asleep = {"none": awake, "kv_cache": awake - parts["kv cache"], "weights": kept}[sleep]
+    assert host == {"process": 1600 * MIB} | ({"weights": 2 * weights} if sleep == "weights" else {})
+    for period in PERIODS:
+        others = sum(
+            m.during(period) for m in given.memory.workers if m.where == "gpu" and m.worker in ("policy-0", "rollout-0")
+        )
+        assert use.periods[period] - others == (asleep if period == "update" else awake)
+
+
+def test_a_misfit_of_three_on_a_gpu_has_remedies_that_keep_them_in_step() -> None:
+    engine = "kind: engine, colocate_with: policy, model: {path: given}, max_model_len: 4097, sleep: none"
+    teacher = "roles.teacher={{big: {{{}, gpu_memory_utilization: {}}}}}"
+    base = (*colocated("weights", 0.4), "algorithm={name: gkd}", "roles.policy.gpus=0.4", "roles.rollout.gpus=0.3")
+    four = ("roles.policy.workers=4", "roles.rollout.workers=4")
+    found = planned(SEVEN_B, described_nodes("1x8xH100", 128), *base, teacher.format(engine, 0.4), *four)
+    assert (
+        found.misfit.startswith("policy-0 and rollout-0 and teacher.big-0 need ") and "during updates" in found.misfit
+    )
+    assert {"roles.teacher.big.sleep": "kv_cache"} in [remedy.changes for remedy in found.remedies]
+    found = planned(SEVEN_B, described_nodes("1x8xH100", 128), *base, teacher.format(engine, 0.5), *four)
+    everyone = {f"roles.{role}.workers": 8 for role in ("policy", "rollout", "teacher.big")}
+    assert everyone in [remedy.changes for remedy in found.remedies]
+
+
 def test_a_policy_that_scores_while_engines_sample_needs_its_passes_then() -> None:
     """A colocated reference scores every group; under ZeRO-3 a pass gathers the weights."""
     changes = ("algorithm.kl.coef=0.1", "roles.reference={colocate_with: policy}")

@@ -11,17 +11,29 @@ from typing import Any
 
 import pytest
 
-from tests.fakes import FakePolicy, FaultyEngine, FaultyWorker, fakes_of
+from tests.fakes import FakePolicy, FakeTable, FaultyEngine, FaultyWorker, fakes_of
 from tests.orchestrator.test_controller import RolloutRun
+from troupe.orchestrator.cluster.worker_group import ReferenceGroup
 from troupe.orchestrator.errors import EnginesLost, WorkerRaised
 from troupe.orchestrator.pools.engine import Engine
 from troupe.orchestrator.pools.engines import EnginePool, trainer_memory
 from troupe.orchestrator.pools.pool_weights import MemoryLock, PoolWeights
+from troupe.orchestrator.pools.replicas import ReplicaPool, RestartBudget
+from troupe.orchestrator.rollouts.scoring import TokenScorer
 from troupe.orchestrator.telemetry.console import Console
 from troupe.orchestrator.training.checkpoint import CheckpointStore
 from troupe.orchestrator.training.recovery import Push, TrainerRecovery
 from troupe.orchestrator.training.updates import Updates
-from troupe.workers.contract.messages import GroupRequest, GroupSummary, UpdateMetrics, WeightAck, WeightUpdate
+from troupe.workers.contract.messages import (
+    GroupRequest,
+    GroupSummary,
+    RankPlan,
+    ScoreSummary,
+    UpdateMetrics,
+    WeightAck,
+    WeightUpdate,
+    WorkerHealth,
+)
 
 SHARED = {
     "rollout": {"gpus": 0.5, "colocate_with": "policy", "workers": 2},
@@ -88,6 +100,42 @@ class SharedEngine(FaultyEngine):
         return ack
 
 
+class SharedTeacher:
+    """A teacher's engine with a cache, on the same GPUs."""
+
+    def __init__(self, name: str, gpus: Gpus) -> None:
+        self.name = name
+        self.gpus = gpus
+        gpus.caches.add(name)
+        gpus.note(f"start {name}")
+
+    async def score(self, plan: RankPlan, *rollouts: Any) -> tuple[ScoreSummary, Any]:
+        """Waits while the engine sleeps, also in the middle."""
+        for _ in range(2):
+            while self.name not in self.gpus.caches:
+                await asyncio.sleep(0.001)
+            await asyncio.sleep(0.002)
+        self.gpus.note("score")
+        return ScoreSummary(sum(map(len, plan.micro_batches)), {}), FakeTable("scores", ())
+
+    async def health(self) -> WorkerHealth:
+        return WorkerHealth(self.name, "host", 1, 0, 0)
+
+    async def close(self) -> None: ...
+
+    async def sleep(self) -> None:
+        if f"{self.name} sleeps" in self.gpus.unresting:
+            raise WorkerRaised(self.name, "sleep", "CUDA error")
+        self.gpus.caches.discard(self.name)
+        self.gpus.note(f"sleep {self.name}")
+
+    async def wake(self) -> None:
+        if f"{self.name} wakes" in self.gpus.unresting:
+            raise WorkerRaised(self.name, "wake", "out of memory")
+        self.gpus.caches.add(self.name)
+        self.gpus.note(f"wake {self.name}")
+
+
 class SharedPolicy(FakePolicy):
     """A rank with an optimizer. `run` is set by the run."""
 
@@ -138,6 +186,24 @@ class SharedRun(RolloutRun):
         kind = type("Policy", (SharedPolicy,), {"run": self})
         self.policies = [kind(rank) for rank in range(2)]
         self.start_s = 0.001
+        self.teacher_s = 0.0
+        self.teachers: list[ReplicaPool[Any]] = []
+
+    def teach(self) -> None:
+        """Two teacher's engines score every group, also on these GPUs."""
+        names = [f"teacher.math-{rank}" for rank in range(2)]
+
+        async def launch(name: str) -> Any:
+            async with self.pool.weights.memory.starting():
+                await asyncio.sleep(self.teacher_s)
+                return FaultyWorker(name, SharedTeacher(name, self.gpus))
+
+        workers: list[Any] = [FaultyWorker(name, SharedTeacher(name, self.gpus)) for name in names]
+        group = ReferenceGroup("teacher.math", workers, 512)
+        pool = ReplicaPool(workers, launch, RestartBudget("reference", 2))
+        self.teachers.append(pool)
+        scorer = self.scheduler._scorer
+        scorer.token_scorers += (TokenScorer(group, group.score, 60.0, pool),)
 
     def engine_pool(self, weights: PoolWeights) -> EnginePool:
         """Of engines that have started."""
@@ -155,7 +221,7 @@ class SharedRun(RolloutRun):
     ) -> TrainerRecovery:
         """As `RolloutRun` has it in a run."""
         whole = super().recovery(updates, push, store, console, done)
-        memory = partial(trainer_memory, self.pool, self.policy, 1.0)
+        memory = partial(trainer_memory, self.pool, self.teachers, self.policy, 1.0)
         return TrainerRecovery(
             self.spec, self.trainer_calls, updates, push, store, whole._restart_groups, console, done, memory
         )
@@ -264,6 +330,80 @@ def test_a_run_whose_engines_all_fail_to_rest_ends(tmp_path: Path) -> None:
     run.gpus.unresting.update(("rollout-0", "rollout-1"))
     with pytest.raises(EnginesLost, match="no rollout engine is left"):
         run.run()
+
+
+def taught(run: SharedRun, *, during: str = "", kill: bool = False) -> SharedRun:
+    """The run, to its end, with a teacher; `kill` ends one of its engines when `during` is logged."""
+
+    async def main() -> None:
+        controller = run.build()
+        run.teach()
+        (teachers,) = run.teachers
+        lose = teachers.lose
+
+        async def freed(worker: Any, error: Any, may_replace: bool = True) -> None:
+            run.gpus.caches.discard(worker.name)  # its process is killed
+            run.gpus.unresting.clear()
+            await lose(worker, error, may_replace)
+
+        async def fault() -> None:
+            while kill and during not in run.gpus.log:
+                await asyncio.sleep(0)
+            if kill:
+                teachers.workers[1].kill()
+                run.gpus.caches.discard("teacher.math-1")
+
+        teachers.lose = freed
+        faulty = asyncio.create_task(fault())
+        await controller.run()
+        await faulty
+
+    asyncio.run(main())
+    return run
+
+
+def test_a_teacher_sleeps_after_the_samplers_and_wakes_before_them(tmp_path: Path) -> None:
+    """As soon as the optimizer is away. Every group of the next step finds it awake."""
+    run = taught(SharedRun(tmp_path))
+    assert run.gpus.both == [] and run.controller.version == 4
+    log = [line.partition("-")[0] for line in run.gpus.log if not line.startswith("start") and line != "score"]
+    asleep = ["sleep rollout", "sleep teacher.math", "update", "offload", "wake teacher.math", "wake rollout"]
+    assert log == 4 * [line for line in asleep for _ in range(2)]
+    scored = [i for i, line in enumerate(run.gpus.log) if line == "score"]
+    updates = [i for i, line in enumerate(run.gpus.log) if line == "update"]
+    assert {sum(at < i for at in updates) for i in scored} == {0, 2, 4, 6}, "between the updates, in every step"
+
+
+@pytest.mark.parametrize("during", ["update", "offload", "sleep teacher.math-1", "score"])
+@pytest.mark.parametrize("teacher_s", [0.001, 0.05])
+def test_a_teacher_that_is_lost_starts_again_when_the_trainers_have_given_the_memory_back(
+    tmp_path: Path, during: str, teacher_s: float
+) -> None:
+    run = SharedRun(tmp_path, schedule={"steps": 6})
+    run.teacher_s = teacher_s
+    run.policies[0].update_s = 0.02
+    taught(run, during=during, kill=True)
+    assert run.gpus.both == [] and run.controller.version == 6
+    assert run.gpus.log.count("start teacher.math-1") == 2 and run.teachers[0].budget.used == 1
+
+
+@pytest.mark.parametrize("fault", ["sleeps", "wakes"])
+def test_a_teacher_that_does_not_sleep_or_wake_is_replaced(tmp_path: Path, fault: str) -> None:
+    run = SharedRun(tmp_path)
+    run.gpus.unresting.add(f"teacher.math-0 {fault}")
+    taught(run)
+    assert run.gpus.both == [] and run.controller.version == 4
+    assert run.gpus.log.count("start teacher.math-0") == 2
+
+
+def test_trainers_that_are_lost_while_a_teacher_scores_restart_while_it_sleeps(tmp_path: Path) -> None:
+    run = SharedRun(tmp_path, failures={"trainer_restarts": 1})
+    run.gpus.deaths.append("update")
+    taught(run)
+    assert (run.gpus.both, run.gpus.deaths) == ([], []) and run.controller.version == 4
+    restart = max(i for i, line in enumerate(run.gpus.log) if line == "start policy")
+    before = [line for line in run.gpus.log[:restart] if line.endswith("teacher.math-0")]
+    assert before[-1] == "sleep teacher.math-0"
 
 
 async def test_trainers_wait_for_engines_that_start_and_keep_others_from_it() -> None:

@@ -74,7 +74,7 @@ def test_options_reach_the_configurations_of_engine_and_judge(tmp_path: Path) ->
         (FIRST, "{kv_offloading_size: 4}", "samples would read entries of old weights"),
         (FIRST, "{logprobs_mode: raw_logprobs}", "those of the distribution that is sampled"),
         (FIRST, "{weight_transfer_config: {backend: nccl}}", "set weight_sync.backend"),
-        (FIRST, "{enable_sleep_mode: true}", "set roles.rollout.sleep"),
+        (FIRST, "{enable_sleep_mode: true}", "set sleep of a role"),
         (FIRST, "{enable_return_routed_experts: true}", "set sampling.router_replay"),
         (FIRST, "{enable_lora: true}", "set roles.policy.lora to train adapters"),
         (FIRST, "{enable_chunked_prefill: true}", "Troupe turns it off on the CPU"),

@@ -24,7 +24,7 @@ from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.checks.adapters import adapter_problems, adapter_template
 from troupe.orchestrator.spec.checks.machine import missing, model_problems
 from troupe.orchestrator.spec.derived.paths import model_overrides, without_adapters
-from troupe.orchestrator.spec.derived.training import resolved_backend, resolved_sleep
+from troupe.orchestrator.spec.derived.training import resolved_backend
 from troupe.orchestrator.spec.derived.warnings import warnings_of
 from troupe.orchestrator.spec.errors import SpecError
 from troupe.orchestrator.spec.former_fields import without_former_fields
@@ -113,7 +113,7 @@ SHARED = ("roles.rollout.colocate_with=policy", "roles.rollout.gpus=0.5", "roles
 
 def test_engines_on_the_gpus_of_the_policy_keep_the_model_below() -> None:
     spec = loaded(f"{FIELD}={{}}", *SHARED)
-    assert (resolved_sleep(spec), resolved_backend(spec)) == ("kv_cache", "shm")
+    assert (spec.roles.rollout.resolved_sleep, resolved_backend(spec)) == ("kv_cache", "shm")
     found = refusals(*SHARED, "roles.rollout.sleep=weights")
     assert "roles.rollout.sleep: weights discards the model below, and an update brings only the adapters" in found
     for backend in ("ipc", "nccl"):

@@ -31,7 +31,6 @@ from troupe.orchestrator.spec.derived.sizes import group_scoring_s, prompt_room
 from troupe.orchestrator.spec.derived.training import (
     needs_whole_samples,
     resolved_backend,
-    resolved_sleep,
     skips_zero_advantage,
     source_losses,
 )
@@ -180,7 +179,7 @@ def test_the_transfer_backend_follows_from_the_devices(tmp_path: Path, overrides
 )
 def test_engines_on_the_policys_gpus_rest_by_default(tmp_path: Path, overrides: list[str], sleep: str) -> None:
     spec = load(tmp_path, PPO, *overrides)
-    assert resolved_sleep(spec) == rollout_config(spec).sleep == sleep
+    assert spec.roles.rollout.resolved_sleep == rollout_config(spec).sleep == sleep
 
 
 def test_a_spec_is_frozen_and_checked_when_parsed(tmp_path: Path) -> None:

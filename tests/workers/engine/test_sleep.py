@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 
-from troupe.workers.contract.config import EngineConfig, RolloutConfig, SamplingConfig, Sleep
+from troupe.workers.contract.config import EngineConfig, RolloutConfig, SamplingConfig, Sleep, TeacherEngineConfig
 from troupe.workers.contract.config_base import ModelConfig
 from troupe.workers.contract.messages import WorkerGone
 from troupe.workers.engine.serving import Serving
 from troupe.workers.engine.sleep import GONE, MemoryState, StaleWake
+from troupe.workers.reference_engine import ReferenceEngine
 from troupe.workers.rollout import RolloutWorker
+from troupe.workers.teacher import TeacherEngine
 from troupe.workers.weights.file import WeightDigestMismatch
 
 TAGS = {"weights", "kv_cache"}
@@ -31,6 +33,9 @@ class Vllm:
         self.errored = False
         self.calls: list[str] = []
         self.engine_core = SimpleNamespace(pause_scheduler_async=self._pause)
+        self.in_host_memory: str | None = None
+        self.running: list[asyncio.Task[Any]] = []
+        """Requests under way."""
 
     @property
     def samples_from(self) -> str | None:
@@ -38,15 +43,19 @@ class Vllm:
         return None if self.paused else self.weights
 
     async def _pause(self, mode: str, clear_cache: bool) -> None:
-        assert (mode, clear_cache) == ("keep", True)
+        assert clear_cache
+        if mode == "wait":
+            await asyncio.gather(*self.running)
+        else:
+            assert mode == "keep"
         self.paused = True
 
     async def sleep(self, level: int, mode: str) -> None:
         assert mode == "keep"
         self.calls.append(f"sleep {level}")
         self.paused = True
-        if level == 2 and "weights" not in self.asleep:
-            self.weights = "garbage"  # the version and `loaded` stay
+        if "weights" not in self.asleep:  # of level 2 the version and `loaded` stay
+            self.in_host_memory, self.weights = self.weights if level == 1 else None, "garbage"
         self.asleep = set(TAGS)
 
     async def release_kv_cache_memory(self) -> None:
@@ -57,7 +66,12 @@ class Vllm:
 
     async def wake_up(self, tags: list[str] | None = None) -> bool:
         self.calls.append(f"wake {tags}")
-        self.asleep -= set(tags or TAGS)
+        if not set(tags or ()) <= self.asleep:
+            return False  # vLLM warns, and wakes nothing
+        woken = set(tags or TAGS) & self.asleep
+        self.asleep -= woken
+        if "weights" in woken and self.in_host_memory is not None:
+            self.weights, self.in_host_memory = self.in_host_memory, None
         if not self.asleep:
             self.paused = False  # by itself
         return not self.asleep
@@ -107,6 +121,66 @@ def opened(sleep: Sleep, vllm: Vllm) -> RolloutWorker:
     worker = RolloutWorker(config, "rollout-0")
     worker.engine.vllm, worker.engine.state = vllm, Serving.OPEN  # pyright: ignore[reportAttributeAccessIssue]
     return worker
+
+
+def frozen(sleep: Sleep, vllm: Vllm, kind: str) -> TeacherEngine | ReferenceEngine:
+    """A worker with a frozen model whose engine is the stand-in."""
+    given = {"model": ModelConfig(path="model"), "engine": EngineConfig(), "device": "cpu", "sleep": sleep}
+    if kind == "teacher":
+        worker = TeacherEngine(TeacherEngineConfig.model_validate(given), "teacher.math-0")
+        engine = worker._engine
+    else:
+        given |= {"sampling": SamplingConfig(), "seed": 1, "transfer_backend": "shm"}
+        worker = ReferenceEngine(RolloutConfig.model_validate(given), "reference_engine-0")
+        engine = worker.engine
+    engine.vllm, engine.state = vllm, Serving.OPEN  # pyright: ignore[reportAttributeAccessIssue]
+    return worker
+
+
+@pytest.mark.parametrize("kind", ["teacher", "reference"])
+@pytest.mark.parametrize(
+    ("sleep", "gone", "calls"), [("kv_cache", {"kv_cache"}, "release"), ("weights", TAGS, "sleep 1")]
+)
+async def test_frozen_weights_wake_as_they_were(kind: str, sleep: Sleep, gone: set[str], calls: str) -> None:
+    """Nobody sends them again: what leaves the GPU is in host memory. Both calls may be repeated."""
+    vllm = Vllm()
+    worker = frozen(sleep, vllm, kind)
+    for _ in range(2):
+        await worker.sleep()
+        await worker.sleep()
+        assert (vllm.asleep, vllm.samples_from) == (gone, None)
+        assert (await worker.health()).version == 7, "a sleeping engine is healthy"
+        await worker.wake()
+        await worker.wake()
+        assert (vllm.asleep, vllm.samples_from) == (set(), "digest-7")
+    assert vllm.calls == 2 * [calls, "wake None"]
+
+
+@pytest.mark.parametrize("sleep", ["kv_cache", "weights"])
+async def test_a_teacher_finishes_what_runs_before_it_sleeps(sleep: Sleep) -> None:
+    """vLLM's newer runner keeps the log-probs of a prompt's computed part when a request is begun again."""
+    vllm = Vllm()
+    teacher = frozen(sleep, vllm, "teacher")
+    vllm.running.append(asyncio.create_task(asyncio.sleep(0.02, "log-probs")))
+    sleeping = asyncio.create_task(teacher.sleep())
+    await asyncio.sleep(0.001)
+    assert not vllm.asleep and not vllm.running[0].done()
+    await sleeping
+    assert vllm.asleep and vllm.running[0].result() == "log-probs"
+
+
+async def test_a_teacher_that_does_not_wake_says_so_and_scores_nothing() -> None:
+    vllm = Vllm()
+    teacher = frozen("weights", vllm, "teacher")
+    await teacher.sleep()
+
+    async def fail(tags: list[str] | None = None) -> bool:
+        raise RuntimeError("no memory for the weights")
+
+    vllm.wake_up = fail
+    with pytest.raises(RuntimeError, match="no memory for the weights"):
+        await teacher.wake()
+    assert vllm.samples_from is None
 
 
 @pytest.mark.parametrize("sleep", ["kv_cache", "weights"])
