@@ -42,7 +42,7 @@ def test_measured_engines_take_what_they_took(staleness: int) -> None:
     assert speed is not None and whole is not None
     batch_s = 64 * 16 * 800 / (4 * 5000.0)
     assert speed.sampling_s == pytest.approx(batch_s / 1.5 if staleness else batch_s)
-    assert speed.training_s < whole.training_s / 3.9  # of 1,000 tokens, not of 4,096, which attend to more
+    assert speed.training_s < whole.training_s / 4.2  # 4.1 times fewer tokens, which attend to fewer others
     assert speed.tokens_per_gpu == pytest.approx(64 * 16 * 1000 / speed.step_s / 8)
     assert (speed.transfer_s, as_json("x", found)["predicted"]["sampling_measured"]) == (whole.transfer_s, True)
     text = next(iter(predictions(found)))
