@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -18,6 +19,7 @@ _FAR_WORSE = -0.5
 _MOST_CLIPPED = 0.3
 _SPIKE = 10.0
 _CLIPPED_TO = 10.0
+_REWARD_CLIP = 5.0
 _GAPS = {"float32": 0.01, "bfloat16": 0.1, "float16": 0.02}
 """Largest mean difference of log-probs that precision explains, in nats, with room to spare."""
 _STALE_GAP = 0.5
@@ -177,7 +179,7 @@ def gradient_spikes(run: History) -> Iterator[Verdict]:
             None,
             (norm.name, skipped.name, "reward/std"),
             (
-                Remedy("Bound the rewards.", field("algorithm.reward_clip", 5.0)),
+                Remedy("Bound the rewards.", field("algorithm.reward_clip", _REWARD_CLIP)),
                 Remedy("Clip the gradient at a lower norm.", field(f"roles.{role}.max_grad_norm", 0.5)),
                 Remedy("Look at the samples of these steps: extreme rewards or very long responses stand out."),
             ),
@@ -201,11 +203,23 @@ def clipped_gradients(run: History) -> Iterator[Verdict]:
             None,
             (norm.name, "reward/std", "reward/mean"),
             (
-                Remedy("Bound the rewards.", field("algorithm.reward_clip", 5.0)),
+                *_bounds(run, role),
                 Remedy("Normalize the advantages.", field("algorithm.normalize_by_std", True)),
                 Remedy("Look at the scale of rewards and of the penalty: sort the samples by reward."),
             ),
         )
+
+
+def _bounds(run: History, role: str) -> Iterator[Remedy]:
+    """What makes the gradients of a role smaller: a bound on rewards above it, or a slower critic if its values have
+    left the scale of the rewards."""
+    means, spreads = run["reward/mean"].values, run["reward/std"].values
+    scale = max((abs(mean) + spread for mean, spread in zip(means, spreads, strict=False)), default=math.inf)
+    if role == "critic" and run["critic/value_abs_max"].last > _CLIPPED_TO * scale:
+        rate = float(run.get("roles.critic.learning_rate", 1e-6))
+        yield Remedy("Lower the critic's learning rate.", field("roles.critic.learning_rate", rate * 0.1))
+    if scale > _REWARD_CLIP:
+        yield Remedy("Bound the rewards.", field("algorithm.reward_clip", _REWARD_CLIP))
 
 
 def blind_critic(run: History) -> Iterator[Verdict]:

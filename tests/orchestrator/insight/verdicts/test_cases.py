@@ -137,3 +137,18 @@ def test_a_policy_that_leaves_the_reference_in_its_first_step_had_the_right_one(
     assert (found.title == "The policy has left the reference") is left
     assert not left or found.remedies[0] == smaller_steps(History.of(lines, spec_of("sick-learning-rate")))
     assert ("Check `roles.reference.model`." in {remedy.text for remedy in found.remedies}) is not left
+
+
+@pytest.mark.parametrize(
+    ("values", "reward", "first"),
+    [(300.0, 0.3, "Lower the critic's learning rate."), (20.0, 30.0, "Bound the rewards."), (2.0, 0.3, "Normalize")],
+)
+def test_a_bound_on_the_rewards_is_proposed_for_large_ones_only(values: float, reward: float, first: str) -> None:
+    lines = [
+        line | {"critic/grad_norm": 1e4, "critic/value_abs_max": values, "reward/mean": reward}
+        for line in lines_of("sick-critic-rate")
+    ]
+    found = apply_rules(History.of(lines, spec_of("sick-critic-rate")))
+    (clipped,) = (one for one in found if one.name == "clipped-gradients" and "critic" in one.title)
+    assert clipped.remedies[0].text.startswith(first) or first == "Normalize"
+    assert ("Bound the rewards." in {remedy.text for remedy in clipped.remedies}) is (reward > 5)
