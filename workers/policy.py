@@ -42,7 +42,7 @@ from troupe.workers.contract.messages import (
 )
 from troupe.workers.contract.roles import EngineLink
 from troupe.workers.contract.weight_backends import BACKENDS
-from troupe.workers.data.teacher_prompts import TeacherPrompts, feedback_in
+from troupe.workers.data.teacher_prompts import TeacherPrompts, told_in
 from troupe.workers.data.texts import cut_sources, text_batches
 from troupe.workers.data.tokenizer import load_tokenizer
 from troupe.workers.models.adapter_files import AdapterBeside, read_adapter
@@ -124,7 +124,7 @@ class PolicyWorker(TrainingRank[PolicyConfig]):
     def teacher_logprobs(self, plan: RankPlan, name: str, *tables: pa.Table) -> tuple[ScoreSummary, pa.Table]:
         """(summary, token_scores table): the rows under a frozen model, the policy, its average or its model with the
         teacher's adapter, behind this teacher's prompts. `tables`: ROLLOUTS, and REWARDS if the teacher reads
-        feedback."""
+        feedback or demonstrations."""
         rollouts = [table for table in tables if kind_of(table) == "rollouts"]
         teacher, reader = self._config.teachers[name], top_tokens(self._distill.stored_k)
         module = self._teachers[name].module if name in self._teachers else self.engine.module
@@ -138,9 +138,8 @@ class PolicyWorker(TrainingRank[PolicyConfig]):
             most = self._config.trainer.micro_batch_tokens
             longest = longest_row(cast(CausalLogprobs, module).model, most)
             prompts = TeacherPrompts(teacher.prompt, self._config.model, longest, most)
-            rewards = [table for table in tables if kind_of(table) == "rewards"]
-            feedback = feedback_in(pa.concat_tables(rewards)) if teacher.reads_feedback else None
-            return prompts.score(score, plan, rollouts, feedback)
+            told = told_in(teacher.prompt, teacher.demonstration_reward, tables) if teacher.reads_rewards else None
+            return prompts.score(score, plan, rollouts, told)
 
     def _teacher_in(
         self, trained: ModelAdapter | None, name: str, folder: str

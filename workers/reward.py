@@ -532,7 +532,8 @@ def _samples(rollouts: pa.Table) -> list[Sample]:
         Sample(
             **{name: row[name] for name in columns if name != "turn_rewards"},
             response_tokens=row["tokens"],
-            turn_rewards=tuple((span["end"], span["reward"]) for span in row["turn_rewards"]),
+            turn_rewards=tuple((turn["end"], turn["reward"]) for turn in row["turn_rewards"]),
+            feedback="\n".join(turn["feedback"] for turn in row["turn_rewards"] if turn["feedback"]),
         )
         for row in rows
     ]

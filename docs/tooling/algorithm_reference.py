@@ -218,20 +218,26 @@ training that knows more (self-distillation: SDFT, arXiv 2601.19897; OPSD, arXiv
 position that it has behind this prompt. A sample is dropped if its row lacks a column, or if prompt and response
 exceed the teacher's positions or `micro_batch_tokens` (an engine's `max_model_len`).
 
-With `{feedback}` in its `prompt` a teacher with `colocate_with: policy` reads what reward functions say of the sample
-(SDPO, arXiv 2601.20802), such as the error of the code that it contains
-([Feedback](../guides/reward.md#feedback)): the policy with feedback teaches the policy without it. A sample without
-feedback has no loss of this teacher, is not scored by it, and is counted (`untaught_teacher.NAME`); its other teachers
-and its rewards teach it as before. The mean over tokens counts its tokens. Teachers in separate workers score while
-rewards are computed, and read none; the answers of an environment or of a judge are no feedback, and a sample whose
-reward fails is dropped.
+With `{feedback}` in its `prompt` a teacher with `colocate_with: policy` reads what reward functions, an environment or
+a judge say of the sample (SDPO, arXiv 2601.20802), such as the error of the code that it contains
+([Feedback](../guides/reward.md#feedback)): the policy with feedback teaches the policy without it. `{demonstration}` is
+another response to the prompt: the one of the group with the highest reward, if that is at least
+`demonstration_reward`; of equal ones, the first. SDPO takes any that succeeded. A sample with neither has no loss of
+this teacher, is not scored by it, and is counted (`untaught_teacher.NAME`); its other teachers and its rewards teach it
+as before. In a prompt with both fields, one that is missing is empty. The mean over tokens counts its tokens. Teachers
+in separate workers score while rewards are computed, and read neither; a sample whose reward fails is dropped.
+
+In an episode the teacher's prompt takes the place of the last message of the user before the turn that a row begins
+with, and the rest of the row stays as it was. That needs a prompt of messages alone: a sample fails if tools are in it
+besides, or if it has no chat template. With the built-in `tools` and `harbor`, or `compaction`, the spec is refused.
+Episodes have no demonstrations.
 
 ```yaml
 roles:
   policy: {ema_decay: 0.99}
   reward: {functions: [{name: "my_rewards:checked"}]}
   teacher:
-    hears: {colocate_with: policy, average: true, prompt: "{prompt}\\n\\nAn earlier answer: {feedback}"}
+    hears: {colocate_with: policy, average: true, prompt: "{prompt}\\n\\n{demonstration}\\n\\nYour answer: {feedback}"}
 ```
 
 With `colocate_with: policy` and no `model` the teacher is the policy before the updates of each step, which needs a

@@ -139,7 +139,7 @@ def _train_each(
     """
     from troupe.orchestrator.data.ranked import write_ranked
     from troupe.orchestrator.library import train as train_run
-    from troupe.orchestrator.runs.checkpoints import SavedRun
+    from troupe.orchestrator.runs.checkpoints import SavedRun, after_round
 
     last: RunOutcome | None = None
     for (planned, request), console in zip(requests, consoles, strict=True):
@@ -150,9 +150,11 @@ def _train_each(
             continue
         for folder in planned.samples_of:
             write_ranked(folder)
+        if planned.continues is not None:
+            request = replace(request, spec=after_round(request.spec, planned.continues))
         last = train_run(request, console)
         if last.stopped or last.interrupted:
-            return replace(last, stopped=last.stopped or request is not requests[-1][1])
+            return replace(last, stopped=last.stopped or planned is not requests[-1][0])
     return last
 
 

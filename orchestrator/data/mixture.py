@@ -157,6 +157,13 @@ def epochs(state: Mapping[str, Any]) -> dict[str, int]:
     return {"": state["epoch"]} if sources is None else {name: own["epoch"] for name, own in sources.items()}
 
 
+def prompts_drawn(state: Mapping[str, Any]) -> int | None:
+    """The number of prompts or examples that an order has drawn at a state, for `skipped`, or None for one with a
+    curriculum, whose draws depend on results."""
+    sources = state["sources"].values() if "sources" in state else [state]
+    return None if "curriculum" in state else sum(own["epoch"] * own["rows"] + own["position"] for own in sources)
+
+
 DrawnSource = tuple[str, Mapping[str, Any], str]
 """(section, state of its order, digest) of a source that a checkpoint has drawn from."""
 

@@ -42,7 +42,7 @@ from troupe.orchestrator.roles.settings import (
 )
 from troupe.orchestrator.roles.table import row_of
 from troupe.orchestrator.spec.base import RunSpec
-from troupe.orchestrator.spec.derived.sampling import reward_functions
+from troupe.orchestrator.spec.derived.sampling import group_settings, reward_functions
 from troupe.orchestrator.spec.derived.sizes import longest_sequence
 from troupe.orchestrator.spec.derived.training import needs_old_logprobs, old_logprobs_at_batch
 from troupe.orchestrator.spec.offline import OfflineSpec
@@ -394,6 +394,7 @@ def of_policy(spec: RolloutSpec, placed: PlacedWorker, _gpu: int, sizes: Sizes) 
             "teachers": _frozen(sizes, *config.teacher_models.values()),
         },
         copied_heads=sum(whole and one.average for one in config.teachers.values()),
+        top_teachers=max(len(one.teachers) for one in group_settings(spec)) if config.loss.distill.stored_k else 0,
         process=TRAINER_PROCESS,
         transfer=buffers * bucket_bytes(size, config.model.dtype),
         copies_saves=spec.checkpoint.async_save,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from troupe.orchestrator.model_facts.model_size import ModelSize
-from troupe.workers.contract.config import CHUNK_LOGITS, GPU_TILE_COLUMNS, REDUCE_BUCKET, EngineConfig
+from troupe.workers.contract.config import CHUNK_LOGITS, DISTILL_CHUNKS, GPU_TILE_COLUMNS, REDUCE_BUCKET, EngineConfig
 from troupe.workers.contract.config_base import Dtype
 from troupe.workers.contract.trainer_config import ALL_LINEAR, LoraConfig, TrainerConfig
 from troupe.workers.contract.units import GIB, MIB
@@ -113,6 +113,9 @@ class Training:
     """Frozen models in the same process, by the name of their part."""
     copied_heads: int = 0
     """Copies of the output head that are held in a pass."""
+    top_teachers: int = 0
+    """Teachers whose likeliest tokens are compared at one token. Each keeps the logits of a chunk without its tokens
+    until the backward pass."""
     process: int = 0
     """Host memory of the process with its libraries and no model."""
     transfer: int = 0
@@ -183,7 +186,10 @@ def training(worker: str, rank: Training) -> tuple[WorkerMemory, ...]:
         if _tiled(size, rank.truncated):
             logits = tiled_head(size, width, tokens, rank.gpu)
         else:
-            logits = head(size, width, tokens, rank.gpu) + own * _chunk(size, tokens, rank.gpu)
+            chunk = _chunk(size, tokens, rank.gpu)
+            # Of the first teacher, chunks that are smaller by `DISTILL_CHUNKS` make up for all that it keeps.
+            further = 4 * max(0, rank.top_teachers - 1) * math.ceil(chunk / DISTILL_CHUNKS)
+            logits = head(size, width, tokens, rank.gpu) + own * chunk + further
         parts[device].append(Part("logits", logits, "pass"))
     if not rank.gpu:
         parts["host"].append(Part("fragments", int(FRAGMENTS * layers), "pass"))

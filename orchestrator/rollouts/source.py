@@ -54,7 +54,7 @@ from troupe.workers.contract.roles import TableRef
 logger = logging.getLogger(__name__)
 
 Untaught = Mapping[str, frozenset[SampleKey]]
-"""The samples that a teacher which reads feedback does not teach, by its role."""
+"""The samples that a teacher which reads feedback or demonstrations does not teach, by its role."""
 
 
 @dataclass(frozen=True)
@@ -86,8 +86,8 @@ class _BatchScorer:
     """The role whose scores they are."""
     sources: Sequence[str] | None = None
     """The sources whose samples it scores, or None for all."""
-    reads_feedback: bool = False
-    """Whether it reads the feedback in the rewards of the samples."""
+    reads_rewards: bool = False
+    """Whether it reads feedback or demonstrations, which come with the rewards of the samples."""
 
 
 def _batch_scorers(spec: RolloutSpec, workers: Workers) -> list[_BatchScorer]:
@@ -102,8 +102,8 @@ def _batch_scorers(spec: RolloutSpec, workers: Workers) -> list[_BatchScorer]:
     for name, teacher in spec.roles.teachers().items():
         if name in spec.in_policy:
             policy = workers.require_policy()
-            score, reads = policy.teacher(name), teacher.reads_feedback
-            found.append(_BatchScorer(name, policy, score, name, teacher.sources, reads_feedback=reads))
+            score, reads = policy.teacher(name), teacher.reads_rewards
+            found.append(_BatchScorer(name, policy, score, name, teacher.sources, reads_rewards=reads))
     return found
 
 
@@ -310,7 +310,7 @@ class RolloutSource(BatchSource):
 
     async def _score_batch(self, groups: Sequence[ScoredGroup]) -> tuple[list[TableRef], Unscored, Untaught]:
         """Token scores of the batch by every trainer that scores whole batches, the samples without finite ones, and
-        those without the feedback that a teacher reads."""
+        those without what a teacher reads of them."""
         self._console.phase(" and ".join(scorer.what for scorer in self._batch_scorers))
         timeout_s, settings = self._spec.schedule.train_timeout_s, self._components.scheduler.settings
 
@@ -320,7 +320,7 @@ class RolloutSource(BatchSource):
                 return []
             plans = plan_rows([length for group in own for length in row_lengths(group.summary)], scorer.group)
             tables = [group.rollouts for group in own]
-            tables += [group.reward_table for group in own] if scorer.reads_feedback else []
+            tables += [group.reward_table for group in own] if scorer.reads_rewards else []
             return await scorer.score(plans, *tables, timeout_s=timeout_s)
 
         scored = await gather_all(score(scorer) for scorer in self._batch_scorers)
@@ -333,7 +333,7 @@ class RolloutSource(BatchSource):
         untaught = {
             scorer.role: frozenset(key for summary, _ in parts for key in summary.untaught)
             for scorer, parts in zip(self._batch_scorers, scored, strict=True)
-            if scorer.reads_feedback
+            if scorer.reads_rewards
         }
         return [table for parts in scored for _, table in parts], unscored, untaught
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import errno
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
+from troupe.orchestrator.data.mixture import prompts_drawn
 from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.spec.base import RESOLVED_SPEC, RunSpec
 from troupe.orchestrator.training.checkpoint import Checkpoint, CheckpointError, CheckpointStore
@@ -15,6 +16,9 @@ from troupe.orchestrator.training.state import BestState
 
 if TYPE_CHECKING:
     from troupe.orchestrator.training.remote_checkpoints import RemoteCheckpoints
+
+
+SpecT = TypeVar("SpecT", bound=RunSpec)
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,18 @@ def saved_run(spec: RunSpec, out: Path) -> SavedRun:
         return SavedRun(0, False)
     early = "" if found.step >= steps else _best(found).no_gain(checkpoint)
     return SavedRun(found.step, (found.step >= steps or bool(early)) and found.exported, early)
+
+
+def after_round(spec: SpecT, before: Path) -> SpecT:
+    """The spec of a stage in a further round: it skips what its run in the round before, in this folder, has drawn.
+    Raises CheckpointError if the newest checkpoint there has another kind of state."""
+    found = CheckpointStore(before / "checkpoints", keep=1).latest()
+    if found is None:
+        return spec
+    with found.restoring():
+        source = found.state["source"]
+        drawn = prompts_drawn(source.get("prompts", source))
+    return spec if drawn is None else spec.model_copy(update={"data": spec.data.model_copy(update={"skip": drawn})})
 
 
 def best_step(checkpoints: Path) -> int:

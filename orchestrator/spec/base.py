@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Protocol, Self
 
 import yaml
 from pydantic import Field
@@ -72,6 +72,8 @@ class DataSection(Protocol):
     def skip(self) -> int: ...
 
     def sources(self) -> Mapping[str, NamedData]: ...
+
+    def model_copy(self, *, update: Mapping[str, Any]) -> Self: ...
 
 
 class RunSpec(Frozen, frozen=True):  # pyright: ignore[reportGeneralTypeIssues]

@@ -56,6 +56,9 @@ class PlannedRun:
     """Dotted paths of the fields that hold the path of an earlier stage's model or samples."""
     samples_of: tuple[Path, ...] = ()
     """Folders of the stages whose samples it trains on."""
+    continues: Path | None = None
+    """Folder of the stage's run in the round before, whose order of prompts or examples it continues, or None. Until
+    that run has ended, `data.skip` is what it trains on; failed groups and those without signal are drawn besides."""
 
     @property
     def model(self) -> Path:
@@ -221,10 +224,11 @@ def _plan_stage(
     if _ROUNDS in document.data and stage not in earlier and model.get("path") == f"{STAGE}{stage}":
         data["model"] = {**model, "path": _section(shared, "model").get("path", model["path"])}
     borrowed = dict(_borrowed(data))
-    if stage in earlier and _TRAIN not in borrowed:  # a further round draws what the rounds before have not drawn
-        before_it = earlier[stage].spec
-        drawn = before_it.schedule.steps * before_it.schedule.rows_per_step
-        data["data"]["skip"] = before_it.data.skip + drawn
+    # A further round draws what the rounds before have not drawn.
+    before_it = earlier.get(stage) if _TRAIN not in borrowed else None
+    if before_it is not None:
+        schedule = before_it.spec.schedule
+        data["data"]["skip"] = before_it.spec.data.skip + schedule.steps * schedule.rows_per_step
     problems: list[Problem] = []
     samples_of: list[Path] = []
     for path, name in borrowed.items():
@@ -249,7 +253,8 @@ def _plan_stage(
     if unfit:
         raise SpecError(unfit)
     files = [*borrowed, *((*path[:-1], "adapter") for path in borrowed)]
-    return PlannedRun(stage, spec, source, folder, frozenset(map(format_path, files)), tuple(samples_of))
+    borrows, continues = frozenset(map(format_path, files)), None if before_it is None else before_it.out
+    return PlannedRun(stage, spec, source, folder, borrows, tuple(samples_of), continues)
 
 
 def _merge_sections(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.fakes import FakePolicy, FakeTable, FaultyReward
+from tests.orchestrator.data.test_prompts import pool_of
 from tests.orchestrator.test_controller import RolloutRun
+from troupe.orchestrator.data.mixture import prompt_order
+from troupe.orchestrator.data.pools import Pool
+from troupe.orchestrator.runs.checkpoints import after_round
 from troupe.orchestrator.spec.derived.sampling import held_out_sets
 from troupe.orchestrator.training import updates
 from troupe.orchestrator.training.micro_batches import plan_update
@@ -67,6 +72,11 @@ def run_of(
     run.reward = BySource()
     run.mixed_rows = (9, 5)
     return run
+
+
+def parts_of(*rows: int) -> Pool:
+    """A pool of the sources, as a run has it."""
+    return replace(pool_of(sum(rows)), parts=dict(zip(SIZES, map(pool_of, rows), strict=True)))
 
 
 def trained(run: RolloutRun) -> list[list[str]]:
@@ -329,3 +339,40 @@ def test_rows_of_a_sample_stay_together_if_the_loss_of_a_source_needs_them(
     monkeypatch.setattr(updates, "plan_update", noted)
     run.run()
     assert asked == {loss == "gspo"}
+
+
+class OftenAlike(BySource):
+    """The samples of every second row have equal rewards, which is no signal."""
+
+    async def score(
+        self, rollouts: FakeTable, rewards: str = "", vote: bool = False
+    ) -> tuple[RewardSummary, FakeTable]:
+        summary, table = await super().score(rollouts, rewards, vote)
+        if int(rollouts.uids[0].partition("-r")[2]) % 2:
+            summary = replace(summary, rewards=(1.0,) * rollouts.samples, statuses=("ok",) * rollouts.samples)
+        return summary, table
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_further_round_draws_none_of_the_prompts_that_were_replaced(tmp_path: Path, staleness: int) -> None:
+    """The runs of two rounds draw together what one order draws, also where the first one draws more than it trains."""
+    runs: list[RolloutRun] = []
+    for number in (1, 2):
+        run = run_of(tmp_path / str(number), staleness=staleness)
+        run.change(algorithm={"dynamic_sampling": 50}, data={"skip": 3 if number == 1 else 3 + STEPS * GROUPS})
+        if number == 2:
+            run.spec = after_round(run.spec, tmp_path / "1")
+        run.reward, run.mixed_rows = OftenAlike(), (90, 90)
+        run.run()
+        runs.append(run)
+    first, second = (list(run.reward.asked) for run in runs if isinstance(run.reward, OftenAlike))
+    assert len(first) > STEPS * GROUPS and runs[1].spec.data.skip == 3 + len(first)
+    order = prompt_order(runs[0].spec, parts_of(90, 90))
+    assert {*first, *second} == {order.next().prompt_uid for _ in range(len(first) + len(second))}
+    assert len({*first, *second}) == len(first) + len(second)
+
+
+def test_a_further_round_without_a_known_order_keeps_what_was_planned(tmp_path: Path) -> None:
+    run = run_of(tmp_path, curriculum={"solved_at": 1.0})
+    run.run()
+    assert after_round(run.spec, tmp_path) is run.spec and after_round(run.spec, tmp_path / "none") is run.spec

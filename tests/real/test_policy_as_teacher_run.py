@@ -29,6 +29,22 @@ def checked(response, answer, metadata):
     share = letter_share(response, answer, metadata, letters="aeiou")
     return Feedback(share, "" if share > 0.33 else f"only {share:.2f} are vowels")
 """
+WORLD = """
+from troupe.environments import Environment, Observation
+from troupe.rewards import Feedback, letter_share
+
+
+class Vowels(Environment):
+    def start(self, row):
+        self.left = 2
+        return Observation(row.messages)
+
+    def step(self, message):
+        self.left -= 1
+        share = letter_share(message["content"], "", {}, letters="aeiou")
+        reward = Feedback(share, "" if share > 0.33 else f"only {share:.2f} are vowels")
+        return Observation([{"role": "user", "content": "Again."}], reward=reward, done=not self.left)
+"""
 
 
 def written(folder: Path) -> ModelConfig:
@@ -50,6 +66,7 @@ def test_teachers_in_the_policys_workers_teach_as_separate_ones(tmp_path: Path) 
         "shared": {"colocate_with": "policy", "model": model},
         "separate": {"cpus": 0.25, "threads": 1, "model": model},
         "hears": {"colocate_with": "policy", "prompt": "{prompt} {feedback}"},
+        "sees": {"colocate_with": "policy", "prompt": "{prompt} {demonstration}", "demonstration_reward": 0.3},
     }
     sets = (
         *(f"model.path={MODEL.path}", "roles.reference=null", "roles.policy.lora={rank: 4}", f"schedule.steps={STEPS}"),
@@ -61,7 +78,7 @@ def test_teachers_in_the_policys_workers_teach_as_separate_ones(tmp_path: Path) 
         assert run.leftover_processes() == []
     assert run.steps() == [*range(1, STEPS + 1)] and all(map(ledger_balances, run.metrics))
     assert len({line["kl_teacher.separate"] for line in run.metrics}) == STEPS
-    silent = 0
+    silent = unshown = 0
     for line in run.metrics:
         assert line["kl_teacher.shared"] == pytest.approx(line["kl_teacher.separate"], rel=1e-4)
         assert line["kl_teacher.separate"] > 0.1 and line["kl_teacher.hears"] > 0
@@ -71,4 +88,40 @@ def test_teachers_in_the_policys_workers_teach_as_separate_ones(tmp_path: Path) 
         for share, said in zip(samples["reward"].to_pylist(), samples["feedback"].to_pylist(), strict=True):
             assert said == (None if share > 0.33 else f"only {share:.2f} are vowels")
         silent += without
-    assert silent
+        rewards: dict[str, list[float]] = {}
+        for uid, reward in zip(samples["prompt_uid"].to_pylist(), samples["reward"].to_pylist(), strict=True):
+            rewards.setdefault(uid, []).append(reward)
+        alone = [max([*own[:n], *own[n + 1 :]]) < 0.3 for own in rewards.values() for n in range(len(own))]
+        assert line["untaught_teacher.sees"] == sum(alone) and line["kl_teacher.sees"] > 0
+        unshown += sum(alone)
+    assert silent and unshown
+
+
+def test_the_policy_reads_what_its_environment_says_of_it(tmp_path: Path) -> None:
+    """Each turn's text is beside its reward, and the sample's are read as one."""
+    (tmp_path / "my_world.py").write_text(WORLD)
+    teachers = {"hears": {"colocate_with": "policy", "prompt": "{prompt} {feedback}"}}
+    sets = (
+        *(f"model.path={MODEL.path}", "roles.reference=null", f"schedule.steps={STEPS}", "sampling.max_tokens=4"),
+        *("algorithm={name: gkd, group_size: 4, distill: {k: 64}}", "roles.reward.functions=[{name: environment}]"),
+        *(
+            "roles.environment={name: 'my_world:Vowels', cpus: 0.25, truncated_turns: continue}",
+            f"roles.teacher={json.dumps(teachers)}",
+        ),
+    )
+    with running(Run(tmp_path, SPEC, *sets, name="told", env={"PYTHONPATH": str(tmp_path)})) as run:
+        assert run.wait() == 0, run.output
+        assert run.leftover_processes() == []
+    assert run.steps() == [*range(1, STEPS + 1)] and all(map(ledger_balances, run.metrics))
+    untaught = 0
+    for line in run.metrics:
+        samples = trajectories(run.out, line["step"])
+        for turns, said in zip(samples["turn_rewards"].to_pylist(), samples["feedback"].to_pylist(), strict=True):
+            texts = ["" if turn["reward"] > 0.33 else f"only {turn['reward']:.2f} are vowels" for turn in turns]
+            assert [turn["feedback"] for turn in turns] == texts and len(turns) == 2
+            assert said == ("\n".join(filter(None, texts)) or None)
+        without = samples["feedback"].null_count
+        assert line["untaught_teacher.hears"] == without < len(samples) and line["ledger/dropped"] == 0
+        assert line["kl_teacher.hears"] > 0
+        untaught += without
+    assert untaught

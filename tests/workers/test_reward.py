@@ -155,6 +155,21 @@ def test_what_functions_say_of_a_sample_is_in_its_row(tmp_path: Path, monkeypatc
     assert "feedback that is not text: 7 (int)" in summary.statuses[3] and "not a number" in summary.statuses[4]
 
 
+def test_what_an_environment_says_of_turns_is_in_its_samples_row() -> None:
+    """Also without weight, for a run whose functions score the episode."""
+    rows = rollouts(["a", "b"]).to_pylist()
+    said = [{"end": 1, "reward": 0.5, "feedback": "too slow"}, {"end": 2, "reward": 0.25, "feedback": None}]
+    rows[1]["turn_rewards"] = [*said, {"end": 3, "reward": 0.0, "feedback": "and lost"}]
+    worker = RewardWorker(
+        RewardConfig(functions=(function("environment", weight=0.0), function("exact_match"))), "reward-0"
+    )
+    worker.start()
+    summary, table = worker.score(pa.Table.from_pylist(rows, schema=ROLLOUTS))
+    worker.close()
+    assert table["feedback"].to_pylist() == [None, "too slow\nand lost"]
+    assert summary.components["environment"] == (0.0, 0.75)
+
+
 def test_a_group_is_scored_with_the_functions_that_are_named() -> None:
     """The named functions replace those of the role; the same function in both has one process."""
     config = ScoringConfig(

@@ -25,7 +25,7 @@ from troupe.workers.contract.config_base import ModelConfig
 from troupe.workers.contract.messages import RankPlan
 from troupe.workers.contract.trainer_config import LoraConfig, TrainerConfig
 from troupe.workers.data.chat import encode_prompt
-from troupe.workers.data.teacher_prompts import within
+from troupe.workers.data.teacher_prompts import TeacherPrompts, told_in, within
 from troupe.workers.data.tokenizer import load_chat_tokenizer
 from troupe.workers.models.modeling import CausalLogprobs, load_causal
 from troupe.workers.policy import PolicyWorker
@@ -253,6 +253,56 @@ def test_a_teacher_reads_the_feedback_of_each_sample(model: ModelConfig) -> None
             assert rows[key] == pytest.approx(own.tolist(), abs=1e-4)
     nothing = policy.teacher_logprobs(plan, "teacher.math", table, spoken)
     assert len(nothing[0].untaught) == 4 and nothing[1].num_rows == 0 and "teacher_ids" in nothing[1].column_names
+
+
+def test_a_demonstration_is_the_best_other_response_of_the_group() -> None:
+    """Of equal ones the first; below the threshold none; feedback alone is enough, with an empty demonstration."""
+    keys = [("a", 0), ("a", 1), ("a", 2), ("a", 3), ("b", 0), ("b", 1), ("c", 0), ("c", 1)]
+    rollouts = rollout_table(keys, [1] * 8, response=[f"{uid}{index}" for uid, index in keys])
+    rewards = reward_table(keys, [0.5, 0.9, 0.9, 0.2, 0.6, 0.2, 0.3, None])
+    assert rollouts.num_rows == rewards.num_rows == 8
+    parts = (rewards.slice(5), rollouts.slice(0, 3), rewards.slice(0, 5), rollouts.slice(3))
+    shown = told_in("{prompt} {demonstration}", 0.5, parts)
+    best = {("a", 0): "a1", ("a", 1): "a2", ("a", 2): "a1", ("a", 3): "a1", ("b", 1): "b0"}
+    assert shown == {key: (("demonstration", text),) for key, text in best.items()}
+    assert told_in("{demonstration}", 0.95, parts) == {}
+    at = rewards.schema.get_field_index("feedback")
+    texts = pa.array([None, "", "slow", *[None] * 4, "bad"], pa.string())
+    said = rewards.set_column(at, rewards.schema.field(at), texts)
+    both = told_in("{feedback}{demonstration}", 0.5, (rollouts, said))
+    assert both.keys() == {*best, ("c", 1)} and both["c", 1] == (("feedback", "bad"), ("demonstration", ""))
+    assert both["a", 2] == (("feedback", "slow"), ("demonstration", "a1"))
+
+
+def test_a_teacher_reads_the_prompt_that_an_episode_began_with(model: ModelConfig) -> None:
+    """Examples in the prompt are no turns of the policy. Prompts that the messages do not make fail with the reason."""
+    tokenizer = load_chat_tokenizer(model)
+    shown = [
+        *({"role": "user", "content": "Guess 1 to 3."}, {"role": "assistant", "content": "2"}),
+        {"role": "user", "content": "Guess 1 to 9."},
+    ]
+    played = [*shown, {"role": "assistant", "content": "4"}, {"role": "user", "content": "higher"}]
+    later = [*played, {"role": "assistant", "content": "5"}]
+    first, second = (encode_prompt(tokenizer, json.dumps(turns), 512) for turns in (shown, played))
+    keys = [("a", index) for index in range(5)]
+    table = rollout_table(
+        keys,
+        [1, 1, 1, 1, 0],
+        prompt_ids=[first, second, [*first, 5], first, [0]],
+        messages=[conversation("a", "Play.")] * 5,
+        conversation=[json.dumps(later)] * 3 + [json.dumps(shown[:1]), "[]"],
+        metadata=["{}"] * 5,
+    )
+    prompts = TeacherPrompts("{prompt} {feedback}", model, 512, 512)
+    told = {key: (("feedback", f"It is {key[1]}."),) for key in keys}
+    found, failed = prompts.apply(table, range(5), told)
+    rows = found.column("prompt_ids").to_pylist()
+    hinted = [*shown[:2], {"role": "user", "content": "Guess 1 to 9. It is 0."}]
+    assert rows[0] == encode_prompt(tokenizer, json.dumps(hinted), 512)
+    hinted = [*played[:-1], {"role": "user", "content": "higher It is 1."}]
+    assert rows[1] == encode_prompt(tokenizer, json.dumps(hinted), 512)
+    why = "its prompt: it is not made of the episode's messages alone: it has tools, or no chat template"
+    assert failed == {("a", 2): why, ("a", 3): why} and rows[4] == [0], "a player without a turn"
 
 
 def moved(adapter: ModelAdapter) -> None:

@@ -366,7 +366,7 @@ class _Batch:
 
 def _kl_metrics(batch: _Batch) -> dict[str, float]:
     """Mean KL(policy || model) per loss token, of the reference and each teacher, by k3, and the number of samples that
-    a teacher which reads feedback does not teach."""
+    a teacher which reads feedback or demonstrations does not teach."""
     logprobs = batch.scores.get("old_logprobs", batch.rollout_logprobs)
     reference = batch.scores.get("ref_logprobs")
     frozen = [] if reference is None else [Teacher("", torch.ones(len(batch.rows)), reference)]

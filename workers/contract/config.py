@@ -33,7 +33,7 @@ from troupe.workers.contract.consequences import (
     Consequences,
 )
 from troupe.workers.contract.endpoint import EndpointConfig
-from troupe.workers.contract.templates import FEEDBACK, template_fields
+from troupe.workers.contract.templates import DEMONSTRATION, FEEDBACK, template_fields
 from troupe.workers.contract.trainer_config import LoraConfig, TrainerConfig
 from troupe.workers.contract.weight_backends import TransferBackend
 
@@ -390,13 +390,14 @@ class TeacherPrompt(Frozen):
     prompt: str | None = None
     """What it reads in place of the last message of the user, with `{prompt}` for that, `{answer}` and the columns of
     the data's `metadata`: a hint or the answer, which the policy does not see; with `colocate_with: policy` also
-    `{feedback}`, the text that reward functions return of the sample. The response behind it is the same. With the
-    policy's model it is the policy that knows more (self-distillation); null: what the policy reads."""
+    `{feedback}`, the text that comes with the sample's reward, and `{demonstration}`, another response of its group.
+    The response behind it is the same. With the policy's model it is the policy that knows more (self-distillation);
+    null: what the policy reads."""
 
     @property
-    def reads_feedback(self) -> bool:
-        """Whether the prompt has the sample's feedback: a sample without any is not taught."""
-        return self.prompt is not None and FEEDBACK in template_fields(self.prompt)
+    def reads_rewards(self) -> bool:
+        """Whether the prompt has feedback or a demonstration: a sample without any is not taught."""
+        return not {FEEDBACK, DEMONSTRATION}.isdisjoint(template_fields(self.prompt or ""))
 
 
 class TeacherSettings(TeacherPrompt):
@@ -405,6 +406,9 @@ class TeacherSettings(TeacherPrompt):
     average: bool = False
     """With `colocate_with: policy`, and no `model`: score with the moving average of the policy's weights
     (`roles.policy.ema_decay`) instead of the weights."""
+    demonstration_reward: float = 1.0
+    """Lowest reward of a response that a sample's `{demonstration}` may be. It is the response of the sample's group,
+    other than its own, with the highest reward."""
 
 
 class PolicyConfig(PolicySettings, RankConfig):

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from troupe.workers.contract.rewards import Feedback
 from troupe.workers.contract.text import valid_json, valid_text
 
 Message = dict[str, Any]
@@ -45,6 +46,8 @@ class BuiltIn:
     """Whether what it runs keeps the conversation itself."""
     has_players: bool = False
     """Whether it may have several players."""
+    gives_feedback: bool = False
+    """Whether a text may come with its rewards even if no function of the user scores them."""
 
 
 ENVIRONMENTS: Mapping[str, BuiltIn] = {
@@ -55,9 +58,13 @@ ENVIRONMENTS: Mapping[str, BuiltIn] = {
     "openenv": BuiltIn("openenv:OpenEnv", needs_arguments=True),
     "retry": BuiltIn("basic:Retry", reads_answer=True),
     "single_turn": BuiltIn("basic:SingleTurn", reads_answer=True),
-    "textarena": BuiltIn("textarena:TextArena", needs_arguments=True, tasks=("seed",), has_players=True),
+    "textarena": BuiltIn(
+        "textarena:TextArena", needs_arguments=True, tasks=("seed",), has_players=True, gives_feedback=True
+    ),
     "tools": BuiltIn("tools:Tools", reads_answer=True, offers_tools=True),
-    "user_simulator": BuiltIn("user_simulator:UserSimulator", needs_arguments=True, has_players=True),
+    "user_simulator": BuiltIn(
+        "user_simulator:UserSimulator", needs_arguments=True, has_players=True, gives_feedback=True
+    ),
     "verifiers": BuiltIn("verifiers:Verifiers", needs_arguments=True, tasks=("index", "task"), runs_agent=True),
 }
 """The built-in environments by name."""
@@ -89,9 +96,10 @@ class Observation:
 
     messages: Sequence[Message] = ()
     """Messages to add to the conversation."""
-    reward: float | None = None
-    """Reward of the policy's last turn, or None. It counts from the last token that the policy sampled."""
-    rewards: Mapping[str, float] = field(default_factory=dict)
+    reward: float | Feedback | None = None
+    """Reward of the policy's last turn, or None. It counts from the last token that the policy sampled. The texts of
+    an episode's turns with `Feedback` are the sample's, each on a line."""
+    rewards: Mapping[str, float | Feedback] = field(default_factory=dict)
     """In a game of several players, the rewards of players by name, each of the player's last turn."""
     done: bool = False
     """Whether the episode ends here. The messages of the last observation are recorded and not shown to the policy."""
@@ -198,7 +206,7 @@ def read_observation(value: Any) -> Observation:
         raise TypeError(f"expected an Observation, got {type(value).__name__}")
     reward = value.get("reward")
     given = dict(value.get("rewards") or {})
-    rewards = {valid_text(str(player)): _finite(f"rewards.{player}", number) for player, number in given.items()}
+    rewards = {valid_text(str(player)): _reward(f"rewards.{player}", one) for player, one in given.items()}
     player = value.get("player")
     if player is not None and (not isinstance(player, str) or not player):
         raise TypeError(f"player: expected a name, got {player!r:.40}")
@@ -214,7 +222,7 @@ def read_observation(value: Any) -> Observation:
         raise ValueError(f"also: two turns of one conversation at the same time: {together}")
     return Observation(
         messages=tuple(_message(number, message) for number, message in enumerate(value.get("messages") or ())),
-        reward=None if reward is None else _finite("reward", reward),
+        reward=None if reward is None else _reward("reward", reward),
         rewards=rewards,
         player=player,
         tools=read_tools(value.get("tools")),
@@ -240,8 +248,28 @@ def _conversation(number: int, value: Any) -> Observation:
     return replace(read, reward=None, rewards={}, done=False, restart=separate, also=(), info={})
 
 
+def _reward(place: str, value: Any) -> float | Feedback:
+    """A finite reward, with its text if that is not empty."""
+    match value:
+        case Feedback(reward, str() as text) | {"reward": reward, "text": str() as text}:
+            number = _finite(place, reward)
+            return Feedback(number, valid_text(text)) if text else number
+        case Feedback(_, text):
+            raise TypeError(f"{place}: feedback that is not text: {type(text).__name__}")
+        case _:
+            return _finite(place, value)
+
+
+def parted(reward: float | Feedback) -> tuple[float, str]:
+    """The number of a reward, and its text, which is empty without feedback."""
+    return (reward.reward, reward.text) if isinstance(reward, Feedback) else (reward, "")
+
+
 def _finite(place: str, value: Any) -> float:
-    number = float(value)
+    try:
+        number = float(value)
+    except TypeError:
+        raise TypeError(f"{place}: expected a number, got {type(value).__name__}") from None
     if not math.isfinite(number):
         raise ValueError(f"{place}: not a finite number: {number}")
     return number

@@ -74,6 +74,8 @@ Identity = tuple[str, int, int]
 _SPAN = pa.struct([("name", pa.string()), ("start", pa.int32()), ("end", pa.int32())])
 _VERSION_SPAN = pa.struct([("version", pa.int32()), ("start", pa.int32()), ("end", pa.int32())])
 _REWARD_SPAN = pa.struct([("end", pa.int32()), ("reward", pa.float64())])  # end: in the sample's response tokens
+TURN_REWARD = pa.struct([*_REWARD_SPAN, pa.field("feedback", pa.string())])
+"""A reward that the environment gives for a turn, and what it says of it; empty or null: nothing."""
 _COMPONENT = pa.struct(
     [("name", pa.string()), ("value", pa.float64()), ("weight", pa.float64()), ("normalize", pa.bool_())]
 )
@@ -106,7 +108,7 @@ ROLLOUTS = versioned(
     pa.field("response", pa.string(), nullable=False),  # text of the last turn
     pa.field("messages", pa.string(), nullable=False),  # JSON: the prompt
     pa.field("conversation", pa.string(), nullable=False),  # JSON: all messages of an episode, or ""
-    pa.field("turn_rewards", pa.list_(_REWARD_SPAN), nullable=False),  # from the environment, in the last segment
+    pa.field("turn_rewards", pa.list_(TURN_REWARD), nullable=False),  # from the environment, in the last segment
     pa.field("answer", pa.string(), nullable=False),
     pa.field("metadata", pa.string(), nullable=False),
     pa.field("engine", pa.string(), nullable=False),
@@ -123,7 +125,7 @@ REWARDS = versioned(
     pa.field("reward", pa.float64()),  # null unless status is ok
     pa.field("components", pa.list_(_COMPONENT), nullable=False),  # by label
     pa.field("reward_spans", pa.list_(_REWARD_SPAN), nullable=False),  # process rewards; empty if outcome only
-    pa.field("feedback", pa.string()),  # what the functions say of the sample, each on a line; null: nothing
+    pa.field("feedback", pa.string()),  # what is said of the sample, each component's on a line; null: nothing
 )
 """Rewards of one group, from a reward worker."""
 
@@ -497,7 +499,7 @@ class ScoreSummary(Answer):
     failed: Mapping[SampleKey, str] = field(default_factory=dict)
     """Why samples have no finite score, by (prompt_uid, sample_index)."""
     untaught: tuple[SampleKey, ...] = ()
-    """Samples without the feedback that the teacher reads: it has no scores of them."""
+    """Samples without feedback and demonstration that the teacher reads: it has no scores of them."""
 
 
 @dataclass(frozen=True)
@@ -524,7 +526,7 @@ class PrepareRequest:
     """Weights of the teachers of each prompt_uid by name, none of one without a teacher; if empty, the reference is the
     teacher."""
     untaught: Mapping[str, frozenset[SampleKey]] = field(default_factory=dict)
-    """Samples that a teacher which reads feedback does not teach, by its name."""
+    """Samples that a teacher which reads feedback or demonstrations does not teach, by its name."""
     algorithms: Mapping[str, str] = field(default_factory=dict)
     """Source of each prompt_uid whose source has settings of the algorithm."""
     compared: Mapping[str, int] = field(default_factory=dict)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import fmean, pvariance
+from typing import Any
 
 ENVIRONMENT_REWARD = "environment"
 """Name of the reward component that the environment gives, the sum over an episode's turns."""
@@ -70,6 +72,20 @@ TOLERANCE = 1e-9
 
 LARGEST = 1e15
 """Largest size of a reward. Advantages, losses and gradients are float32: their squares overflow from 1e19 on."""
+
+
+@dataclass(frozen=True)
+class Feedback:
+    """A reward with a text about the response, which reward functions and environments may return instead of a number.
+
+    ``Feedback(0.0, "test 3 of 5 failed: expected 7, got 8")``. A teacher reads the text as `{feedback}`
+    (`roles.teacher.NAME.prompt`).
+    """
+
+    reward: Any
+    """A number, or `Steps` of a reward function."""
+    text: str
+    """Empty if there is nothing to say."""
 
 
 def not_usable(value: float) -> str:

@@ -364,7 +364,7 @@ class Policy(Trainer, Protocol):
 
     def teacher_logprobs(self, plan: RankPlan, name: str, *tables: TableRef) -> Reply[tuple[ScoreSummary, TableRef]]:
         """Returns the log-probs of a teacher that has the policy's model, by the name of its role. `tables`: ROLLOUTS,
-        and REWARDS if it reads feedback."""
+        and REWARDS if it reads feedback or demonstrations."""
         ...
 
     def prepare(self, request: PrepareRequest, *tables: TableRef) -> Reply[tuple[TrainSummary, TableRef]]:

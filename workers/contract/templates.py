@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 TEMPLATE_FIELDS = ("prompt", "response", "answer")
 """What a template contains besides columns of the data."""
-FEEDBACK = "feedback"
-"""What the template of a teacher contains of the sample: the text that its reward functions return."""
-TEACHER_FIELDS = ("prompt", "answer", FEEDBACK)
+FEEDBACK, DEMONSTRATION = "feedback", "demonstration"
+"""What the template of a teacher contains of a sample whose reward is known: the text that comes with its reward, and a
+better response of its group."""
+TEACHER_FIELDS = ("prompt", "answer", FEEDBACK, DEMONSTRATION)
 """What the template of a teacher's prompt contains besides them."""
 
 

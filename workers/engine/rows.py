@@ -22,6 +22,7 @@ from troupe.workers.contract.messages import (
     IDENTITY_NAMES,
     ROLLOUTS,
     SEGMENT,
+    TURN_REWARD,
     EpisodeSummary,
     FinishedSamples,
     GroupRequest,
@@ -90,7 +91,8 @@ class RowBuilder:
         """The rows of an episode, or of a player's part: one, unless the chat template rewrote its history."""
         # An episode that failed before its first prompt has a row too: the sample is accounted for.
         segments = played.segments or [Segment([0])]
-        last = len(segments) - 1
+        last, names = len(segments) - 1, TURN_REWARD.names
+        turn_rewards = [dict(zip(names, one, strict=True)) for one in played.rewards]
         shared = {
             "finish_reason": played.finish_reason,
             "episode_status": _status(played.status, *played.turns),
@@ -113,7 +115,7 @@ class RowBuilder:
                 "loss_mask": segment.loss_mask,
                 "weight_versions": segment.versions,
                 "turns": segment.turns,
-                "turn_rewards": [{"end": end, "reward": r} for end, r in played.rewards] if number == last else [],
+                "turn_rewards": turn_rewards if number == last else [],
             }
             for number, segment in enumerate(segments)
         ]

@@ -14,6 +14,7 @@ from statistics import fmean
 from types import TracebackType
 from typing import Any
 
+from troupe.workers.contract.rewards import Feedback
 from troupe.workers.contract.text import LONGEST_LINE, one_line
 
 Step = tuple[int, float]
@@ -51,20 +52,6 @@ class Steps:
     outcome: float | None = None
     """Value of the whole response, for the metrics and for a component without `process`, or None for the mean of the
     steps' rewards."""
-
-
-@dataclass(frozen=True)
-class Feedback:
-    """A reward with a text about the response, which a reward function may return instead of a number.
-
-    ``Feedback(0.0, "test 3 of 5 failed: expected 7, got 8")``. A teacher reads the text as `{feedback}`
-    (`roles.teacher.NAME.prompt`).
-    """
-
-    reward: Any
-    """A number or `Steps`."""
-    text: str
-    """Empty if there is nothing to say."""
 
 
 def as_number(value: Any) -> float | None:

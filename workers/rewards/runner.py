@@ -42,6 +42,8 @@ class Sample:
     """JSON list: all messages of an episode; empty if the sample is one response."""
     turn_rewards: tuple[tuple[int, float], ...] = ()
     """(tokens up to the end of the turn, reward) from the environment."""
+    feedback: str = ""
+    """What the environment says of the episode."""
 
     def request(self) -> dict[str, Any]:
         """The sample as it is sent to the child."""
@@ -71,7 +73,7 @@ class RewardResult:
     also: Mapping[str, float] = field(default_factory=dict)
     """Further numbers about the sample by name, which are reported beside the component."""
     feedback: str = ""
-    """What the function says of the sample."""
+    """What the component says of the sample."""
 
 
 class _OutOfMemory(Exception):
@@ -235,7 +237,8 @@ class RewardProcess:
 
 @dataclass(frozen=True)
 class EnvironmentReward:
-    """The rewards that the environment gave during an episode: their sum, or with `process` each at its turn."""
+    """The rewards that the environment gave during an episode: their sum, or with `process` each at its turn; and what
+    it said with them."""
 
     config: RewardFunctionConfig
 
@@ -243,7 +246,9 @@ class EnvironmentReward:
         """One outcome per sample; an episode without a reward has 0."""
         return [
             RewardResult(
-                total(reward for _, reward in s.turn_rewards), steps=s.turn_rewards if self.config.process else ()
+                total(reward for _, reward in s.turn_rewards),
+                steps=s.turn_rewards if self.config.process else (),
+                feedback=s.feedback,
             )
             for s in samples
         ]

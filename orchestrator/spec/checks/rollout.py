@@ -17,13 +17,14 @@ from troupe.orchestrator.spec.checks.shared import (
     trainer_problems,
     unread_distill,
 )
-from troupe.orchestrator.spec.derived.sampling import reward_functions
+from troupe.orchestrator.spec.derived.sampling import group_settings, reward_functions
 from troupe.orchestrator.spec.derived.training import resolved_backend, source_losses
 from troupe.orchestrator.spec.engine_options import refused_options
 from troupe.orchestrator.spec.errors import show
 from troupe.orchestrator.spec.locations import url_problem
 from troupe.orchestrator.spec.roles import (
     EngineRole,
+    EnvironmentRole,
     GuestEngineRole,
     ReferenceRole,
     SequenceTeacherRole,
@@ -34,10 +35,12 @@ from troupe.orchestrator.spec.roles import (
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.sources import Mixed, MixedSource, ReasoningGymSource
 from troupe.workers.contract.config_base import ModelConfig
-from troupe.workers.contract.rewards import REWARD_FUNCTIONS
-from troupe.workers.contract.templates import FEEDBACK, TEACHER_FIELDS, template_fields
+from troupe.workers.contract.environments import ENVIRONMENTS
+from troupe.workers.contract.rewards import ENVIRONMENT_REWARD, JUDGE_REWARD, REWARD_FUNCTIONS
+from troupe.workers.contract.templates import DEMONSTRATION, FEEDBACK, TEACHER_FIELDS, template_fields
 from troupe.workers.contract.weight_backends import BACKENDS, backend_problem
 
+_ELSEWHERE = "remove it, or name sources without this environment"
 COLOCATIONS: dict[str, str] = dict.fromkeys(("reference", "rollout", "reference_engine", "teacher"), "policy")
 """Which role can be colocated with which."""
 
@@ -166,38 +169,61 @@ def _adapter_as_teacher(spec: RolloutSpec, path: str, model: ModelConfig) -> Ite
 
 
 def _teacher_prompt(spec: RolloutSpec, path: str, teacher: Teacher) -> Iterator[Finding]:
-    """Episodes, whose prompts no template writes, and columns that a teacher reads and the data has not."""
+    """Episodes whose prompts no template writes, and what a teacher reads and its sources do not have."""
+    names = set(template_fields(teacher.prompt or ""))
+    if "demonstration_reward" in teacher.model_fields_set and DEMONSTRATION not in names:
+        field = f"{path.removesuffix('prompt')}demonstration_reward"
+        yield field, f"has no effect: {show(DEMONSTRATION)} is not in its prompt; remove it"
     if teacher.prompt is None:
         return
-    if spec.roles.environments():
-        yield path, "is for single responses: remove it, or roles.environment"
-    names = set(template_fields(teacher.prompt))
-    if FEEDBACK in names and (isinstance(teacher, SequenceTeacherRole) or teacher.colocate_with != "policy"):
+    told = [name for name in (FEEDBACK, DEMONSTRATION) if name in names]
+    inside = not isinstance(teacher, SequenceTeacherRole) and teacher.colocate_with == "policy"
+    for name in () if inside else told:
         why = "needs kind forward and colocate_with: policy: other teachers score while rewards are computed"
-        yield path, f"{show(FEEDBACK)} {why}"
-    for section, source in spec.data.train_sources().items():
+        yield path, f"{show(name)} {why}"
+    for (section, source), group in zip(spec.data.train_sources().items(), group_settings(spec), strict=True):
         if isinstance(source, Mixed) and teacher.sources is not None and source.name not in teacher.sources:
             continue
         generated = isinstance(source, ReasoningGymSource)
-        if FEEDBACK in names and not _gives_feedback(spec, source):
-            why = "but none of its reward functions returns a text: the built-in ones return none"
+        columns = () if isinstance(source, ReasoningGymSource) else source.metadata
+        environment = None if group.environment is None else spec.roles.environments()[group.environment]
+        built_in = None if environment is None else ENVIRONMENTS.get(environment.name)
+        if built_in is not None and built_in.offers_tools:
+            yield path, f"replaces a message of the prompt, which has the environment's tools besides; {_ELSEWHERE}"
+        if environment is not None and environment.compaction is not None:
+            yield path, f"replaces a message of the prompt, which the environment's compaction rewrites; {_ELSEWHERE}"
+        if DEMONSTRATION in names and environment is not None:
+            yield path, f"{show(DEMONSTRATION)} is a single response, and data.{section} is played in an environment"
+        if DEMONSTRATION in names and group.samples < 2:
+            yield path, f"{show(DEMONSTRATION)} is another response to the prompt: data.{section} has one"
+        if FEEDBACK in names and not _gives_feedback(spec, source, environment):
+            why = "but nothing that rewards its samples returns a text (a judge without compare does)"
             yield path, f"reads the feedback of data.{section}, {why}; name a function of your own"
-        if FEEDBACK in names and not generated and FEEDBACK in source.metadata:
-            yield (
-                path,
-                f"{show(FEEDBACK)} is the text of reward functions: rename the column in data.{section}.metadata",
-            )
+        for name in [name for name in told if name in columns]:
+            yield path, f"{show(name)} comes with the rewards: rename the column in data.{section}.metadata"
         if "answer" in names and not generated and source.answer is None:
             yield path, f"reads the answer, but data.{section}.answer is null; set it to its column"
-        for name in sorted(names - {*TEACHER_FIELDS, *(() if generated else source.metadata)}):
+        for name in sorted(names - {*TEACHER_FIELDS, *columns}):
             yield path, f"{show(name)} is not in data.{section}.metadata; add it there"
 
 
-def _gives_feedback(spec: RolloutSpec, source: object) -> bool:
-    """Whether a reward function of a source may return feedback: one that is not built in."""
+def _gives_feedback(spec: RolloutSpec, source: object, environment: EnvironmentRole | None) -> bool:
+    """Whether a reward function of a source, played in an environment or not, may return feedback."""
     own = source.rewards if isinstance(source, Mixed) else None
     functions = spec.roles.reward.functions if own is None else own
-    return any(function.name not in REWARD_FUNCTIONS for function in functions)
+    by_name = {JUDGE_REWARD: lambda args: not args.get("compare"), ENVIRONMENT_REWARD: lambda _: _says_why(environment)}
+    return any(
+        by_name[function.name](function.args) if function.name in by_name else function.name not in REWARD_FUNCTIONS
+        for function in functions
+    )
+
+
+def _says_why(environment: EnvironmentRole | None) -> bool:
+    """Whether an environment may give a text with its reward: alone, or by a function of the user."""
+    if environment is None:
+        return False
+    built_in, function = ENVIRONMENTS.get(environment.name), environment.args.get("function")
+    return built_in is None or built_in.gives_feedback or function not in (None, *REWARD_FUNCTIONS)
 
 
 def _teacher(spec: RolloutSpec) -> Iterator[Finding]:

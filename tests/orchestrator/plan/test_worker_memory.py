@@ -314,6 +314,19 @@ def test_a_head_is_tiled_if_it_neither_caps_logits_nor_leaves_tokens_out(
     assert (logits == tiled_head(rank.size, 2, rank.trainer.worker_tokens, gpu)) is tiled
 
 
+def test_each_further_teacher_of_likeliest_tokens_keeps_the_logits_of_a_chunk() -> None:
+    """By hand: 4096 tokens of 152,064 are 10 chunks of 410 tokens on a GPU; with teachers chunks are a quarter of that,
+    62,346,240 / 4 logits in float32 for each beyond the first."""
+    rank = replace(told(SEVEN_B, gpu=True, micro_batch_tokens=4096), truncated=True)
+    held = {
+        number: next(part.bytes for part in training("policy-0", one)[0].parts if part.name == "logits")
+        for number in (0, 1, 2, 4)
+        for one in [replace(rank, top_teachers=number)]
+    }
+    assert SEVEN_B.vocabulary == 152_064 and held[0] == held[1]
+    assert held[2] - held[1] == 4 * 15_586_560 and held[4] - held[1] == 3 * 4 * 15_586_560
+
+
 def test_a_step_takes_over_a_gpus_memory_from_the_pass_but_not_the_hosts() -> None:
     parts = (Part("weights", 10), Part("activations", 5, "pass"), Part("logits", 2, "pass"), Part("step", 6, "step"))
     assert WorkerMemory("policy-0", "gpu", parts).total == 17
@@ -758,14 +771,17 @@ def test_teachers_in_the_policys_workers_count_with_their_weights_and_copied_hea
     frozen = "colocate_with: policy, model: {path: given, dtype: bfloat16}"
     roles = f"roles.teacher={{one: {{{frozen}}}, two: {{{frozen}}}, own: {{colocate_with: policy, average: true}}}}"
     changes = (roles, "roles.policy.ema_decay=0.9", "roles.policy.zero_stage=1")
+    logits: dict[str, int] = {}
     for support in ("full", "student_top_k", "teacher_top_k"):
         kind = f"algorithm={{name: gkd, clip_low: null, clip_high: null, distill: {{support: {support}}}}}"
         result = planned(SEVEN_B, described_nodes("1x8xH100", 900), *colocated("weights"), *changes, kind)
         policy = next(m for m in result.memory.workers if (m.worker, m.where) == ("policy-0", "gpu"))
         parts = {part.name: (part.bytes, part.periods) for part in policy.parts}
         assert parts["teachers"] == (2 * 2 * SEVEN_B.parameters, PERIODS)
+        logits[support] = parts["logits"][0]
         copied = None if support == "teacher_top_k" else (2 * SEVEN_B.vocabulary * SEVEN_B.hidden, ("update",))
         assert parts.get("copied heads") == copied
+    assert logits["teacher_top_k"] > logits["student_top_k"] == logits["full"], "two further teachers"
 
 
 def test_a_gpu_that_is_too_small_for_one_period_says_which() -> None:

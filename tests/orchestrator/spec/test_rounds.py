@@ -98,6 +98,9 @@ def test_every_round_draws_what_the_rounds_before_have_not_drawn() -> None:
     skipped = {name: run.spec.data.skip for name, run in runs.items()}
     assert [skipped[f"round-000{number}/sample"] for number in (1, 2, 3)] == [3, 3 + 16, 3 + 32]
     assert {skip for name, skip in skipped.items() if "sample" not in name} == {0}
+    continued = {name: run.continues for name, run in runs.items() if run.continues is not None}
+    before = {f"round-000{number}/sample": Path(f"runs/rounds/round-000{number - 1}/sample") for number in (2, 3)}
+    assert continued == before, "what these have drawn is known once they have ended"
     own = {"kind": "jsonl", "path": "texts.jsonl"}
     runs = planned(ROUNDS, f"stages.sft.data.train={json.dumps(own)}")
     assert [run.spec.data.skip for name, run in runs.items() if name.endswith("sft")] == [0, 40, 80]

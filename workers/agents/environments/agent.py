@@ -25,11 +25,12 @@ from troupe.workers.agents.environments.gateway.history import Conversations
 from troupe.workers.agents.environments.gateway.request import MODEL_NAME, Choice
 from troupe.workers.contract.environments import Message, Observation, Row
 from troupe.workers.contract.imports import import_attribute, locate, require_package
+from troupe.workers.contract.rewards import Feedback
 from troupe.workers.isolation.child import BoundedOutput
 from troupe.workers.isolation.descendants import MARK, end_marked, new_mark
 from troupe.workers.rewards.results import ProgramFailed, as_number
 
-Outcome = tuple[float | None, dict[str, float]]
+Outcome = tuple[float | Feedback | None, dict[str, float]]
 """The reward, or None if `roles.reward` scores, and further numbers for the metrics."""
 SERVICES = {"OPENAI": "/v1", "ANTHROPIC": ""}
 """Services whose clients find the endpoint in environment variables of a command, NAME_BASE_URL, NAME_API_KEY and
@@ -42,7 +43,8 @@ class Agent(Environment):
     """Runs `function(row, client)`, or a command, against a separate endpoint.
 
     The function gets the `Row` and an `openai.OpenAI` client (`AsyncOpenAI` if it is a coroutine) and returns the
-    reward, or None if `roles.reward` scores, or a mapping with `reward` and further numbers for the metrics. A command
+    reward (which may be `Feedback`), or None if `roles.reward` scores, or a mapping with `reward` and further numbers
+    for the metrics. A command
     gets the endpoint and the row in environment variables; its last line of output is the reward if it is a number, or
     such a mapping if it is a JSON object. The endpoint listens on the loopback interface, with a key for
     each episode. The temperature of a request is ignored: responses are sampled with the spec's.
@@ -163,13 +165,17 @@ class Agent(Environment):
 def _read_outcome(returned: Any) -> Outcome:
     """What an agent returns, as its reward and further numbers. Raises TypeError for something else."""
     numbers = dict(returned) if isinstance(returned, Mapping) else {"reward": returned}
+    given = numbers.get("reward")
+    if isinstance(given, Feedback):
+        numbers["reward"] = given.reward
     read = {str(name): as_number(value) for name, value in numbers.items() if value is not None}
     for name, value in read.items():
         if value is None:
             where = "" if name == "reward" else f" as {name:.60}"
             raise TypeError(f"the agent returned no number{where}, but {type(numbers[name]).__name__}")
     known = {name: value for name, value in read.items() if value is not None}
-    return known.pop("reward", None), known
+    reward = known.pop("reward", None)
+    return (replace(given, reward=reward) if isinstance(given, Feedback) else reward), known
 
 
 class Program:

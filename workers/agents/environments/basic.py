@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from troupe.workers.agents.environments.base import Environment
-from troupe.workers.contract.environments import Message, Observation, Row
-from troupe.workers.contract.rewards import is_solved
+from troupe.workers.contract.environments import Message, Observation, Row, parted
+from troupe.workers.contract.rewards import Feedback, is_solved
 from troupe.workers.rewards.loading import load
 from troupe.workers.rewards.results import parse_value
 
@@ -25,13 +25,15 @@ class RewardFunction:
         self._args = dict(args or {})
         self._function = load(function, self._args)
 
-    async def value(self, text: str, row: Row) -> float:
-        """The value of a text. Raises ValueError if the function returns no number, and whatever it raises."""
+    async def value(self, text: str, row: Row) -> float | Feedback:
+        """The value of a text, with what the function says of it. Raises ValueError if the function returns no number,
+        and whatever it raises."""
         returned = self._function(text, row.answer, dict(row.metadata), **self._args)
         reply = parse_value(await returned if inspect.isawaitable(returned) else returned, text)
         if "failure" in reply:
             raise ValueError(reply["failure"])
-        return float(reply["value"])
+        number, said = float(reply["value"]), str(reply.get("feedback", ""))
+        return Feedback(number, said) if said else number
 
 
 class SingleTurn(Environment):
@@ -116,10 +118,11 @@ class Retry(Environment):
 
     async def step(self, message: Message) -> Observation:
         """The reward of a right or of the last answer, or the feedback."""
-        value = await self._reward.value(message["content"], self._row)
+        value, said = parted(await self._reward.value(message["content"], self._row))
         self._left -= 1
         solved = is_solved(value, self._solved_at)
         if solved or not self._left:
-            return Observation(reward=self._scale * value, done=True, info={"solved": float(solved)})
+            reward = Feedback(self._scale * value, said)
+            return Observation(reward=reward, done=True, info={"solved": float(solved)})
         self._scale *= self._discount
         return Observation([{"role": "user", "content": self._feedback}])

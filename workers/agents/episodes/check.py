@@ -159,7 +159,7 @@ def stretches(played: Played, tokenizer: PreTrainedTokenizerBase) -> list[TokenS
 
 
 def _stretches(played: Played, tokenizer: PreTrainedTokenizerBase) -> list[TokenStretch]:
-    found, rewards, before = list[TokenStretch](), dict(played.rewards), 0
+    found, rewards, before = list[TokenStretch](), {end: reward for end, reward, _ in played.rewards}, 0
 
     def text(ids: Sequence[int]) -> str:
         return str(tokenizer.decode(list(ids), skip_special_tokens=False))

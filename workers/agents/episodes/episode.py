@@ -22,6 +22,7 @@ from troupe.workers.contract.environments import (
     Observation,
     Row,
     failed_status,
+    parted,
 )
 from troupe.workers.contract.judges import JudgeAnswer
 from troupe.workers.contract.roles import EnvironmentLink
@@ -146,7 +147,7 @@ class EpisodeRunner:
         if observation.done:
             raise EpisodeFailed("start: it is done before the policy's first turn, which leaves nothing to train")
         for reward in filter(None, (observation.reward, *observation.rewards.values())):
-            raise EpisodeFailed(f"start: the reward {reward:g} is for no turn: step gives rewards")
+            raise EpisodeFailed(f"start: the reward {parted(reward)[0]:g} is for no turn: step gives rewards")
         state.played.hear(observation)
         asked = await self._open(state, observation)
         if asked.refusal is None or not observation.refusable:

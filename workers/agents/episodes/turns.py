@@ -10,7 +10,8 @@ from itertools import accumulate
 from typing import Any
 
 from troupe.workers.contract.config import StructuredConfig
-from troupe.workers.contract.environments import OK, Message, Observation
+from troupe.workers.contract.environments import OK, Message, Observation, parted
+from troupe.workers.contract.rewards import Feedback
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,8 @@ class SampledTurn:
     """Text of the turn of another model, which has no tokens; None if the policy sampled it."""
 
 
+TurnReward = tuple[int, float, str]
+"""(tokens up to the end of the turn, its reward, what the environment says of it)"""
 SampleTurn = Callable[[Sequence[int], TurnLimits], Awaitable[SampledTurn]]
 """Samples the turn behind these tokens."""
 
@@ -95,8 +98,8 @@ class Segment:
     """See `SampledTurn.routes`; of the last turn that was sampled."""
     versions: list[dict[str, int]] = field(default_factory=list)
     turns: list[dict[str, Any]] = field(default_factory=list)
-    rewards: list[tuple[int, float]] = field(default_factory=list)
-    """(tokens of the response up to the turn that is rewarded, reward)."""
+    rewards: list[TurnReward] = field(default_factory=list)
+    """Rewards of turns, each at the tokens of the response up to its turn."""
 
     def sampled(self, turn: SampledTurn) -> None:
         """Append a turn of the policy."""
@@ -176,7 +179,7 @@ class Played:
 
     def outcome(self, player: str) -> float | None:
         """1 if the player has won, 0.5 in a draw and 0 if another one has won, or None without another player."""
-        totals = {name: sum(reward for _, reward in side.rewards) for name, side in self.sides.items()}
+        totals = {name: sum(reward for _, reward, _ in side.rewards) for name, side in self.sides.items()}
         others = [total for name, total in totals.items() if name != player]
         if not others:
             return None
@@ -202,17 +205,17 @@ class Played:
         return sum(row.tokens for part in self.parts for row in part.segments if row.response_ids)
 
     @property
-    def rewards(self) -> list[tuple[int, float]]:
-        """(tokens of all segments' responses up to the turn that is rewarded, reward)."""
+    def rewards(self) -> list[TurnReward]:
+        """Rewards of turns, each at the tokens of all segments' responses up to its turn."""
         starts = accumulate((len(segment.response_ids) for segment in self.segments), initial=0)
         rows = zip(starts, self.segments, strict=False)
-        return [(start + end, reward) for start, segment in rows for end, reward in segment.rewards]
+        return [(start + end, reward, said) for start, segment in rows for end, reward, said in segment.rewards]
 
-    def earn(self, reward: float) -> None:
+    def earn(self, reward: float | Feedback) -> None:
         """Record a reward of the last turn; without one, it is of a row without tokens."""
         self.segments = self.segments or [Segment([0])]
         row = self.segments[-1]
-        row.rewards.append((len(row.response_ids), reward))
+        row.rewards.append((len(row.response_ids), *parted(reward)))
 
     def hear(self, observation: Observation) -> None:
         """Keep what the environment reports besides messages."""

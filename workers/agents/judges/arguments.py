@@ -11,7 +11,15 @@ from typing import Any, Literal
 from pydantic import AliasChoices, ConfigDict, Field, TypeAdapter, ValidationError, field_validator, model_validator
 
 from troupe.workers.agents.judges.endpoint import HttpJudgeConfig
-from troupe.workers.agents.judges.scores import BASELINE, FORMS, JudgeError, Order, expected_score, shown
+from troupe.workers.agents.judges.scores import (
+    BASELINE,
+    FORMS,
+    JudgeError,
+    Order,
+    expected_score,
+    reasons_in,
+    shown,
+)
 from troupe.workers.agents.judges.transcript import Baseline, played, said
 from troupe.workers.contract.config_base import Frozen, first_problem
 from troupe.workers.contract.environments import Message
@@ -184,12 +192,16 @@ class JudgeArgs(Frozen):
         """The points of each response in a judge's answer, from 0 to 1. Raises JudgeError if it has none."""
         return FORMS[self.compare].points(answer, responses, *self.scale)
 
+    def reasons(self, answer: str) -> str:
+        """The reasons in an answer about one response; empty for one that compares responses."""
+        return "" if FORMS[self.compare].labels else reasons_in(answer)
+
     def settled(self, answer: JudgeAnswer) -> JudgeAnswer:
         """The answer as it counts: the expected score instead of the answer's own if that is wanted."""
         if not self.expected or answer.failure:
             return answer
         try:
-            return JudgeAnswer(f"Score: {expected_score(answer, *self.scale):.6f}")
+            return JudgeAnswer(f"{answer.text}\nScore: {expected_score(answer, *self.scale):.6f}")
         except JudgeError as error:
             return JudgeAnswer(failure=str(error), said=answer.text)
 

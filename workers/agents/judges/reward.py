@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from statistics import fmean
 
 from troupe.workers.agents.judges.arguments import Asked, read_args
@@ -55,15 +56,20 @@ class JudgeReward:
         keys = ["" if one.question is None else question_key(named, one.question) for one in asked]
         responses = {key: len(one.order) for key, one in zip(keys, asked, strict=True)}
         questions = {key: one.question for key, one in zip(keys, asked, strict=True) if one.question is not None}
-        stored = self._cache.find(questions).items()
-        known = {key: self._read(JudgeAnswer(text), responses[key]) for key, text in stored}
+        stored = self._cache.find(questions)
+        known = {key: self._read(JudgeAnswer(text), responses[key]) for key, text in stored.items()}
         points = {key: one for key, one in known.items() if not isinstance(one, RewardResult)}
         answers = self._ask(self._judge, self._cache, {key: questions[key] for key in questions if key not in points})
         new = {key: self._read(answer, responses[key]) for key, answer in answers.items()}
         self._cache.add({key: answers[key].text for key, one in new.items() if not isinstance(one, RewardResult)})
         found = points | new
         read = [found[key] if key else _failed(one.problem) for key, one in zip(keys, asked, strict=True)]
-        return _outcomes(len(samples), asked, read)
+        texts = stored | {key: answer.text for key, answer in answers.items()}
+        reasons: list[list[str]] = [[] for _ in samples]
+        for key, one in zip(keys, asked, strict=True):
+            reasons[one.order[0]].append(self._args.reasons(texts[key]) if key else "")
+        outcomes = zip(_outcomes(len(samples), asked, read), reasons, strict=True)
+        return [replace(outcome, feedback="\n".join(filter(None, own))) for outcome, own in outcomes]
 
     def close(self) -> None:
         if self._cache is not None:

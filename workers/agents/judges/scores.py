@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from troupe.workers.contract.environments import cut
 from troupe.workers.contract.judges import JudgeAnswer
 from troupe.workers.rewards.answer_text import plain, visible
 
@@ -45,6 +46,8 @@ _BETTER = re.compile(
     r"\bbetter\W{0,5}[:=]\W{0,5}(?:response[ _]?)?(?P<named>A|B|tie|both)\b|\[\[(?P<boxed>A|B|C|tie)\]\]", re.IGNORECASE
 )
 """Forms of a comparison. A third letter is a tie in the form of MT-Bench."""
+_LONGEST = 2000
+"""Characters of a judge's reasons."""
 _SHARES = {"a": (1.0, 0.0), "b": (0.0, 1.0)}
 
 
@@ -66,6 +69,16 @@ def read_score(answer: str, low: float, high: float) -> float:
         written = text[last.start("number") : continued.end() if continued else last.end("number")]
         raise JudgeError(f"a score of {written} is not on the scale from {low:g} to {high:g}")
     return score
+
+
+def reasons_in(answer: str) -> str:
+    """The text of an answer about one response, behind its thought, without its scores and at most `_LONGEST`
+    characters long."""
+    text = plain(visible(answer))
+    for pattern, _ in _FORMS:
+        text = pattern.sub("", text)
+    lines = (line.rstrip() for line in text.splitlines())
+    return cut("\n".join(line for line in lines if re.search(r"\w", line)), _LONGEST)
 
 
 def read_scores(answer: str, responses: int, low: float, high: float) -> list[float]:

@@ -20,7 +20,8 @@ from troupe.workers.agents.environments.gymnasium import Gymnasium
 from troupe.workers.agents.environments.processes import EnvironmentProcesses, EpisodeProcessFailed
 from troupe.workers.agents.environments.textarena import TextArena
 from troupe.workers.contract.config import EnvironmentConfig
-from troupe.workers.contract.environments import ENVIRONMENTS, EpisodeReply, Row
+from troupe.workers.contract.environments import ENVIRONMENTS, EpisodeReply, Row, read_observation
+from troupe.workers.contract.rewards import Feedback
 from troupe.workers.isolation.child import LoadFailed
 from troupe.workers.isolation.interpreters import (
     NoInterpreter,
@@ -271,7 +272,7 @@ def test_a_game_of_textarena_shows_what_is_new(monkeypatch: pytest.MonkeyPatch) 
             return action == "5", {}
 
         def close(self) -> tuple[dict[int, int], dict[int, Any]]:
-            return {0: 1}, {0: {"invalid_move": False}}
+            return {0: 1}, {0: {"invalid_move": False, "reason": "you guessed it"}}
 
     game = Game()
     monkeypatch.setitem(sys.modules, "textarena", SimpleNamespace(make=lambda **_: game))
@@ -280,7 +281,7 @@ def test_a_game_of_textarena_shows_what_is_new(monkeypatch: pytest.MonkeyPatch) 
     assert ([message["content"] for message in shown.messages], game.seed) == (["Play.", "Guess!"], 3)
     assert environment.step({"role": "assistant", "content": "4"}).messages[0]["content"] == "4 is wrong"
     last = environment.step({"role": "assistant", "content": "5"})
-    assert (last.reward, last.done, last.info) == (1.0, True, {"invalid_move": 0.0})
+    assert (last.reward, last.done, last.info) == (Feedback(1.0, "you guessed it"), True, {"invalid_move": 0.0})
 
 
 def test_a_game_of_textarena_for_two_names_whose_turn_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,7 +311,8 @@ def test_a_game_of_textarena_for_two_names_whose_turn_it_is(monkeypatch: pytest.
     texts = [[message["content"] for message in observation.messages] for observation in asked]
     assert texts == [["Play.", "You are 0."], ["Play.", "You are 1.\ne4"], ["e4\ne5"], []]
     assert [observation.player for observation in asked] == ["0", "1", "0", None]
-    assert (asked[-1].rewards, asked[-1].done, asked[-1].info) == ({"0": 1.0, "1": -1.0}, True, {"invalid_move": 1.0})
+    last = read_observation(asked[-1])
+    assert (last.rewards, last.done, last.info) == ({"0": 1.0, "1": -1.0}, True, {"invalid_move": 1.0})
 
 
 def trace(**fields: Any) -> Any:

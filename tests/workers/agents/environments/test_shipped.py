@@ -14,6 +14,7 @@ from troupe.workers.agents.environments.basic import GuessNumber, Retry
 from troupe.workers.agents.environments.functions import ToolCallError, function_schema, function_tool, load_tools
 from troupe.workers.agents.environments.tools import MALFORMED, Tools
 from troupe.workers.contract.environments import Message, Observation, Row
+from troupe.workers.contract.rewards import Feedback
 
 ROW = Row(({"role": "user", "content": "2+3?"},), "5", {}, seed=11)
 
@@ -45,10 +46,21 @@ def test_a_wrong_answer_gets_another_try_at_less() -> None:
     again = step(environment, say("4"))
     assert (again.done, again.reward, again.messages[0]["content"]) == (False, None, "That is not right. Try again.")
     last = step(environment, say("5"))
-    assert (last.done, last.reward, last.info) == (True, 0.5, {"solved": 1.0})
+    assert (last.done, last.reward, last.info) == (True, Feedback(0.5, ""), {"solved": 1.0})
     other = Retry(attempts=1)
     other.start(ROW)
-    assert step(other, say("nothing")).reward == 0.0
+    assert step(other, say("nothing")).reward == Feedback(0.0, "")
+
+
+def checked(response: str, answer: str, metadata: dict[str, Any]) -> Feedback:
+    return Feedback(0.25, f"{response} is not {answer}")
+
+
+def test_what_the_function_of_an_environment_says_comes_with_its_reward() -> None:
+    function = f"{__name__}:checked"
+    for environment in (Retry(function, attempts=1), Tools(["calculator"], function=function)):
+        settled(environment.start(ROW))
+        assert step(environment, say("4")).reward == Feedback(0.25, "4 is not 5")
 
 
 def test_guesses_are_answered_with_the_direction() -> None:

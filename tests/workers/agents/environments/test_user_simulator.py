@@ -156,7 +156,7 @@ def test_the_judge_plays_the_user_and_none_of_its_tokens_are_trained() -> None:
     assert policy.segments[0].loss_mask.count(True) == 6 and not user.sampled_tokens
     assert heard[1][-2:] == [("assistant", "Shoes!"), ("user", "20 21 22")]
     assert len(heard[2]) == 6 and heard[2][:2] == heard[0], "its whole conversation, each message once"
-    assert (policy.rewards, user.rewards) == ([(8, 1.0)], []), "of its last answer, once"
+    assert (policy.rewards, user.rewards) == ([(8, 1.0, "")], []), "of its last answer, once"
 
 
 def test_a_judge_that_does_not_answer_fails_the_episode() -> None:

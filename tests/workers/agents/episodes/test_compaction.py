@@ -102,7 +102,7 @@ def test_a_long_conversation_continues_as_a_new_row_with_exact_tokens(
         left = "[Summary of the earlier turns]\nturn " if summary else "[Earlier turns are left out.]"
         assert shown.count(left) == 1, "a summary replaces the one before"
         assert shown.count("<|im_start|>assistant\nturn ") == 1, "the last turn alone"
-    ends = [end for end, _ in played.rewards]
+    ends = [end for end, *_ in played.rewards]
     assert ends == sorted(ends) and len(ends) == 9, "rewards stay with the environment's turns"
 
 

@@ -151,7 +151,7 @@ def test_sampled_and_added_tokens_alternate_and_only_sampled_ones_have_loss() ->
         ("environment", 3, 5),
         ("assistant", 5, 8),
     ]
-    assert played.rewards == [(3, 0.25), (8, 1.0)]
+    assert played.rewards == [(3, 0.25, ""), (8, 1.0, "")]
     assert (played.status, played.finish_reason, played.response) == ("ok", "stop", "20 21 22")
     assert (played.prompt_tokens, played.info) == (2 + 7, {"solved": 1.0})
     assert [message["role"] for message in played.messages] == ["user", "assistant", "user", "assistant"]
@@ -162,13 +162,13 @@ def test_a_rewritten_history_begins_a_new_segment_with_its_own_prompt() -> None:
     first, second = played.segments
     assert first.response_ids == [10, 11, 12, 8, 9, 20, 21, 22]
     assert (second.prompt_ids, second.response_ids) == ([1, 2, 7], [30, 31, 32])
-    assert played.rewards == [(8, 0.5), (11, 1.0)], "ends count through the responses of all segments"
+    assert played.rewards == [(8, 0.5, ""), (11, 1.0, "")], "ends count through the responses of all segments"
 
 
 def test_the_environment_gets_the_last_turn_when_turns_run_out() -> None:
     script = Script([reply(USER), reply(USER, reward=0.5)])
     played = play(script, max_turns=2)
-    assert (played.finish_reason, len(played.turns), played.rewards) == ("max_turns", 2, [(8, 0.5)])
+    assert (played.finish_reason, len(played.turns), played.rewards) == ("max_turns", 2, [(8, 0.5, "")])
     assert played.segments[0].loss_mask[-1], "nothing follows the last sampled token"
     assert script.ended == ["key/0"], "the environment had not ended the episode"
 
@@ -330,7 +330,7 @@ def test_an_episode_that_takes_too_long_fails() -> None:
 
 def test_an_episode_starts_again_when_its_worker_dies() -> None:
     played = play(Script([reply(USER), EnvironmentGone("environment-0 has died"), reply(done=True, reward=1.0)]))
-    assert (played.status, played.restarts, len(played.turns), played.rewards) == ("ok", 1, 1, [(3, 1.0)])
+    assert (played.status, played.restarts, len(played.turns), played.rewards) == ("ok", 1, 1, [(3, 1.0, "")])
 
 
 def test_an_episode_waits_for_a_worker_and_does_not_count_that() -> None:
@@ -391,7 +391,7 @@ def test_a_conversation_of_its_own_begins_a_row_with_its_own_limits() -> None:
     played = play(Script([reply(USER), branch, reply(done=True, reward=1.0)]), noted)
     assert [segment.response_ids for segment in played.segments] == [[10, 11, 12, 8, 9, 20, 21, 22], [30, 31]]
     assert asked == [(3, ()), (3, ()), (2, ("END",))]
-    assert played.rewards == [(10, 1.0)]
+    assert played.rewards == [(10, 1.0, "")]
 
 
 def test_conversations_beside_a_turn_are_sampled_with_it_and_are_rows_before_it() -> None:
@@ -416,7 +416,7 @@ def test_conversations_beside_a_turn_are_sampled_with_it_and_are_rows_before_it(
         [40, 41],
         [10, 11, 12, 8, 9, 20, 21, 22],
     ]
-    assert played.rewards == [(8, 0.5), (13, 1.0)], "the first turn's reward stays at its token, behind the new rows"
+    assert played.rewards == [(8, 0.5, ""), (13, 1.0, "")], "the first turn's stays at its token, behind the new rows"
     answers = [message["content"] for message in script.heard[1]["also"]]
     assert (answers, script.heard[1]["content"]) == (["30 31 32", "40 41"], "20 21 22")
     assert played.prompt_tokens == 2 + 7 + 2 * 2
@@ -441,7 +441,7 @@ def test_conversations_that_alternate_are_continued_by_their_names() -> None:
         [10, 11, 12, 8, 9, 30, 31, 32],
         [20, 21, 22, 8, 9, 40, 41, 42],
     ]
-    assert played.rewards == [(8, 0.25), (11, 0.5), (16, 1.0)], "each at the turn that it is for"
+    assert played.rewards == [(8, 0.25, ""), (11, 0.5, ""), (16, 1.0, "")], "each at the turn that it is for"
     assert played.prompt_tokens == 2 + 2 + 7 + 7
 
 
@@ -495,7 +495,7 @@ def test_a_request_without_room_is_refused_and_may_be_shortened() -> None:
         ([1, 2], 3),
         ([1, 2], 3),
     ]
-    assert (played.status, played.finish_reason, played.rewards) == ("ok", "stop", [(6, 1.0)])
+    assert (played.status, played.finish_reason, played.rewards) == ("ok", "stop", [(6, 1.0, "")])
     assert [message["content"] for message in played.messages] == ["more", "10 11 12", "more", "20 21 22"]
 
 

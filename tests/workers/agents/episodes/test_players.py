@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
+import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -16,6 +19,7 @@ from troupe.workers.agents.episodes.turns import Played, SampledTurn, TurnLimits
 from troupe.workers.contract.config import EpisodeConfig
 from troupe.workers.contract.environments import EpisodeReply, Message, Observation, read_observation
 from troupe.workers.contract.judges import JudgeAnswer
+from troupe.workers.contract.rewards import Feedback
 
 GAME = EpisodeConfig(players={"white": "policy", "black": "policy"})
 
@@ -32,16 +36,16 @@ def script(*replies: Any, **first: Any) -> Script:
 
 
 def test_each_player_has_its_turns_prompt_and_reward() -> None:
-    ended = reply(USER, rewards={"white": -1.0, "black": 1.0}, done=True)
+    ended = reply(USER, rewards={"white": -1.0, "black": Feedback(1.0, "too late")}, done=True)
     played = play(script(reply(USER, player="black"), reply(USER, player="white"), ended))
     assert (played.status, played.finish_reason, played.sampled_turns) == ("ok", "stop", 3)
     white, black = (played.sample(player) for player in ("white", "black"))
     (row,) = white.segments
     assert (row.prompt_ids, row.response_ids) == ([1, 2], [10, 11, 12, 8, 9, 30, 31, 32])
     assert row.loss_mask == [True] * 3 + [False] * 2 + [True] * 3, "what black said is no part of white's row"
-    assert (row.rewards, white.outcome("white")) == ([(8, -1.0)], None)
+    assert (row.rewards, white.outcome("white")) == ([(8, -1.0, "")], None)
     (other,) = black.segments
-    assert (other.prompt_ids, other.response_ids, other.rewards) == ([1, 2], [20, 21, 22], [(3, 1.0)])
+    assert (other.prompt_ids, other.response_ids, other.rewards) == ([1, 2], [20, 21, 22], [(3, 1.0, "too late")])
     assert [message["content"] for message in black.messages] == ["more", "20 21 22"]
     assert (white.response, black.response) == ("30 31 32", "20 21 22")
     assert [played.outcome(player) for player in ("white", "black")] == [0.0, 1.0]
@@ -53,19 +57,22 @@ def test_players_move_at_the_same_time() -> None:
     one = script(reply(rewards={"white": 2.0, "black": 2.0}, done=True), also=asked)
     played = play(one)
     assert [turn["content"] for turn in (one.heard[0], *one.heard[0]["also"])] == ["10 11 12", "20 21 22"]
-    assert [side.segments[0].rewards for side in played.sides.values()] == [[(3, 2.0)], [(3, 2.0)]]
+    assert [side.segments[0].rewards for side in played.sides.values()] == [[(3, 2.0, "")]] * 2
     assert played.outcome("white") == 0.5
 
 
 def test_a_reward_without_a_player_is_the_last_ones() -> None:
     played = play(script(reply(USER, player="black", reward=0.5), reply(reward=1.0, done=True)))
-    assert {name: side.rewards for name, side in played.sides.items()} == {"white": [(3, 0.5)], "black": [(3, 1.0)]}
+    assert {name: side.rewards for name, side in played.sides.items()} == {
+        "white": [(3, 0.5, "")],
+        "black": [(3, 1.0, "")],
+    }
 
 
 def test_a_player_without_a_turn_has_a_reward_and_no_tokens() -> None:
     played = play(script(reply(rewards={"white": -1.0, "black": 1.0}, done=True)))
     black = played.sample("black")
-    assert (black.segments[0].response_ids, black.rewards, black.turns) == ([], [(0, 1.0)], [])
+    assert (black.segments[0].response_ids, black.rewards, black.turns) == ([], [(0, 1.0, "")], [])
 
 
 def test_the_turns_of_all_players_count() -> None:
@@ -95,7 +102,27 @@ def test_a_player_that_is_missing_or_unknown_fails_all_of_them(
 
 
 def test_a_reward_at_the_start_is_for_no_turn() -> None:
-    assert "is for no turn" in play(script(rewards={"black": 1.0})).status
+    for reward in (1.0, Feedback(1.0, "well begun")):
+        assert "start: the reward 1 is for no turn" in play(script(rewards={"black": reward})).status
+
+
+def test_what_is_said_with_a_reward_crosses_the_process() -> None:
+    """An empty text leaves the number alone, and half a character keeps its escape."""
+    told = Observation(
+        reward=Feedback(1, "caf\udce9"), rewards={"black": Feedback(0.5, ""), "white": Feedback(2, "won")}
+    )
+    once = read_observation(told)
+    read = read_observation(json.loads(json.dumps(asdict(once))))
+    assert once == read and read.reward == Feedback(1.0, "caf\\udce9")
+    assert read.rewards == {"black": 0.5, "white": Feedback(2.0, "won")}
+    for reward, why in (
+        (Feedback(1.0, 7), "reward: feedback that is not text: int"),  # pyright: ignore[reportArgumentType]
+        (Feedback(None, "lost"), "reward: expected a number, got NoneType"),
+        (Feedback(math.inf, "lost"), "reward: not a finite number: inf"),
+        ({"reward": 1.0}, "reward: expected a number, got dict"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=re.escape(why)):
+            read_observation({"reward": reward})
 
 
 def test_observations_with_players_cross_the_process() -> None:

@@ -62,9 +62,47 @@ class Scripted:
         self.asked: list[str] = []
 
     def ask(self, questions: Sequence[Question], timeout_s: float) -> list[JudgeAnswer]:
-        texts = [question.messages[-1]["content"].split("<response>\n")[1].split("\n")[0] for question in questions]
+        texts = [
+            re.split(r"<response(?:_1)?>\n", question.messages[-1]["content"])[1].split("\n")[0]
+            for question in questions
+        ]
         self.asked += texts
         return [JudgeAnswer(self._answers[t]) if t in self._answers else JudgeAnswer(failure="lost") for t in texts]
+
+
+SAID = {
+    "It is rude.\nScore: 3": "It is rude.",
+    "<think>Hm, score: 9</think>\n**Score: 4/10**\n\nIt is short, and kind.": "It is short, and kind.",
+    "A rating is due: [[7]]\n- polite\n- too long": "A rating is due:\n- polite\n- too long",
+    "Score: 5": "",
+}
+"""Answers of a judge, and the reasons in them."""
+
+
+@pytest.mark.parametrize("answer", SAID)
+def test_the_reasons_of_a_judge_are_its_answer_without_the_score(answer: str) -> None:
+    reward = judge()
+    reward.connect(Scripted(Hi=answer))
+    (first,), (again,) = reward.score([sample("Hi")]), reward.score([sample("Hi")])
+    assert first.feedback == again.feedback == SAID[answer] and first.value == again.value is not None
+
+
+def test_reasons_are_bounded_and_those_of_several_answers_follow_each_other() -> None:
+    reward = judge(criteria=[{"criterion": "kind"}, {"criterion": "short"}])
+    reward.connect(Scripted(Hi="no " * 1500 + "\nScore: 0"))
+    (outcome,) = reward.score([sample("Hi")])
+    one = "no " * 666 + "no\n[... 2,499 characters cut]"
+    assert outcome.feedback == f"{one}\n{one}"
+
+
+def test_comparisons_give_no_reasons_and_failures_neither() -> None:
+    group = judge(compare="group")
+    group.connect(Scripted(Hi="Response 1 is better than 2.\nScore 1: 9\nScore 2: 3"))
+    outcomes = group.score([sample("Hi"), sample("Ho")])
+    assert [(outcome.value, outcome.feedback) for outcome in outcomes] == [(0.9, ""), (0.3, "")]
+    lost = judge()
+    lost.connect(Scripted(Hi="no score here"))
+    assert [outcome.value for outcome in lost.score([sample("Hi"), sample("Ho")])] == [None, None]
 
 
 def test_the_question_has_the_rubric_the_task_and_the_response() -> None:
