@@ -70,8 +70,8 @@ def test_a_game_of_matching_pennies(even: str, odd: str) -> None:
     (other,) = game.start(Row(())).also
     assert (other.player, game.start(Row(())).player) == ("odd", "even")
     won = {"hh": 1, "tt": 1, "ht": -1, "th": -1, "xx": 1, "hx": 1, "tx": 1, "xh": -1, "xt": -1}
-    rewards = game.step(said(even) | {"also": [said(odd)]}).rewards
-    assert rewards == {"even": 0.0 if even == odd == "x" else won[even + odd], "odd": -rewards["even"]}
+    score = 0.0 if even == odd == "x" else won[even + odd]
+    assert game.step(said(even) | {"also": [said(odd)]}).rewards == {"even": score, "odd": -score}
 
 
 def test_a_table_plays_as_the_environment_does() -> None:
