@@ -121,9 +121,11 @@ them. `xpo` trains at temperature 1 on the whole vocabulary, so samples of anoth
 older: the loss does not depend on who sampled a pair.
 
 A lost engine of the reference is replaced (`failures.reference_restarts`); groups wait for it. It may be on the
-policy's GPUs ([Shared GPUs](../guides/colocation.md#engines-of-other-models)). Nash-MD (arXiv
-2312.00886) is not supported: its opponent samples each token from the geometric mixture of policy and reference, and
-vLLM does not run two models in one engine.
+policy's GPUs ([Shared GPUs](../guides/colocation.md#engines-of-other-models)).
+
+`nash_md` needs no engine of the reference: its opponent, a mixture of policy and reference, is the other samples of the
+group, each weighted by `(pi_ref / pi)^mixture_coef`. `effective_opponents` says how many of them count: near 1, a
+single response decides every comparison, so take more samples, or a smaller `mixture_coef`.
 
 ## Distillation
 
@@ -381,7 +383,7 @@ class ShippedSpec:
     """Name of the algorithm that the spec has; for another row, `--set algorithm.name=ROW` runs it."""
 
 
-_SPEC_OF_ANOTHER = {"ipo": "dpo", "gkd": "distill", "online_dpo": "rloo"}
+_SPEC_OF_ANOTHER = {"ipo": "dpo", "gkd": "distill", "online_dpo": "rloo", "nash_md": "rloo"}
 """Rows without a separate spec in `deploy/specs/`, and the row whose spec runs them. On rollouts, `grpo`'s runs every
 other row without one."""
 _SPECS = Path(__file__).resolve().parents[2] / "deploy" / "specs" / "algorithms"

@@ -192,7 +192,7 @@ REWARDS_ONLY = frozenset(
 
 def from_rewards(advantage: AdvantageConfig) -> bool:
     """Whether advantages follow from the rewards of their samples, so that sources may have different ones."""
-    others = ("greedy", "player_average", "optimal_token")
+    others = ("greedy", "player_average", "optimal_token", "mixture")
     plain = advantage.kl_coef == 0 and advantage.covariance == "keep" and advantage.baseline not in others
     return plain and advantage.estimator in REWARDS_ONLY
 

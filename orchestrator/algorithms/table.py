@@ -97,8 +97,11 @@ COVARIANCE_OPTIONS: dict[str, frozenset[str]] = {
     "penalize": frozenset({"cov_share", "cov_penalty"}),
 }
 """Fields of the algorithm section that only rows read that control the covariance of tokens."""
-BASELINE_OPTIONS = frozenset({"baseline_decay"})
-"""Fields of the algorithm section that only the baseline player_average reads."""
+BASELINE_OPTIONS: dict[str, frozenset[str]] = {
+    "player_average": frozenset({"baseline_decay"}),
+    "mixture": frozenset({"mixture_coef"}),
+}
+"""Fields of the algorithm section that only one baseline reads."""
 CRITIC_OPTIONS = frozenset({"value_clip"})
 COMPARES = frozenset(
     (
@@ -532,6 +535,19 @@ ALGORITHMS: dict[str, Algorithm] = {
                 objective="likelihood", aggregation="sequence_sum", importance=ImportanceConfig(mode="none")
             ),
         ),
+        _of_groups(
+            name="nash_md",
+            summary="Plays against a mixture of itself and the reference: what counts is the share of comparisons won.",
+            formula="w = (pi_ref / pi_old)^mixture_coef of whole responses; A = sum over the others of the group of w "
+            "[1 if the reward is higher, 1/2 if equal] / sum of w - 1/2 - kl_coef sum_t (log pi_old - log pi_ref); "
+            f"loss -A r, {_R_TOKEN}, summed over tokens / sequences",
+            source="Nash-MD-PG, arXiv 2312.00886, with rewards for preferences; there a separate response of the "
+            "mixture is the opponent, here the policy's own are, weighted; mixture_coef, kl_coef: Troupe's defaults",
+            required=frozenset({"reference"}),
+            kl_in="reward",
+            advantage=AdvantageConfig(estimator="returns", baseline="mixture", reward_to_go=False, kl_coef=0.05),
+            loss=PolicyLossConfig(objective="policy_gradient", kl_estimator="k1", aggregation="sequence_sum"),
+        ),
         Algorithm(
             name="distill",
             summary="On-policy distillation: the reference is a teacher that scores every token.",
@@ -565,7 +581,6 @@ def unread_options(row: Algorithm) -> frozenset[str]:
     unread = frozenset().union(*ESTIMATOR_OPTIONS.values()) - ESTIMATOR_OPTIONS[row.advantage.estimator]
     unread |= frozenset().union(*OBJECTIVE_OPTIONS.values()) - OBJECTIVE_OPTIONS[row.loss.objective]
     unread |= frozenset().union(*COVARIANCE_OPTIONS.values()) - COVARIANCE_OPTIONS[row.advantage.covariance]
-    if row.advantage.baseline != "player_average":
-        unread |= BASELINE_OPTIONS
+    unread |= frozenset().union(*BASELINE_OPTIONS.values()) - BASELINE_OPTIONS.get(row.advantage.baseline, frozenset())
     # Without rewards to go every token is credited with the whole return, which is not discounted.
     return unread if row.advantage.reward_to_go else unread | {"gamma"}

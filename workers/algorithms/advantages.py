@@ -278,6 +278,33 @@ def reference_pair_advantages(
     return result
 
 
+def mixture_win_rates(
+    rewards: torch.Tensor, groups: torch.Tensor, ratios: torch.Tensor, mixture_coef: float
+) -> tuple[torch.Tensor, float]:
+    """(float64 [n], the share of comparisons that a sample wins against a mixture of policy and reference; the mean
+    number of samples that count as its opponents).
+
+    Nash-MD (arXiv 2312.00886) compares a sample with one of the mixture, which is proportional to policy^(1 - beta)
+    reference^beta, beta = `mixture_coef`. Here the other samples of its group are the opponents, each with the weight
+    exp(-beta ratio), which is the mixture's probability over the policy's up to a factor; divided by the sum of the
+    weights, the mean has a bias that falls with the size of the group, and none for beta = 0. The number is
+    (sum w)^2 / sum w^2. Equal rewards are half a win; a sample that is alone has a half. `ratios`: [n], log-ratios of
+    whole responses to the reference. Arguments as in `group_advantages`.
+    """
+    wins, opponents = torch.full((len(rewards),), 0.5, dtype=torch.double), list[torch.Tensor]()
+    for group in groups.unique().tolist():
+        members = (groups == group).nonzero().flatten()
+        if len(members) == 1:
+            continue
+        own = rewards[members].double()
+        won = 0.5 + 0.5 * (own[:, None] - own).sign()
+        scores = (-mixture_coef * ratios[members].double()).expand(len(members), -1).clone()
+        weights = scores.fill_diagonal_(-torch.inf).softmax(1)
+        wins[members] = (weights * won).sum(1)
+        opponents.append(1.0 / weights.square().sum(1))
+    return wins, float(torch.cat(opponents).mean()) if opponents else 0.0
+
+
 def covariant_tokens(
     advantages: torch.Tensor, logprobs: torch.Tensor, among: torch.Tensor, share: float, bounds: tuple[float, float]
 ) -> torch.Tensor:

@@ -23,6 +23,7 @@ from troupe.workers.algorithms.advantages import (
     group_advantages,
     leave_one_out_advantages,
     max_likelihood_advantages,
+    mixture_win_rates,
     n_step_advantages,
     optimal_token_baselines,
     player_average_advantages,
@@ -217,12 +218,16 @@ def _returns(config: AdvantageConfig, batch: SampledTokens, state: AdvantageStat
     credited = totals[batch.sequence]
     if config.reward_to_go:
         credited = returns_to_go(shaped.token_rewards, batch.lengths, config.gamma)
-    following = shaped.state
+    following, metrics = shaped.state, dict(shaped.metrics)
     if config.baseline == "optimal_token":
         credited = credited - optimal_token_baselines(credited, _norms(batch), batch.groups, batch.lengths)
         above = totals
     elif config.baseline == "player_average":
         above, following = _above_players(config, totals, batch, following)
+    elif config.baseline == "mixture":
+        wins, opponents = mixture_win_rates(shaped.rewards, batch.groups, _sequence_ratios(batch), config.mixture_coef)
+        above = totals - shaped.rewards + wins - 0.5
+        metrics["effective_opponents"] = opponents
     else:
         above = _above_baseline(config, totals, shaped, batch, state)
     # In this order, a whole return credited to every token leaves `above` bitwise unchanged.
@@ -235,7 +240,7 @@ def _returns(config: AdvantageConfig, batch: SampledTokens, state: AdvantageStat
         )
         for name, members in batch.parts()
     }
-    return Estimate(advantages, following.with_moments(seen), metrics=shaped.metrics)
+    return Estimate(advantages, following.with_moments(seen), metrics=metrics)
 
 
 def _norms(batch: SampledTokens) -> torch.Tensor:

@@ -248,12 +248,25 @@ class AdvantageConfig(Frozen):
     """Estimator reference_pair: alpha of XPO, the weight of the log-likelihood of the reference's responses, which is
     lowered."""
     baseline: Literal[
-        "none", "running_mean", "batch_mean", "group_mean", "leave_one_out", "greedy", "player_average", "optimal_token"
+        "none",
+        "running_mean",
+        "batch_mean",
+        "group_mean",
+        "leave_one_out",
+        "greedy",
+        "player_average",
+        "optimal_token",
+        "mixture",
     ] = "none"
     """returns: what is subtracted from a sample's return: nothing, the mean of all earlier batches, the mean of this
     batch, the mean of the group, the mean of the other samples of the group, the reward of the greedy response to the
     same prompt, the moving average of the returns of the same player in the same source, or, from each token's return,
-    the mean of the group's returns from that token on, weighted by how uncertain each sample was so far (OTB)."""
+    the mean of the group's returns from that token on, weighted by how uncertain each sample was so far (OTB).
+    `mixture`: the reward is the share of comparisons that the sample wins against the others of the group, weighted as
+    if a mixture of policy and reference had sampled them, and a half is subtracted (Nash-MD)."""
+    mixture_coef: float = Field(default=0.125, ge=0.0, le=1.0)
+    """Baseline mixture: weight of the reference in the mixture, which is proportional to policy^(1 - mixture_coef)
+    reference^mixture_coef; 0: the policy plays against itself."""
     baseline_decay: float = Field(default=0.95, ge=0.0, lt=1.0)
     """Baseline player_average: weight of the average so far against the next return."""
     reward_to_go: bool = True
@@ -293,6 +306,12 @@ class AdvantageConfig(Frozen):
     batches so far (PPO-max, arXiv 2307.04964)."""
     reward_clip: float | None = Field(default=None, gt=0.0)
     """Estimators returns, gae, n_step: clip the (scaled) sequence reward to plus or minus this."""
+
+    @property
+    def reads_old_logprobs(self) -> bool:
+        """Whether an advantage depends on the log-probs before the update."""
+        compared = self.baseline == "mixture" or self.estimator in ("distill", "preference_pair", "reference_pair")
+        return compared or self.kl_coef > 0 or self.covariance != "keep" or self.reads_square_sums
 
     @property
     def compares_reference(self) -> bool:

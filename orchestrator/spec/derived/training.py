@@ -69,9 +69,7 @@ def needs_old_logprobs(spec: RolloutSpec) -> bool:
     reward, the update itself computes them, unless it searches for its step by the loss."""
     advantage = section.advantage(spec.algorithm)
     compares = spec.schedule.updates_per_step > 1 and section.policy_loss(spec.algorithm).has_ratio
-    read = advantage.kl_coef > 0 or advantage.covariance != "keep" or advantage.reads_square_sums
-    searches = section.natural_gradient(spec.algorithm) is not None
-    return compares or read or searches or advantage.estimator in ("distill", "preference_pair", "reference_pair")
+    return compares or advantage.reads_old_logprobs or section.natural_gradient(spec.algorithm) is not None
 
 
 def old_logprobs_at_batch(spec: RolloutSpec) -> bool:

@@ -137,6 +137,7 @@ eval/token_logprob
 eval/distill_loss
 eval/teacher_divergence
 covariant_fraction
+effective_opponents
 kl_coef
 masked_samples
 memory/policy_gpu

@@ -325,6 +325,21 @@ def xpo(batch: Batch) -> Advantages:
     return [found[id(s)] for s in batch.samples]
 
 
+def nash_md(batch: Batch) -> Advantages:
+    """Nash-MD-PG, arXiv 2312.00886: wins against the others of the group, each as likely as a mixture with an eighth of
+    the reference makes it, minus a half and a KL term of 0.05."""
+    found = []
+    for s in batch.samples:
+        others = [o for o in batch.mates(s) if o is not s]
+        weights = [math.exp(sum(o.ref) / 8 - sum(o.old) / 8) for o in others]
+        won = sum(
+            w * (1.0 if s.reward > o.reward else 0.5 if s.reward == o.reward else 0.0)
+            for w, o in zip(weights, others, strict=True)
+        )
+        found.append([won / sum(weights) - 0.5 - 0.05 * (sum(s.old) - sum(s.ref))] * len(s))
+    return found
+
+
 def distill(batch: Batch) -> Advantages:
     """log pi_teacher - log pi_old."""
     return [[ref - old for ref, old in zip(s.ref, s.old, strict=True)] for s in batch.samples]
@@ -567,6 +582,7 @@ LOOPS = {
     "raft": Loop(raft, likelihood, mean_of_chosen),
     "online_dpo": Loop(online_dpo, unweighed, sequence_sum),
     "xpo": Loop(xpo, likelihood, sequence_sum),
+    "nash_md": Loop(nash_md, gradient, sequence_sum),
     "distill": Loop(distill, PPO_CLIP, token_mean),
     "gkd": Loop(nothing, from_teacher, token_mean),
 }

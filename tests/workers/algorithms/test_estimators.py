@@ -27,6 +27,7 @@ from troupe.workers.algorithms.advantages import (
     covariant_tokens,
     leave_one_out_advantages,
     max_likelihood_advantages,
+    mixture_win_rates,
     n_step_advantages,
     process_advantages,
     returns_to_go,
@@ -670,6 +671,28 @@ def test_online_dpo_has_the_gradient_of_dpo_on_the_best_and_the_worst_sample() -
     leads = torch.stack([ratios[1] - ratios[2], ratios[4] - ratios[3]])
     (expected,) = torch.autograd.grad(-torch.sigmoid(0.7 * leads).log().sum() / 3, logprobs)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("coef", [0.0, 0.3, 1.0])
+def test_a_large_group_has_the_win_rate_against_the_mixture(coef: float) -> None:
+    """Nash-MD's opponent is a sample of policy^(1 - coef) reference^coef; the group has the policy's samples."""
+    policy, reference = (torch.tensor(p, dtype=torch.double) for p in ([0.5, 0.3, 0.2], [0.1, 0.2, 0.7]))
+    rewards, generator = torch.tensor([1.0, 3.0, 3.0]), torch.Generator().manual_seed(3)
+    drawn = torch.multinomial(policy, 4000, replacement=True, generator=generator)
+    ratios = (policy / reference).log()[drawn]
+    found, opponents = mixture_win_rates(rewards[drawn], torch.zeros(4000, dtype=torch.long), ratios, coef)
+    mixture = policy ** (1 - coef) * reference**coef
+    won = 0.5 + 0.5 * (rewards[:, None] - rewards).sign().double()
+    torch.testing.assert_close(found, (won @ (mixture / mixture.sum()))[drawn], rtol=0.0, atol=0.02)
+    counted = 4000 * (policy @ (mixture / policy)) ** 2 / (policy @ (mixture / policy).square())
+    assert opponents == pytest.approx(float(counted), rel=0.05)
+
+
+def test_lone_samples_and_equal_rewards_neither_win_nor_lose() -> None:
+    rewards, groups = torch.tensor([2.0, 1.0, 1.0, 1.0]), torch.tensor([0, 1, 1, 1])
+    wins, opponents = mixture_win_rates(rewards, groups, torch.tensor([9.0, 1.0, -1.0, 400.0]), 0.5)
+    assert wins.tolist() == [0.5] * 4 and 1.0 <= opponents <= 2.0
+    assert mixture_win_rates(rewards[:1], groups[:1], rewards[:1], 0.5)[1] == 0.0
 
 
 def test_distill_is_log_teacher_minus_log_policy() -> None:
