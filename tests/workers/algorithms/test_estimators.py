@@ -688,6 +688,41 @@ def test_a_large_group_has_the_win_rate_against_the_mixture(coef: float) -> None
     assert opponents == pytest.approx(float(counted), rel=0.05)
 
 
+def test_nash_md_says_how_many_samples_of_a_group_are_opponents() -> None:
+    result = run(ALGORITHMS["nash_md"].advantage, batch_of(10))
+    assert 1.0 <= result.summary.metrics["effective_opponents"] <= 9.0
+
+
+@pytest.mark.parametrize("kl_coef", [0.0, 0.1])
+@pytest.mark.parametrize("name", [name for name, row in ALGORITHMS.items() if row.advantage.estimator != "distill"])
+def test_an_advantage_that_needs_the_log_probs_before_the_update_says_so(name: str, kl_coef: float) -> None:
+    """The spec has them computed where it does; distillation can do with the sampler's."""
+    config = ALGORITHMS[name].advantage
+    if config.kl_coef:
+        config = config.model_copy(update={"kl_coef": kl_coef})
+    tokens = -torch.rand(6, dtype=torch.double)
+    batch = SampledTokens(
+        rewards=torch.tensor([1.0, 2.0, 0.5, 1.0]),
+        groups=torch.tensor([0, 0, 1, 1]),
+        lengths=torch.tensor([2, 1, 2, 1]),
+        rollout_logprobs=tokens,
+        old_logprobs=None,
+        ref_logprobs=tokens,
+        values=tokens,
+        square_sums=tokens.exp(),
+        prompt_rows=(4, 7),
+        greedy_rewards=torch.ones(4),
+        components={"a": torch.ones(2, 4)},
+        partners=torch.tensor([1, -1, 3, -1]),
+    )
+    try:
+        estimate(config, batch, AdvantageState())
+    except ValueError as error:
+        assert "old_logprobs" in str(error) and config.reads_old_logprobs
+    else:
+        assert not config.reads_old_logprobs
+
+
 def test_lone_samples_and_equal_rewards_neither_win_nor_lose() -> None:
     rewards, groups = torch.tensor([2.0, 1.0, 1.0, 1.0]), torch.tensor([0, 1, 1, 1])
     wins, opponents = mixture_win_rates(rewards, groups, torch.tensor([9.0, 1.0, -1.0, 400.0]), 0.5)
