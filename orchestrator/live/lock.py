@@ -98,6 +98,10 @@ class RunLock:
         return descriptor
 
 
+_FACTS = dict.fromkeys(("user", "host", "command", "waits"), str) | dict.fromkeys(("pid", "started", "namespace"), int)
+"""What the file has besides the time, and its types."""
+
+
 @dataclass(frozen=True)
 class LockHolder:
     """The process that has locked a run folder and has not released it."""
@@ -122,10 +126,14 @@ class LockHolder:
         """The holder that the file names, or None if it names none."""
         file = folder / LOCK_FILE
         try:
-            facts, silent_s = json.loads(file.read_text()), time.time() - file.stat().st_mtime
-            return cls(**facts | {"since": datetime.fromisoformat(facts["since"]).timestamp(), "silent_s": silent_s})
-        except (OSError, ValueError, KeyError, TypeError):  # there is none, or it is just being written
+            read, silent_s = json.loads(file.read_text()), time.time() - file.stat().st_mtime
+            facts = {name: ({"waits": ""} | read)[name] for name in _FACTS}
+            since = datetime.fromisoformat(read["since"]).timestamp()
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):  # there is none, or it is being written
             return None
+        if any(type(facts[name]) is not kind for name, kind in _FACTS.items()):
+            return None
+        return cls(**facts, since=since, silent_s=silent_s)
 
     @property
     def is_active(self) -> bool:
