@@ -44,10 +44,9 @@ class Agent(Environment):
 
     The function gets the `Row` and an `openai.OpenAI` client (`AsyncOpenAI` if it is a coroutine) and returns the
     reward (which may be `Feedback`), or None if `roles.reward` scores, or a mapping with `reward` and further numbers
-    for the metrics. A command
-    gets the endpoint and the row in environment variables; its last line of output is the reward if it is a number, or
-    such a mapping if it is a JSON object. The endpoint listens on the loopback interface, with a key for
-    each episode. The temperature of a request is ignored: responses are sampled with the spec's.
+    for the metrics. A command gets the endpoint and the row in environment variables; its last line of output is the
+    reward if it is a number, or such a mapping if it is a JSON object. The endpoint listens on the loopback interface,
+    with a key for each episode. The temperature of a request is ignored: responses are sampled with the spec's.
     """
 
     def __init__(self, function: str | None = None, command: Sequence[str] = (), args: Mapping[str, Any] | None = None):

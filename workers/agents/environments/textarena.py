@@ -8,8 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from troupe.workers.agents.environments.base import Environment
-from troupe.workers.contract.environments import Message, Observation, Row
-from troupe.workers.contract.rewards import Feedback
+from troupe.workers.contract.environments import Message, Observation, Row, told
 
 NEEDS = "the environment textarena needs the package textarena: troupe env install textarena, or name its `python`"
 
@@ -49,10 +48,10 @@ class TextArena(Environment):
             return self._shown()
         rewards, info = self._game.close()
         invalid = {"invalid_move": float(any(one["invalid_move"] for one in info.values()))}
-        told = {n: Feedback(float(won), str(info[n].get("reason") or "")) for n, won in rewards.items()}
+        found = {n: told(float(won), str(info[n].get("reason") or "")) for n, won in rewards.items()}
         if self._players == 1:
-            return Observation(reward=told[0], done=True, info=invalid)
-        return Observation(rewards={str(player): own for player, own in told.items()}, done=True, info=invalid)
+            return Observation(reward=found[0], done=True, info=invalid)
+        return Observation(rewards={str(player): own for player, own in found.items()}, done=True, info=invalid)
 
     def _shown(self) -> Observation:
         """What is new to the player whose turn it is: wrappers of most games repeat the game so far."""
