@@ -46,10 +46,10 @@ def test_a_wrong_answer_gets_another_try_at_less() -> None:
     again = step(environment, say("4"))
     assert (again.done, again.reward, again.messages[0]["content"]) == (False, None, "That is not right. Try again.")
     last = step(environment, say("5"))
-    assert (last.done, last.reward, last.info) == (True, Feedback(0.5, ""), {"solved": 1.0})
+    assert (last.done, last.reward, last.info) == (True, 0.5, {"solved": 1.0})
     other = Retry(attempts=1)
     other.start(ROW)
-    assert step(other, say("nothing")).reward == Feedback(0.0, "")
+    assert step(other, say("nothing")).reward == 0.0
 
 
 def checked(response: str, answer: str, metadata: dict[str, Any]) -> Feedback:
