@@ -44,7 +44,7 @@ T = TypeVar("T")
 Overrides = Sequence[str] | Mapping[str, Any]
 """Fields to set: `["schedule.steps=10"]`, or `{"schedule.steps": 10}`."""
 PathLike = str | os.PathLike[str]
-"""A path: text, or an object that has one, as those of pathlib."""
+"""A path: text, or an object that has one, such as a `pathlib.Path`."""
 SpecLike = RunSpec | PathLike | Mapping[str, Any]
 """A loaded spec, a YAML file, `examples:NAME`, or a spec as a dict."""
 OnStep = Callable[[int, Mapping[str, Any]], None]

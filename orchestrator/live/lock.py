@@ -126,8 +126,8 @@ class LockHolder:
         """The holder that the file names, or None if it names none."""
         file = folder / LOCK_FILE
         try:
-            read, silent_s = json.loads(file.read_text()), time.time() - file.stat().st_mtime
-            facts = {name: ({"waits": ""} | read)[name] for name in _FACTS}
+            read, silent_s = {"waits": ""} | json.loads(file.read_text()), time.time() - file.stat().st_mtime
+            facts = {name: read[name] for name in _FACTS}
             since = datetime.fromisoformat(read["since"]).timestamp()
         except (OSError, ValueError, KeyError, TypeError, RecursionError):  # there is none, or it is being written
             return None

@@ -66,7 +66,8 @@ def plan(
     Args:
         known: Sizes of models that were read before, or that an earlier stage will write.
         advise: Plan changes with which it fits, or is faster.
-        rates: Measured rates of the spec's engines; None: they are predicted. Remedies change engines: theirs are.
+        rates: Measured rates of the spec's engines, or None if they are predicted. Remedies change engines, whose rates
+            are predicted.
     """
     sizes = known if known is not None else Sizes()
     placed = _Placed.of(spec, nodes, sizes, rates)

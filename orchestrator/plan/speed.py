@@ -96,7 +96,7 @@ class Prediction:
     shorter: tuple[Division, ...] = ()
     """Divisions of these GPUs with which a step is shorter, the shortest first."""
     rates: Rates | None = None
-    """What the sampling was computed from; None: it is predicted, too."""
+    """What the sampling was computed from, or None if it is predicted, too."""
 
     def as_json(self) -> dict[str, float]:
         """The numbers of the prediction, the shares of a step in which each side waits, and which side was measured."""
@@ -115,7 +115,7 @@ def predict(
     rates: Rates | None = None,
 ) -> Prediction | None:
     """The speed of a spec whose workers are placed, or None without a known type of GPU and size of the model.
-    `rates`: those of its engines, or None if they are predicted."""
+    `rates`: measured rates of its engines, or None if they are predicted."""
     known = [gpu_peaks(node.gpu_type) for node in nodes if node.gpus]
     peaks = [each for each in known if each is not None]
     size = sizes.of(spec.model)

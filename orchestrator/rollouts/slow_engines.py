@@ -46,7 +46,7 @@ class SlowEngines(RunPart):
     def __init__(
         self, groups: Callable[[], Sequence[ScoredGroup]], engines: Sequence[Engine], events: EventLog
     ) -> None:
-        """`groups`: those of the last batch; `engines`: the pool's."""
+        """`groups` returns the groups of the last batch; `engines`: the pool's."""
         self._groups = groups
         self._engines = engines
         self._events = events

@@ -123,8 +123,8 @@ def _algorithm(data: Any) -> str:
 
 def shared_gpus(document: Document) -> Document:
     """The document with `workers` and `gpus` of engines on the policy's GPU: one engine of a role per policy worker. A
-    whole GPU is shared: those that reserve no part of it have equal ones of what the others leave. An engine over N
-    GPUs has those of N policy workers."""
+    whole GPU is shared: roles that reserve no part of it divide what the others leave. An engine over N GPUs has the
+    GPUs of N policy workers."""
     roles = document.data.get("roles") if isinstance(document.data, dict) else None
     if not isinstance(roles, dict):
         return document

@@ -124,7 +124,7 @@ class GuestEngineRole(EngineRole):
 
     sleep: Annotated[Sleep | None, UNCOUNTED] = None
     """What an engine on the policy's GPU releases while the policy trains: `none`, its `kv_cache`, or also its
-    `weights`. Those of the policy then come back with every new version, those of other models from host memory. The
+    `weights`. The policy's weights then come back with every new version, other models' from host memory. The
     optimizer uses the released memory, and is in host memory while engines sample or score. null: `kv_cache` if they
     share a GPU, else `none`."""
 

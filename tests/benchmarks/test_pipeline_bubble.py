@@ -43,7 +43,7 @@ def test_a_step_waits_for_a_slow_engine() -> None:
         on_virtual_time(pipeline_turn(shape, Times(1.0, 0.5, 3, slow, factor=4.0))).figures["step, s"]
         for slow in (0, 1)
     ]
-    assert steps[1] > 1.5 * steps[0]  # of which the smaller capacity is 1.1
+    assert steps[1] > 1.5 * steps[0]  # the smaller capacity alone: 1.1 times
 
 
 @pytest.mark.parametrize("staleness", [0, 2])

@@ -72,7 +72,7 @@ def measure(device: str, ranks: str, folder: str) -> Measurements:
         for process in started:
             process.kill()
     assert all(process.returncode == 0 for process in started)
-    (match,) = {_LINE.search(line) for line in lines[:1]}
+    match = _LINE.search(lines[0])
     assert match is not None, lines
     logs = "".join(file.read_text() for file in Path(folder).glob("nccl.*"))
     size, taking, rate = match.groups()

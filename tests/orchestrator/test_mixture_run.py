@@ -355,7 +355,7 @@ class OftenAlike(BySource):
 
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_a_further_round_draws_none_of_the_prompts_that_were_replaced(tmp_path: Path, staleness: int) -> None:
-    """The runs of two rounds draw together what one order draws, also where the first one draws more than it trains."""
+    """The runs of two rounds draw together what one order draws, also if the first one draws more than it trains."""
     runs: list[RolloutRun] = []
     for number in (1, 2):
         run = run_of(tmp_path / str(number), staleness=staleness)

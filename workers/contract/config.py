@@ -430,7 +430,8 @@ class PolicyConfig(PolicySettings, RankConfig):
     teacher_models: dict[str, ModelConfig] = Field(default_factory=dict)
     """Frozen models of `teachers` whose model is not the policy's, by role."""
     teacher_adapters: dict[str, str] = Field(default_factory=dict)
-    """Folders of the adapters of `teachers` that share the policy's model, by role. They replace those that train."""
+    """Folders of the adapters of `teachers` that share the policy's model, by role. They replace
+    the adapters that train."""
     transfer_backend: TransferBackend = "shm"
     weight_store: str | None = None
     """URL of the object store that weights go through on their way to other nodes."""

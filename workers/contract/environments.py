@@ -253,14 +253,14 @@ def _reward(place: str, value: Any) -> float | Feedback:
     match value:
         case Feedback(reward, str() as text) | {"reward": reward, "text": str() as text}:
             number = _finite(place, reward)
-            return told(number, valid_text(text))
+            return with_text(number, valid_text(text))
         case Feedback(_, text):
             raise TypeError(f"{place}: feedback that is not text: {type(text).__name__}")
         case _:
             return _finite(place, value)
 
 
-def told(reward: float, text: str) -> float | Feedback:
+def with_text(reward: float, text: str) -> float | Feedback:
     """A reward with what is said of it, if anything is."""
     return Feedback(reward, text) if text else reward
 

@@ -114,7 +114,7 @@ class _Named:
 
 
 _OF_FEW_TASKS = ("cellpylib", "sympy", "sympy.geometry", "sympy.parsing.sympy_parser", "sympy.polys.monomials")
-"""Modules that few tasks of reasoning-gym use, and whose import takes longer than that of all tasks."""
+"""Modules that few tasks of reasoning-gym use, and which take longer to import than all tasks."""
 
 
 def gym_factory() -> Any:

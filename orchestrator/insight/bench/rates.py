@@ -16,6 +16,7 @@ from troupe.orchestrator.insight.bench.results import Measures
 from troupe.orchestrator.plan.speed import Rates
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.rollout import RolloutSpec
+from troupe.workers.contract.config_base import first_problem
 from troupe.workers.contract.gpus import gpu_peaks
 
 
@@ -68,11 +69,8 @@ def _read(file: Path) -> _Record:
     except OSError as error:
         raise UsageError(f"--rates {file}: {error.strerror or error}") from None
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise UsageError(
-            f"--rates {file}: no results of this version's troupe bench ({where}: {first['msg']})"
-        ) from None
+        why = f"no results of this version's troupe bench ({first_problem(error)})"
+        raise UsageError(f"--rates {file}: {why}") from None
 
 
 def _with_its_engines(file: Path, record: _Record, spec: RolloutSpec) -> list[tuple[int, Measures]]:

@@ -185,7 +185,7 @@ def _teacher_prompt(spec: RolloutSpec, path: str, teacher: Teacher) -> Iterator[
         if isinstance(source, Mixed) and teacher.sources is not None and source.name not in teacher.sources:
             continue
         generated = isinstance(source, ReasoningGymSource)
-        columns = () if isinstance(source, ReasoningGymSource) else source.metadata
+        columns = () if generated else source.metadata
         environment = None if group.environment is None else spec.roles.environments()[group.environment]
         built_in = None if environment is None else ENVIRONMENTS.get(environment.name)
         if built_in is not None and built_in.offers_tools:

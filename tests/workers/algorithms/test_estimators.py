@@ -696,7 +696,7 @@ def test_nash_md_says_how_many_samples_of_a_group_are_opponents() -> None:
 @pytest.mark.parametrize("kl_coef", [0.0, 0.1])
 @pytest.mark.parametrize("name", [name for name, row in ALGORITHMS.items() if row.advantage.estimator != "distill"])
 def test_an_advantage_that_needs_the_log_probs_before_the_update_says_so(name: str, kl_coef: float) -> None:
-    """The spec has them computed where it does; distillation can do with the sampler's."""
+    """The run computes them if it does. Distillation can use the sampler's instead."""
     config = ALGORITHMS[name].advantage
     if config.kl_coef:
         config = config.model_copy(update={"kl_coef": kl_coef})

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from troupe.workers.agents.environments.base import Environment
-from troupe.workers.contract.environments import Message, Observation, Row, parted, told
+from troupe.workers.contract.environments import Message, Observation, Row, parted, with_text
 from troupe.workers.contract.rewards import Feedback, is_solved
 from troupe.workers.rewards.loading import load
 from troupe.workers.rewards.results import parse_value
@@ -32,7 +32,7 @@ class RewardFunction:
         reply = parse_value(await returned if inspect.isawaitable(returned) else returned, text)
         if "failure" in reply:
             raise ValueError(reply["failure"])
-        return told(float(reply["value"]), str(reply.get("feedback", "")))
+        return with_text(float(reply["value"]), str(reply.get("feedback", "")))
 
 
 class SingleTurn(Environment):
@@ -121,7 +121,7 @@ class Retry(Environment):
         self._left -= 1
         solved = is_solved(value, self._solved_at)
         if solved or not self._left:
-            reward = told(self._scale * value, said)
+            reward = with_text(self._scale * value, said)
             return Observation(reward=reward, done=True, info={"solved": float(solved)})
         self._scale *= self._discount
         return Observation([{"role": "user", "content": self._feedback}])

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from troupe.workers.agents.environments.base import Environment
-from troupe.workers.contract.environments import Message, Observation, Row, told
+from troupe.workers.contract.environments import Message, Observation, Row, with_text
 
 NEEDS = "the environment textarena needs the package textarena: troupe env install textarena, or name its `python`"
 
@@ -48,7 +48,7 @@ class TextArena(Environment):
             return self._shown()
         rewards, info = self._game.close()
         invalid = {"invalid_move": float(any(one["invalid_move"] for one in info.values()))}
-        found = {n: told(float(won), str(info[n].get("reason") or "")) for n, won in rewards.items()}
+        found = {n: with_text(float(won), str(info[n].get("reason") or "")) for n, won in rewards.items()}
         if self._players == 1:
             return Observation(reward=found[0], done=True, info=invalid)
         return Observation(rewards={str(player): own for player, own in found.items()}, done=True, info=invalid)
